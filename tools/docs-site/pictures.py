@@ -1,10 +1,8 @@
 """The pictures of the site, drawn from results that are computed when it is built."""
 
-import json
-from pathlib import Path
-
 import numpy as np
 import plots
+from reference import simulated
 
 import parity
 from parity.core.compare import Label, compare
@@ -231,14 +229,13 @@ def patch(x: float, y: float, color: str):
 
 # ---- A simulated card ------------------------------------------------------------------------------------------------
 
-SIMULATED = Path(__file__).parents[2] / "benchmarks" / "simulated-blackhole.json"
 NOT_FINITE = 1.15
 """Place of a case without a finite share."""
 
 
 def simulated_blackhole() -> NotebookFigure:
     """The worst share of the budget of each case on a simulated Blackhole."""
-    cases = json.loads(SIMULATED.read_text("utf-8"))["cases"]
+    cases = simulated()["cases"]
     figure = NotebookFigure(figsize=(7, 2.6), layout="constrained")
     axes = figure.add_subplot()
     axes.axvline(1, color="black")

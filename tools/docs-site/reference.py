@@ -268,23 +268,28 @@ def bugs_page() -> str:
 
 # ---- A simulated card ------------------------------------------------------------------------------------------------
 
-SIMULATED = Path(__file__).parents[2] / "benchmarks" / "simulated-blackhole.json"
 DTYPES = ("bfloat16", "float32")
+
+
+def simulated() -> dict[str, Any]:
+    """The shares of the budget that a simulator showed."""
+    path = Path(__file__).parents[2] / "benchmarks" / "simulated-blackhole.json"
+    return json.loads(path.read_text("utf-8"))
 
 
 def simulated_tables() -> str:
     """Shares of the budget in a simulator: of every case, of other shapes, and of other settings."""
     from parity.core.cases import CASES
 
-    simulated = json.loads(SIMULATED.read_text("utf-8"))
+    shown = simulated()
 
     def cells(shares: dict[str, float | None]) -> list[str]:
         return [share_text(shares[dtype]) if dtype in shares else "" for dtype in DTYPES]
 
-    cases = [(f"`{name}`", *cells(shares)) for name, shares in simulated["cases"].items()]
+    cases = [(f"`{name}`", *cells(shares)) for name, shares in shown["cases"].items()]
     possible = [name for name, case in CASES.items() if case.dtype != "float16"]
-    not_run = [f"`{name}`" for name in possible if name not in simulated["cases"]]
-    shapes = [(each["shape"], *cells(each["prompt"]), *cells(each["steps"])) for each in simulated["shapes"]]
+    not_run = [f"`{name}`" for name in possible if name not in shown["cases"]]
+    shapes = [(each["shape"], *cells(each["prompt"]), *cells(each["steps"])) for each in shown["shapes"]]
     settings = [
         (
             f"`{each['case']}`",
@@ -293,7 +298,7 @@ def simulated_tables() -> str:
             share_text(each["accurate"]),
             share_text(each["own"]) if each["own"] else "",
         )
-        for each in simulated["settings"]
+        for each in shown["settings"]
     ]
     return "\n\n".join(
         [
