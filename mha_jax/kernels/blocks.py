@@ -5,7 +5,7 @@ Heads that are processed together are on one axis, P, and the queries of their g
 are matrix products.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, NamedTuple
@@ -188,6 +188,14 @@ class Sums(NamedTuple):
 
 def _finite_shift(largest: Array) -> Array:
     return jnp.where(jnp.isneginf(largest), 0.0, largest)  # exp(-inf) is 0, but exp(-inf + inf) is NaN
+
+
+def place_in(x: Array, starts: Sequence[Array | int], sizes: Sequence[int]) -> tuple[list[Array], list[int]]:
+    """Return the start and size of a block of x, whose axes of size 1 are broadcast."""
+    return (
+        [jnp.asarray(0 if of == 1 else start, jnp.int32) for start, of in zip(starts, x.shape, strict=True)],
+        [min(size, of) for size, of in zip(sizes, x.shape, strict=True)],
+    )
 
 
 class Tile(NamedTuple):
@@ -530,8 +538,4 @@ class Blocks:
     def _place(self, x: Array, tile: Tile, rows: Rows, keys: Keys) -> tuple[list[Array], list[int]]:
         """Return the start and size of a block in (B or 1, K or 1, G or 1, T or 1, S or 1)."""
         starts = (tile.sequence, tile.head, 0, rows.begin, keys.begin)
-        sizes = (*tile.shape, self.group_size, rows.size, keys.size)
-        return (
-            [jnp.asarray(0 if of == 1 else start, jnp.int32) for start, of in zip(starts, x.shape, strict=True)],
-            [min(size, of) for size, of in zip(sizes, x.shape, strict=True)],
-        )
+        return place_in(x, starts, (*tile.shape, self.group_size, rows.size, keys.size))

@@ -28,18 +28,34 @@ def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -
     return kernel(query, key, value, mask, scores)
 
 
-def attend_finite(query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
-    """Return the context of finite queries, keys and values, in the dtype of query."""
+def attend_finite(
+    query: Array,
+    key: Array,
+    value: Array,
+    mask: Mask,
+    scores: Scores,
+    *,
+    divisors: tuple[Array, Array] | None = None,
+) -> Array:
+    """Return the context of finite queries, keys and values, in the dtype of query.
+
+    Args:
+        divisors: `divisors` of the queries, (B, N, T, 1), and of the keys, (B, K, S, 1); default: computed.
+    """
     scores = with_relative_bias(mask, scores, query, key)
     hidden = mask.with_bias(scores.bias).to_bool(query.shape[2], key.shape[2])
     scale, dtype = score_scale(query, scores.spec), query.dtype
+    if hidden is not None:  # scores may be infinite, but not NaN, which a minimum does not hide
+        of_query, of_key = divisors or (divisors_of(query), divisors_of(key))
+        query, key = at_least_float32(query) / of_query, at_least_float32(key) / of_key
+        hidden = to_scores_rank(hidden)
     query = at_least_float32(query)
     key, value = (repeat_kv_heads(at_least_float32(x), query.shape[1]) for x in (key, value))
     if hidden is None:
         logits = jnp.einsum("bnth,bnsh->bnts", query * scale, key)
     else:
-        hidden = to_scores_rank(hidden)
-        logits = _products(query, key, scale)
+        logits = jnp.einsum("bnth,bnsh->bnts", query, key) * (of_query * scale)
+        logits *= repeat_kv_heads(of_key, query.shape[1]).swapaxes(2, 3)
     logits = soft_capped(logits, scores.spec)
     if scores.slopes is not None:
         logits += alibi_bias(scores.slopes, query.shape[2], key.shape[2], mask.q_offset, scores_dtype=logits.dtype)
@@ -48,33 +64,28 @@ def attend_finite(query: Array, key: Array, value: Array, mask: Mask, scores: Sc
         logits += bias if hidden is None else zero_where(bias, hidden)
     if hidden is not None:
         logits = _hide(logits, jnp.where(hidden, -jnp.inf, jnp.inf).astype(logits.dtype))
-    largest, sinks = lax.stop_gradient(logits.max(axis=-1, keepdims=True)), None
+    lowest = jnp.finfo(logits.dtype).min.astype(logits.dtype)  # exp(-inf + inf) is NaN
+    largest = lax.reduce(lax.stop_gradient(logits), lowest, lax.max, (3,))[..., None]
     if scores.sinks is not None:
         sinks = scores.sinks.astype(logits.dtype)[None, :, None, None]
         largest = jnp.maximum(largest, lax.stop_gradient(sinks))
-    if hidden is not None:  # exp(-inf + inf) is NaN
-        largest = jnp.maximum(largest, jnp.finfo(logits.dtype).min)
     exponentials = jnp.exp(logits - largest)
     total = exponentials.sum(axis=-1, keepdims=True)
-    if sinks is not None:
+    if scores.sinks is not None:
         total += jnp.exp(sinks - largest)
+    context = jnp.einsum("bnts,bnsh->bnth", exponentials, value)
+    total = jnp.broadcast_to(total, context.shape)
     if hidden is not None:  # 0 / 1 for fully masked rows; 0 / 0 for others whose scores are all -inf
-        total += hidden.all(axis=-1, keepdims=True).astype(logits.dtype)
-    return (jnp.einsum("bnts,bnsh->bnth", exponentials, value) / total).astype(dtype)
+        total += jnp.broadcast_to(hidden.all(axis=-1, keepdims=True), context.shape).astype(total.dtype)
+    return (context / total).astype(dtype)
 
 
-def _products(query: Array, key: Array, scale: float) -> Array:
-    """Return scaled dot products, infinite if they overflow but never NaN, which a minimum does not hide."""
-    (query, of_query), (key, of_key) = (_in_range(x) for x in (query, key))
-    return jnp.einsum("bnth,bnsh->bnts", query, key) * (of_query * scale) * of_key.swapaxes(2, 3)
-
-
-def _in_range(x: Array) -> tuple[Array, Array]:
-    """Return tokens whose products do not overflow, and the powers of 2 that they were divided by."""
+def divisors_of(x: Array) -> Array:
+    """Return powers of 2, (B, N, T, 1), for tokens to be divided by so that their products do not overflow."""
+    x = at_least_float32(x)
     half = jnp.finfo(x.dtype).maxexp // 2  # 8 bits less leave room for 2^16 features
     largest = lax.stop_gradient(jnp.abs(x).max(axis=-1, keepdims=True))
-    divisor = jnp.where(largest > 2.0 ** (half - 8), 2.0 ** (half + 8), 1.0).astype(x.dtype)
-    return x / divisor, divisor
+    return jnp.where(largest > 2.0 ** (half - 8), 2.0 ** (half + 8), 1.0).astype(x.dtype)
 
 
 @jax.custom_jvp
