@@ -96,7 +96,7 @@ def unchanged(source: Path, target: Path) -> None:
     from parity.files import open_tensors, write_tensors
 
     with open_tensors(source) as file:
-        write_tensors(target, file.infos, file.read)
+        write_tensors(target, file.infos, file.tensor)
 
 
 def conversion(layout: str, told: str | None = None) -> Callable[[Path, Path], None]:

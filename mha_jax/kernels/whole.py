@@ -1,7 +1,8 @@
 """Attention over all keys at once: the kernel of `fused` on CPUs for few scores, and that of parts of a window.
 
-XLA fuses it into one kernel that stores no scores. This kernel has no selection, so a minimum hides keys; the
-normalization comes last; and the largest scores are used for nothing else.
+XLA fuses it into one kernel that stores no scores, because it has only what XLA's library for CPUs supports: a minimum
+hides keys, and no operation between the products has less than 4096 elements. Limits are starting values of a
+reduction, and the sums of rows are spread over features before they are used.
 """
 
 import jax
@@ -44,18 +45,16 @@ def attend_finite(
     """
     scores = with_relative_bias(mask, scores, query, key)
     hidden = mask.with_bias(scores.bias).to_bool(query.shape[2], key.shape[2])
-    scale, dtype = score_scale(query, scores.spec), query.dtype
-    if hidden is not None:  # scores may be infinite, but not NaN, which a minimum does not hide
-        of_query, of_key = divisors or (divisors_of(query), divisors_of(key))
-        query, key = at_least_float32(query) / of_query, at_least_float32(key) / of_key
-        hidden = to_scores_rank(hidden)
-    query = at_least_float32(query)
-    key, value = (repeat_kv_heads(at_least_float32(x), query.shape[1]) for x in (key, value))
+    scale, dtype, num_heads = score_scale(query, scores.spec), query.dtype, query.shape[1]
+    query, key = at_least_float32(query), at_least_float32(key)
+    value = repeat_kv_heads(at_least_float32(value), num_heads)
     if hidden is None:
-        logits = jnp.einsum("bnth,bnsh->bnts", query * scale, key)
-    else:
-        logits = jnp.einsum("bnth,bnsh->bnts", query, key) * (of_query * scale)
-        logits *= repeat_kv_heads(of_key, query.shape[1]).swapaxes(2, 3)
+        logits = jnp.einsum("bnth,bnsh->bnts", query * scale, repeat_kv_heads(key, num_heads))
+    else:  # scores may be infinite, but not NaN, which a minimum does not hide
+        hidden = to_scores_rank(hidden)
+        of_query, of_key = divisors or (divisors_of(query), divisors_of(key))
+        logits = jnp.einsum("bnth,bnsh->bnts", query / of_query, repeat_kv_heads(key / of_key, num_heads))
+        logits = logits * (of_query * scale) * repeat_kv_heads(of_key, num_heads).swapaxes(2, 3)
     logits = soft_capped(logits, scores.spec)
     if scores.slopes is not None:
         logits += alibi_bias(scores.slopes, query.shape[2], key.shape[2], mask.q_offset, scores_dtype=logits.dtype)
@@ -64,14 +63,14 @@ def attend_finite(
         logits += bias if hidden is None else zero_where(bias, hidden)
     if hidden is not None:
         logits = _hide(logits, jnp.where(hidden, -jnp.inf, jnp.inf).astype(logits.dtype))
-    lowest = jnp.finfo(logits.dtype).min.astype(logits.dtype)  # exp(-inf + inf) is NaN
+    lowest = jnp.asarray(jnp.finfo(logits.dtype).min, logits.dtype)  # exp(-inf + inf) is NaN
     largest = lax.reduce(lax.stop_gradient(logits), lowest, lax.max, (3,))[..., None]
-    if scores.sinks is not None:
-        sinks = scores.sinks.astype(logits.dtype)[None, :, None, None]
+    sinks = None if scores.sinks is None else scores.sinks.astype(logits.dtype)[None, :, None, None]
+    if sinks is not None:
         largest = jnp.maximum(largest, lax.stop_gradient(sinks))
     exponentials = jnp.exp(logits - largest)
     total = exponentials.sum(axis=-1, keepdims=True)
-    if scores.sinks is not None:
+    if sinks is not None:
         total += jnp.exp(sinks - largest)
     context = jnp.einsum("bnts,bnsh->bnth", exponentials, value)
     total = jnp.broadcast_to(total, context.shape)

@@ -31,18 +31,19 @@ def attend(
 ) -> Array:
     """Return the context, a block of queries at a time over the keys of its span: work linear in the length.
 
-    Non-finite tokens are searched for once here, because spans of blocks overlap.
+    A CPU works on a few heads at a time. Non-finite tokens are searched for once here, because spans of blocks overlap.
     """
-    parts = _Parts.of(query, key, mask, scores, sizes=sizes, tiles_heads=platform == "cpu" and not is_automatic(query))
+    is_local = platform == "cpu" and not is_automatic(query)
+    parts = _Parts.of(query, key, mask, scores, most_scores=sizes.few_scores if is_local else None)
     nonfinite_rows, nonfinite_keys = nonfinite_tokens(query), nonfinite_tokens(key) | nonfinite_tokens(value)
     divisors = whole.divisors_of(query), whole.divisors_of(key)
-    is_stored = parts.num_scores <= (4 if platform == "cpu" else 1) * sizes.stored(platform)
+    is_stored = math.prod(parts.each) <= (FEW * sizes.few_scores if is_local else sizes.stored(platform))
 
     def attend_part(number: Array) -> Array:
         part = parts.part(number)
         rows = zero_where(part.rows_of(query), part.rows_of(nonfinite_rows))
-        are_nonfinite = part.keys_of(nonfinite_keys)
-        keys, values = (zero_where(part.keys_of(x), are_nonfinite) for x in (key, value))
+        hidden_keys = part.keys_of(nonfinite_keys)
+        keys, values = (zero_where(part.keys_of(x), hidden_keys) for x in (key, value))
         mask, scores = parts.mask_of(part), parts.scores_of(part)
         if is_stored:
             of_part = part.rows_of(divisors[0]), part.keys_of(divisors[1])
@@ -52,9 +53,13 @@ def attend(
     # Recompute instead of storing residuals of each block.
     numbers = jnp.arange(parts.num_parts, dtype=jnp.int32)
     contexts = lax.map(jax.checkpoint(attend_part), numbers)
-    checks_first = platform == "cpu" and not is_automatic(query)  # devices, or a host, would have to agree on whether
-    wrong = _wrong_in_parts(parts, numbers, nonfinite_rows, nonfinite_keys, checks_first=checks_first)
+    # Devices, or a host, would have to agree on whether to check.
+    wrong = _wrong_in_parts(parts, numbers, nonfinite_rows, nonfinite_keys, checks_first=is_local)
     return parts.joined(nan_where(contexts, wrong))
+
+
+FEW = 4
+"""A block of one key/value head is one kernel on a CPU up to so many times the scores that fit the caches."""
 
 
 def _num_together(span: Span) -> int:
@@ -63,146 +68,153 @@ def _num_together(span: Span) -> int:
 
 
 def _aligned(size: int) -> int:
+    """Return a number of keys for which matrix products are fast."""
     return -(-size // 16) * 16
 
 
-class _Part(NamedTuple):
-    """Part of the work: a block of queries of some heads, and the keys of their spans.
+class _Sizes(NamedTuple):
+    """Numbers of sequences, key/value heads, query heads of each, queries and keys."""
 
-    Attributes:
-        sequence, head, row: the first of each; the head is a key/value head.
-        key: the first key; below 0 or too far back for the last blocks
-    """
+    sequences: int
+    kv_heads: int
+    group: int
+    rows: int
+    keys: int
+
+
+class _Part(NamedTuple):
+    """The first sequence, key/value head, query and key of a part of the work, and its sizes."""
 
     sequence: Array | int
-    head: Array | int
+    kv_head: Array | int
     row: Array
     key: Array
-    shape: tuple[int, int, int, int, int]  # numbers of sequences, key/value heads, query heads of each, queries, keys
+    sizes: _Sizes
 
     def rows_of(self, x: Array) -> Array:
-        """Return the queries of a block, from (B or 1, N or 1, T or 1, ·)."""
-        return self._block_of(x, (self.row, 0), (self.shape[3], x.shape[3]))
+        """Return the part of (B or 1, N or 1, T, ·)."""
+        return self._slice(x, (self.row, 0), (self.sizes.rows, x.shape[3]))
 
     def keys_of(self, x: Array) -> Array:
-        """Return the keys of a block, from (B, K, S, ·)."""
-        starts, sizes = (self.sequence, self.head, self.key, 0), (*self.shape[:2], self.shape[4], x.shape[3])
-        return lax.dynamic_slice(x, starts, sizes)
+        """Return the part of (B, K, S, ·)."""
+        sizes = self.sizes
+        starts = (self.sequence, self.kv_head, self.key, 0)
+        return lax.dynamic_slice(x, starts, (sizes.sequences, sizes.kv_heads, sizes.keys, x.shape[3]))
 
-    def scores_of(self, x: Array | None) -> Array | None:
-        """Return the scores of a block, from (B or 1, N or 1, T or 1, S or 1)."""
-        return None if x is None else self._block_of(to_scores_rank(x), (self.row, self.key), self.shape[3:])
+    def scores_of(self, x: Array) -> Array:
+        """Return the part of (B or 1, N or 1, T or 1, S or 1)."""
+        return self._slice(to_scores_rank(x), (self.row, self.key), (self.sizes.rows, self.sizes.keys))
 
-    def _block_of(self, x: Array, starts: tuple[Any, ...], sizes: tuple[int, ...]) -> Array:
-        sequences, num_kv_heads, group_size = self.shape[:3]
-        starts, sizes = (self.sequence, self.head * group_size, *starts), (sequences, num_kv_heads * group_size, *sizes)
-        return lax.dynamic_slice(x, *place_in(x, starts, sizes))
+    def _slice(self, x: Array, starts: tuple[Array | int, ...], sizes: tuple[int, ...]) -> Array:
+        group = self.sizes.group
+        starts = (self.sequence, self.kv_head * group, *starts)
+        return lax.dynamic_slice(x, *place_in(x, starts, (self.sizes.sequences, self.sizes.kv_heads * group, *sizes)))
 
 
 class _Parts(NamedTuple):
-    """All parts of the work: tiles of heads, and blocks of the queries of each, the last of which may overlap another.
+    """All parts of the work: some heads, and a block of their queries. The last block may overlap another.
 
     Attributes:
+        each: sizes of a part.
+        total: sizes of all parts together.
         before: keys of a block before its first query.
-        shape: numbers of sequences, key/value heads, query heads of each, queries, and keys in a part.
-        of: these numbers of all parts together.
         between: first visible key of each query, and the one after the last, (B or 1, 1, T, 1); others are hidden.
         mask: boolean mask of all queries and keys, or None.
         scores: scores of all queries and keys.
     """
 
+    each: _Sizes
+    total: _Sizes
     before: int
-    shape: tuple[int, int, int, int, int]
-    whole: tuple[int, int, int, int, int]
     between: tuple[Array, ...]
     mask: Array | None
     scores: Scores
 
     @classmethod
-    def of(
-        cls, query: Array, key: Array, mask: Mask, scores: Scores, *, sizes: BlockSizes, tiles_heads: bool
-    ) -> "_Parts":
-        """Return the parts of a call; with `tiles_heads` those of a sequence, with few enough heads for the caches."""
-        span: Any = mask.span
+    def of(cls, query: Array, key: Array, mask: Mask, scores: Scores, *, most_scores: int | None) -> "_Parts":
+        """Return the parts of a call, with at most this number of scores if heads can be divided."""
         (batch_size, num_heads, seq_len_q, _), (_, num_kv_heads, seq_len_k, _) = query.shape, key.shape
+        span: Any = mask.span
         size, before, group_size = _num_together(span), _aligned(-span.first(0)), num_heads // num_kv_heads
         num_keys = min(before + (size if mask.is_causal else _aligned(span.stop(size - 1))), seq_len_k)
-        tile = (batch_size, num_kv_heads)
-        num_scores = group_size * size * num_keys
-        if tiles_heads and not scores.has_distances and num_scores <= 4 * sizes.few_scores:
-            fitting = max(LIM // num_scores, 1)
-            tile = (1, max(n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0 and n <= fitting))
-        between = tuple(x[:, None, :, None] for x in mask.key_range(seq_len_q, seq_len_k))
-        whole = (batch_size, num_kv_heads, group_size, seq_len_q, seq_len_k)
-        return cls(before, (*tile, group_size, size, num_keys), whole, between, mask.mask, scores)
-
-    @property
-    def num_scores(self) -> int:
-        """Number of scores in a part."""
-        return math.prod(self.shape)
+        sequences, kv_heads, num_scores = batch_size, num_kv_heads, group_size * size * num_keys
+        # A larger block is divided by its kernel, and biases by distance belong to all heads.
+        if most_scores is not None and num_scores <= FEW * most_scores and not scores.has_distances:
+            fitting = [n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0 and n * num_scores <= most_scores]
+            sequences, kv_heads = 1, max(fitting, default=1)
+        first, stop = (x[:, None, :, None] for x in mask.key_range(seq_len_q, seq_len_k))
+        return cls(
+            _Sizes(sequences, kv_heads, group_size, size, num_keys),
+            _Sizes(batch_size, num_kv_heads, group_size, seq_len_q, seq_len_k),
+            before,
+            (first, stop),
+            mask.mask,
+            scores,
+        )
 
     @property
     def num_blocks(self) -> int:
         """Number of blocks of queries."""
-        return -(-self.whole[3] // self.shape[3])
+        return -(-self.total.rows // self.each.rows)
 
     @property
     def num_parts(self) -> int:
-        """Number of all parts."""
-        return self.whole[0] // self.shape[0] * self.whole[1] // self.shape[1] * self.num_blocks
+        """Number of parts."""
+        return self.total.sequences // self.each.sequences * self.total.kv_heads // self.each.kv_heads * self.num_blocks
 
     def part(self, number: Array) -> _Part:
         """Return a part."""
-        sequences, num_kv_heads, _, size, num_keys = self.shape
-        tiles_of_sequence = self.whole[1] // num_kv_heads
-        sequence, head, block = 0, 0, number
+        each, total, sequence, kv_head, block = self.each, self.total, 0, 0, number
         if self.num_parts > self.num_blocks:
-            tile, block = jnp.divmod(number, self.num_blocks)
-            sequence, head = tile // tiles_of_sequence, tile % tiles_of_sequence * num_kv_heads
-        row = jnp.minimum(block * size, self.whole[3] - size)
-        key = jnp.clip(block * size - self.before, 0, self.whole[4] - num_keys)
-        return _Part(sequence, head, row, key, self.shape)
+            tiles, (tile, block) = total.kv_heads // each.kv_heads, jnp.divmod(number, self.num_blocks)
+            sequence, kv_head = tile // tiles, tile % tiles * each.kv_heads
+        row = jnp.minimum(block * each.rows, total.rows - each.rows)
+        key = jnp.clip(block * each.rows - self.before, 0, total.keys - each.keys)
+        return _Part(sequence, kv_head, row, key, each)
 
     def mask_of(self, part: _Part) -> Mask:
         """Return the mask of a part."""
         first, stop = (part.rows_of(x) for x in self.between)
-        keys = part.key + jnp.arange(self.shape[4], dtype=jnp.int32)
-        hidden, others = (keys < first) | (keys >= stop), part.scores_of(self.mask)
-        return Mask(hidden if others is None else hidden | others, q_offset=(part.row - part.key).reshape(1))
+        keys = part.key + jnp.arange(self.each.keys, dtype=jnp.int32)
+        hidden = (keys < first) | (keys >= stop)
+        hidden = hidden if self.mask is None else hidden | part.scores_of(self.mask)
+        return Mask(hidden, q_offset=(part.row - part.key).reshape(1))
 
     def scores_of(self, part: _Part) -> Scores:
         """Return the scores of a part."""
-        sinks = self.scores.sinks
+        bias, sinks = self.scores.bias, self.scores.sinks
+        bias = None if bias is None else part.scores_of(bias)
         sinks = None if sinks is None else part.scores_of(sinks[None, :, None, None]).ravel()
-        return replace(self.scores, bias=part.scores_of(self.scores.bias), sinks=sinks)
+        return replace(self.scores, bias=bias, sinks=sinks)
 
     def joined(self, x: Array) -> Array:
-        """Return (B, N, T, ·) from results of all parts (parts, …), each of the last rows once."""
-        sequences, num_kv_heads, group_size, size, _ = self.shape
-        num_heads = num_kv_heads * group_size
-        x = x.reshape(self.whole[0] // sequences, -1, self.num_blocks, sequences, num_heads, size, x.shape[-1])
-        x = jnp.transpose(x, (0, 3, 1, 4, 2, 5, 6)).reshape(self.whole[0], self.whole[1] * group_size, -1, x.shape[-1])
-        twice = x.shape[2] - self.whole[3]
-        if not twice:
-            return x
-        last = x.shape[2] - size
-        return jnp.concatenate([x[:, :, :last], x[:, :, last + twice :]], axis=2)
-
-
-LIM = 2**20
+        """Return (B, N, T, ·) from results of all parts, each row once."""
+        each, total = self.each, self.total
+        x = x.reshape(
+            total.sequences // each.sequences,
+            -1,
+            self.num_blocks,
+            each.sequences,
+            each.kv_heads * each.group,
+            *x.shape[3:],
+        )
+        x = jnp.transpose(x, (0, 3, 1, 4, 2, 5, 6))  # each axis of parts before the same axis within them
+        x = x.reshape(total.sequences, total.kv_heads * total.group, -1, x.shape[6])
+        twice, last = x.shape[2] - total.rows, x.shape[2] - each.rows  # the last block may begin before its place
+        return x if not twice else jnp.concatenate([x[:, :, :last], x[:, :, last + twice :]], axis=2)
 
 
 def _wrong_in_parts(
     parts: _Parts, numbers: Array, nonfinite_rows: Array, nonfinite_keys: Array, *, checks_first: bool
-) -> Bool[Array, "parts B N T 1"]:
+) -> Bool[Array, "parts b n t 1"]:
     """Return the rows to set to NaN: not finite without being fully masked, or attending to a non-finite key."""
 
     def look_in(number: Array) -> Array:
         part = parts.part(number)
         hidden: Any = parts.mask_of(part).with_bias(parts.scores_of(part).bias).mask
         is_wrong = part.rows_of(nonfinite_rows) & ~hidden.all(axis=-1, keepdims=True)
-        marked = jnp.repeat(part.keys_of(nonfinite_keys)[..., 0], parts.shape[2], axis=1)
-        return is_wrong | attends_to_any(marked, parts.shape[3], Mask(hidden), checks_first=checks_first)
+        marked = jnp.repeat(part.keys_of(nonfinite_keys)[..., 0], parts.each.group, axis=1)
+        return is_wrong | attends_to_any(marked, parts.each.rows, Mask(hidden), checks_first=checks_first)
 
     def look() -> Array:
         return lax.map(look_in, numbers)

@@ -21,7 +21,7 @@ from parity.conversion.plan import Converted, Plan
 from parity.conversion.prefixes import ENTRY, fitting_prefixes, join
 from parity.conversion.ranks import norms_to_join, open_checkpoint, write_ranks
 from parity.core.weights import Weights
-from parity.files import write_tensors
+from parity.files import FileTensor, write_tensors
 from parity.files.reading import SUFFIXES
 
 
@@ -196,7 +196,7 @@ def convert_file(
         suffix = Path(target_path if target_layout.ranks is None or not ranks else target_layout.ranks.file).suffix
         metadata, lost = with_source(metadata, file, suffix)
 
-        def read(name: str) -> np.ndarray:
+        def read(name: str) -> np.ndarray | FileTensor:
             on_tensor(name)
             return plan.tensors[name].make()
 
@@ -210,7 +210,7 @@ def convert_file(
             planned = target_path, target_layout, ranks, plan.specs, infos
             written_to = write_ranks(*planned, read, metadata, dry_run=dry_run)
         for name in infos if dry_run else ():  # reading rejects non-finite values, and ranks that differ
-            read(name)
+            np.asarray(read(name))
         specs = {layer.spec for layer in layers}
         of_layers = {file.infos[name].shape for layer in layers for name in layer.sources.values()}
         return Converted(

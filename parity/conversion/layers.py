@@ -25,7 +25,7 @@ from parity.conversion.not_carried import NotCarriedWarning
 from parity.conversion.prefixes import ENTRY, concrete_prefix, fitting_prefixes, numbered
 from parity.conversion.ranks import open_checkpoint
 from parity.core.weights import Weights, is_finite, is_floating
-from parity.files import TensorFile
+from parity.files import FileTensor, TensorFile
 from parity.models.specs import ModelLayer, sections_named
 from parity.text import some_of
 
@@ -213,10 +213,10 @@ class TensorCache:
         self._file = file
         self._cached: dict[tuple[str, int | None], np.ndarray] = {}
 
-    def read(self, name: str) -> np.ndarray:
-        """Read a tensor without caching it."""
+    def tensor(self, name: str) -> FileTensor:
+        """Return a tensor that is read later, without caching it."""
         self._cached.clear()  # so that memory holds one of them
-        return self._file.read(name)
+        return self._file.tensor(name)
 
     def read_finite(self, name: str, index: int | None = None, axis: int = 0) -> np.ndarray:
         """Read a tensor, or one entry of a stacked one; reject NaN and infinities."""

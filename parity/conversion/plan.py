@@ -22,6 +22,7 @@ from parity.conversion.layouts.placement import Placement
 from parity.conversion.metadata import metadata_of
 from parity.conversion.prefixes import concrete_prefix, join
 from parity.core.records import JsonRecord
+from parity.files import FileTensor
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class PlannedTensor(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    make: Callable[[], np.ndarray]
+    make: Callable[[], np.ndarray | FileTensor]
     sources: Callable[[], list[str]]
 
 
@@ -162,7 +163,7 @@ class Plan:
             if name not in self._own:
                 rest.append(name)
                 if keep_rest:
-                    make, sources = partial(file.read, name), partial(list, [name])
+                    make, sources = partial(file.tensor, name), partial(list, [name])
                     self._add(name, PlannedTensor(info.shape, info.dtype, make, sources))
         return rest
 

@@ -23,7 +23,7 @@ from mha_spec.shares import OF_QUERIES, axis_of_heads
 from parity.conversion.layouts import LAYOUTS, Layout
 from parity.conversion.layouts.layout import Ranks
 from parity.conversion.prefixes import ENTRY, join
-from parity.files import TensorFile, TensorInfo, open_tensors, write_tensors
+from parity.files import FileTensor, TensorFile, TensorInfo, open_tensors, write_tensors
 from parity.files.reading import SUFFIXES
 from parity.files.target import locked, move, scratch_beside
 from parity.sharding.shard import ShardPlan, shard_spec
@@ -181,7 +181,7 @@ def write_ranks(
     count: int,
     specs: Mapping[str, AttentionSpec],
     infos: Mapping[str, tuple[tuple[int, ...], np.dtype]],
-    read: Callable[[str], np.ndarray],
+    read: Callable[[str], np.ndarray | FileTensor],
     metadata: Mapping[str, str],
     *,
     dry_run: bool = False,
@@ -221,7 +221,7 @@ def write_ranks(
     metadata = {**metadata, NUM_RANKS: str(count), **({NORMS: json.dumps(norms)} if norms else {})}
 
     def read_part(name: str, rank: int) -> np.ndarray:
-        return divisions[name].parts(read(name), count)[rank].reshape(own[name][0])
+        return divisions[name].parts(np.asarray(read(name)), count)[rank].reshape(own[name][0])
 
     _refuse_used(folder)
     with scratch_beside(folder) as scratch:

@@ -14,7 +14,7 @@ executed. bfloat16 and float16 are preserved bit for bit.
 """
 
 from parity.files.reading import open_tensors
-from parity.files.tensor_file import TensorFile, TensorInfo
+from parity.files.tensor_file import FileTensor, TensorFile, TensorInfo
 from parity.files.writing import write_tensors
 
-__all__ = ["TensorFile", "TensorInfo", "open_tensors", "write_tensors"]
+__all__ = ["FileTensor", "TensorFile", "TensorInfo", "open_tensors", "write_tensors"]

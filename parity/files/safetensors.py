@@ -13,7 +13,7 @@ import safetensors
 from safetensors import safe_open
 
 from mha_spec import Refusal
-from parity.files.tensor_file import DTYPES, FileOffset, TensorFile, TensorInfo, Tensors, parse_json, raw
+from parity.files.tensor_file import DTYPES, FileOffset, TensorFile, TensorInfo, Tensors, parse_json
 
 NAMES = {
     "BOOL": "bool",
@@ -76,7 +76,7 @@ def write_safetensors(path: Path, tensors: Tensors) -> None:
     with path.open("wb") as file:
         file.write(head)
         for name in order:
-            file.write(raw(tensors.read(name)))
+            file.writelines(tensors.pieces(name))
         file.seek(0)
         file.write(header(tensors.infos, tensors.metadata)[0])
 

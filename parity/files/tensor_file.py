@@ -28,7 +28,7 @@ Shape = tuple[int, ...]
 MAX_ENTRIES = 1_000_000  # of a tree; a small file may reference one part many times
 MAX_DEPTH = 64
 MAX_NAME = 1000  # characters of a tensor's name
-PIECE = 2**20  # bytes that are read and hashed at a time
+PIECE = 2**20  # bytes that are read, hashed and written at a time, while they are in a processor's cache
 
 
 class TensorInfo(NamedTuple):
@@ -136,6 +136,23 @@ class TensorFile:
             FileOffset(file, offset + index * array.nbytes).read_into(raw(array))
         return array
 
+    def tensor(self, name: str) -> FileTensor:
+        """Return a tensor that is read later, see `read`."""
+        return FileTensor(self, name, *self._info(name)[:2])
+
+    def pieces(self, name: str) -> Iterator[memoryview]:
+        """Read a tensor in pieces of its bytes, each valid until two more are read. Errors as in `read`."""
+        if name not in self.places:
+            yield from pieces_of(self.read(name))
+            return
+        (file, offset), size = self.places[name], self._info(name).nbytes
+        buffers = [memoryview(bytearray(min(size, PIECE))) for _ in range(2)]
+        for i, begin in enumerate(range(0, size, PIECE)):
+            piece = buffers[i % 2][: size - begin]
+            with in_one_line(self.path, self.format):
+                FileOffset(file, offset + begin).read_into(piece)
+            yield piece
+
     def _info(self, name: str) -> TensorInfo:
         if name not in self.infos:
             raise Refusal("name", f"be a tensor in {self.path}", name=name)
@@ -146,18 +163,10 @@ class TensorFile:
         names = [name for name in self.infos if name in self.places]
         with ThreadPoolExecutor(2) as pool:
             digests = dict(zip(names, pool.map(self._digest, names), strict=True))
-        return hash_of(self.infos, {name: digests.get(name) or digest(self.read(name)) for name in self.infos})
+        return hash_of(self.infos, {name: digests.get(name) or self._digest(name) for name in self.infos})
 
     def _digest(self, name: str) -> str:
-        """Return the sha256 of the bytes at a place, read in pieces that stay in the processor's cache."""
-        (file, offset), size = self.places[name], self.infos[name].nbytes
-        found, piece = hashlib.sha256(), memoryview(bytearray(min(size, PIECE)))
-        with in_one_line(self.path, self.format):
-            for begin in range(0, size, PIECE):
-                part = piece[: size - begin]
-                FileOffset(file, offset + begin).read_into(part)
-                found.update(part)
-        return found.hexdigest()
+        return digest(self.pieces(name))
 
     def verify(self) -> None:
         """Read all tensors and compare their hash with that in the metadata, written by `write_tensors`.
@@ -175,6 +184,30 @@ class TensorFile:
             )
 
 
+class FileTensor(NamedTuple):
+    """Tensor of an open file, which NumPy reads when it needs the values.
+
+    Attributes:
+        file: open file.
+        name: name of the tensor in the file.
+        shape: its shape.
+        dtype: its dtype.
+    """
+
+    file: TensorFile
+    name: str
+    shape: Shape
+    dtype: np.dtype
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """Read the tensor."""
+        return np.asarray(self.file.read(self.name), dtype=dtype)
+
+    def pieces(self) -> Iterator[memoryview]:
+        """Read the bytes, see `TensorFile.pieces`."""
+        return self.file.pieces(self.name)
+
+
 # ---- Bytes and their hashes ------------------------------------------------------------------------------------------
 
 
@@ -183,9 +216,18 @@ def raw(array: np.ndarray) -> memoryview:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
-def digest(array: np.ndarray) -> str:
-    """Return the sha256 of an array's bytes in C order."""
-    return hashlib.sha256(raw(array)).hexdigest()
+def pieces_of(array: np.ndarray) -> Iterator[memoryview]:
+    """Return an array's bytes in C order, in pieces."""
+    whole = raw(array)
+    return (whole[begin : begin + PIECE] for begin in range(0, len(whole), PIECE))
+
+
+def digest(pieces: Iterable[memoryview]) -> str:
+    """Return the sha256 of bytes in pieces."""
+    found = hashlib.sha256()
+    for piece in pieces:
+        found.update(piece)
+    return found.hexdigest()
 
 
 def hash_of(infos: Mapping[str, TensorInfo], digests: Mapping[str, str]) -> str:
@@ -200,17 +242,17 @@ class Tensors:
 
     Attributes:
         infos: facts of the tensors of the file.
-        source: reads a tensor.
+        source: returns a tensor.
         given: metadata without the hash.
-        pool: thread pool for hashing.
+        pool: pool of one thread for hashing.
     """
 
     infos: Mapping[str, TensorInfo]
-    source: Callable[[str], np.ndarray]
+    source: Callable[[str], np.ndarray | FileTensor]
     given: Mapping[str, str]
     pool: ThreadPoolExecutor
     _digests: dict[str, Future[str]] = field(default_factory=dict)
-    _last: Future[str] | None = None
+    _last: Future[Any] | None = None
 
     def read(self, name: str) -> np.ndarray:
         """Read a tensor, in C order.
@@ -218,16 +260,32 @@ class Tensors:
         Raises:
             TypeError, ValueError: if it does not match its facts.
         """
-        if self._last is not None:
-            self._last.result()  # otherwise two tensors would be in memory
-        array, info = np.asarray(self.source(name)), self.infos[name]
-        if array.shape != info.shape or array.dtype != info.dtype:
-            raise Refusal(
-                name, f"be read as described in infos, {info.dtype}{info.shape}", f"{array.dtype}{array.shape}"
-            )
-        array = np.asarray(array, dtype=info.dtype, order="C")
-        self._digests[name] = self._last = self.pool.submit(digest, array)
+        array = np.asarray(self._checked(name), dtype=self.infos[name].dtype, order="C")
+        self._digests[name] = self._last = self.pool.submit(digest, pieces_of(array))
         return array
+
+    def pieces(self, name: str) -> Iterator[memoryview]:
+        """Read a tensor in pieces of its bytes in C order. Errors as in `read`."""
+        tensor, found = self._checked(name), hashlib.sha256()
+        for piece in tensor.pieces() if isinstance(tensor, FileTensor) else pieces_of(tensor):
+            self._wait()
+            self._last = self.pool.submit(found.update, piece)
+            yield piece
+        self._digests[name] = self._last = self.pool.submit(found.hexdigest)
+
+    def _checked(self, name: str) -> np.ndarray | FileTensor:
+        self._wait()  # otherwise two tensors would be in memory
+        tensor, info = self.source(name), self.infos[name]
+        tensor = tensor if isinstance(tensor, FileTensor) else np.asarray(tensor)
+        if tensor.shape != info.shape or tensor.dtype != info.dtype:
+            raise Refusal(
+                name, f"be read as described in infos, {info.dtype}{info.shape}", f"{tensor.dtype}{tensor.shape}"
+            )
+        return tensor
+
+    def _wait(self) -> None:
+        if self._last is not None:
+            self._last.result()
 
     @property
     def digests(self) -> dict[str, str]:

@@ -22,6 +22,7 @@ from parity.files.target import check_target, flushing, locked, move, scratch_be
 from parity.files.tensor_file import (
     DTYPES,
     NATIVE,
+    FileTensor,
     Shape,
     TensorInfo,
     Tensors,
@@ -51,7 +52,7 @@ COMPUTED = ("sha256", "total_size")  # metadata that are computed for each file
 def write_tensors(
     path: str | os.PathLike[str],
     infos: Mapping[str, TensorInfo | tuple[Shape, Any]],
-    read: Callable[[str], np.ndarray],
+    read: Callable[[str], np.ndarray | FileTensor],
     metadata: Mapping[str, str] | None = None,
     *,
     max_shard_bytes: int | None = None,
@@ -70,7 +71,7 @@ def write_tensors(
         path: file to write; its suffix decides the format.
         infos: shape and dtype of each tensor by name, in the order of the file as far as its format allows
             (safetensors: wider dtypes first; nested formats: levels stay together).
-        read: returns a tensor; called once for each.
+        read: returns a tensor; called once for each. With `TensorFile.tensor` it is copied piece by piece.
         metadata: text by name, stored in the file with `sha256`, the hash of all tensors: see `TensorFile.verify`.
         max_shard_bytes: write files of approximately at most this size and an index, like Hugging Face; larger tensors
             get their own file.
@@ -90,7 +91,7 @@ def write_tensors(
 
     Example:
         with open_tensors("model.safetensors") as file:
-            write_tensors("model.npz", file.infos, file.read, file.metadata)
+            write_tensors("model.npz", file.infos, file.tensor, file.metadata)
     """
     path = Path(path)
     kind = _kind(path)

@@ -226,7 +226,7 @@ def write_torch(path: Path, tensors: Tensors) -> None:
                 member.write(content)
         for i, name in enumerate(entries):
             with new_member(archive, f"archive/data/{i}", ALIGNMENT) as member:
-                member.write(raw(tensors.read(name)))
+                member.writelines(tensors.pieces(name))
 
 
 LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
