@@ -27,7 +27,7 @@ class BlockSizes:
     """Sizes of blocks. They affect only speed and rounding.
 
     Attributes:
-        few_scores: number of scores up to which one block is faster on a CPU, 4 MiB in float32.
+        few_scores: scores of a key/value head, of up to `keys` keys, for which one kernel is faster on a CPU.
         most_scores: number of scores up to which an accelerator may store them, 128 MiB in float32.
         queries: queries per block; twice as many if all attend to the same keys.
         keys: keys per block; the scores of a block fit the caches of two cores.
@@ -35,7 +35,7 @@ class BlockSizes:
         heads_side_by_side: heads of a cache that are read in parallel, each by one core if there are enough.
     """
 
-    few_scores: int = 2**20
+    few_scores: int = 2**16
     most_scores: int = 2**25
     queries: int = 256
     keys: int = 512
@@ -47,10 +47,6 @@ class BlockSizes:
             as_count(name, getattr(self, name), minimum=0)
         for name in ("queries", "keys", "last_keys", "heads_side_by_side"):
             as_count(name, getattr(self, name))
-
-    def stored(self, platform: str) -> int:
-        """Return the number of scores up to which they are stored on a platform."""
-        return self.few_scores if platform == "cpu" else self.most_scores
 
 
 FEW_BLOCKS, MOST_BLOCKS = 8, 16

@@ -6,7 +6,6 @@ masks and fully masked rows. Calls that these do not support store their scores,
 many.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -46,24 +45,30 @@ class FusedAttention(BlockSizes):
         return with_auto_axes(head_sharding)(self._step)(query, key, value, mask, scores, platform=platform)
 
     def _attend(self, query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *, platform: str) -> Array:
-        num_scores = math.prod(query.shape[:3]) * key.shape[2]
-        if num_scores == 0 or scores.has_dropout or scores.products is not None:
+        if not query.size or not key.size or scores.has_dropout or scores.products is not None:
             return attend_without_weights(query, key, value, mask, scores)
         if platform == "tpu" and splash.supports(query, key, mask, scores):
             return splash.attend(query, key, value, mask, scores)
-        # The scores of one query are fewer than the numbers of its keys.
-        is_stored = num_scores <= self.stored(platform) or (query.shape[2] == 1 and platform != "cpu")
+        has_few = self._has_few_scores(query, key, mask, platform)
         if (
             platform != "cpu"
             and library.supports(query, scores)
-            and (is_stored or library.is_flash(query, key, value, mask, scores, platform=platform))
+            and (has_few or library.is_flash(query, key, value, mask, scores, platform=platform))
         ):
             return library.attend(query, key, value, mask, scores, platform=platform)
-        if is_stored:
+        if has_few:
             attend = whole.attend if platform == "cpu" else attend_without_weights
             return attend(query, key, value, mask, scores)
         kernel = windows if windows.supports(query, mask) else blockwise
         return kernel.attend(query, key, value, mask, scores, sizes=self, platform=platform)
+
+    def _has_few_scores(self, query: Array, key: Array, mask: Mask, platform: str) -> bool:
+        """Return whether one kernel for all scores is faster than blocks; accelerators store the scores."""
+        (batch_size, num_heads, seq_len_q, _), (_, num_kv_heads, seq_len_k, _) = query.shape, key.shape
+        if platform != "cpu":  # the scores of one query are fewer than the numbers of its keys
+            return seq_len_q == 1 or batch_size * num_heads * seq_len_q * seq_len_k <= self.most_scores
+        skips = mask.is_causal and seq_len_k > max(seq_len_q, self.keys)  # keys after the last query, as in a cache
+        return not skips and num_heads // num_kv_heads * seq_len_q * min(seq_len_k, self.keys) <= self.few_scores
 
     def _step(self, query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *, platform: str) -> Array:
         if platform != "cpu" and library.supports(query, scores):

@@ -5,6 +5,8 @@ hides keys, and no operation between the products has less than 4096 elements. L
 reduction, and the sums of rows are spread over features before they are used.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -13,7 +15,6 @@ from jaxtyping import Array
 from mha_jax.alibi import alibi_bias
 from mha_jax.arrays import at_least_float32
 from mha_jax.compiled import compiled
-from mha_jax.heads import repeat_kv_heads
 from mha_jax.kernels.blockwise import with_relative_bias
 from mha_jax.kernels.nonfinite import contained, zero_where
 from mha_jax.masks import Mask, to_scores_rank
@@ -45,38 +46,50 @@ def attend_finite(
     """
     scores = with_relative_bias(mask, scores, query, key)
     hidden = mask.with_bias(scores.bias).to_bool(query.shape[2], key.shape[2])
-    scale, dtype, num_heads = score_scale(query, scores.spec), query.dtype, query.shape[1]
-    query, key = at_least_float32(query), at_least_float32(key)
-    value = repeat_kv_heads(at_least_float32(value), num_heads)
+    scale, dtype, shape = score_scale(query, scores.spec), query.dtype, (*query.shape[:3], value.shape[3])
+    of_query, of_key = divisors or (divisors_of(query), divisors_of(key))
+    group = partial(_group, num_kv_heads=key.shape[1], shape=shape)
+    query, key, value = group(at_least_float32(query)), at_least_float32(key), at_least_float32(value)
     if hidden is None:
-        logits = jnp.einsum("bnth,bnsh->bnts", query * scale, repeat_kv_heads(key, num_heads))
+        logits = jnp.einsum("bkth,bksh->bkts", query * scale, key)
     else:  # scores may be infinite, but not NaN, which a minimum does not hide
-        hidden = to_scores_rank(hidden)
-        of_query, of_key = divisors or (divisors_of(query), divisors_of(key))
-        logits = jnp.einsum("bnth,bnsh->bnts", query / of_query, repeat_kv_heads(key / of_key, num_heads))
-        logits = logits * (of_query * scale) * repeat_kv_heads(of_key, num_heads).swapaxes(2, 3)
+        of_query, hidden = group(of_query), group(to_scores_rank(hidden))
+        logits = jnp.einsum("bkth,bksh->bkts", query / of_query, key / of_key)
+        logits = logits * (of_query * scale) * of_key.swapaxes(2, 3)
     logits = soft_capped(logits, scores.spec)
     if scores.slopes is not None:
-        logits += alibi_bias(scores.slopes, query.shape[2], key.shape[2], mask.q_offset, scores_dtype=logits.dtype)
+        bias = alibi_bias(scores.slopes, shape[2], key.shape[2], mask.q_offset, scores_dtype=logits.dtype)
+        logits += group(bias)
     if scores.bias is not None:
-        bias = to_scores_rank(at_least_float32(scores.bias))
+        bias = group(to_scores_rank(at_least_float32(scores.bias)))
         logits += bias if hidden is None else zero_where(bias, hidden)
     if hidden is not None:
         logits = _hide(logits, jnp.where(hidden, -jnp.inf, jnp.inf).astype(logits.dtype))
     lowest = jnp.asarray(jnp.finfo(logits.dtype).min, logits.dtype)  # exp(-inf + inf) is NaN
     largest = lax.reduce(lax.stop_gradient(logits), lowest, lax.max, (3,))[..., None]
-    sinks = None if scores.sinks is None else scores.sinks.astype(logits.dtype)[None, :, None, None]
+    sinks = None if scores.sinks is None else group(scores.sinks.astype(logits.dtype)[None, :, None, None])
     if sinks is not None:
         largest = jnp.maximum(largest, lax.stop_gradient(sinks))
     exponentials = jnp.exp(logits - largest)
     total = exponentials.sum(axis=-1, keepdims=True)
     if sinks is not None:
         total += jnp.exp(sinks - largest)
-    context = jnp.einsum("bnts,bnsh->bnth", exponentials, value)
+    context = jnp.einsum("bkts,bksh->bkth", exponentials, value)
     total = jnp.broadcast_to(total, context.shape)
     if hidden is not None:  # 0 / 1 for fully masked rows; 0 / 0 for others whose scores are all -inf
         total += jnp.broadcast_to(hidden.all(axis=-1, keepdims=True), context.shape).astype(total.dtype)
-    return (context / total).astype(dtype)
+    return (context / total).reshape(shape).astype(dtype)
+
+
+def _group(x: Array, *, num_kv_heads: int, shape: tuple[int, ...]) -> Array:
+    """Return the rows of each key/value head, (B, K or 1, G T or 1, ·), from (B, N or 1, T or 1, ·)."""
+    _, num_heads, seq_len, _ = shape
+    if num_heads == num_kv_heads or x.shape[1:3] == (1, 1):
+        return x
+    if x.shape[1] == 1:
+        return jnp.tile(x, (1, 1, num_heads // num_kv_heads, 1))
+    x = jnp.broadcast_to(x, (*x.shape[:2], seq_len, x.shape[3]))
+    return x.reshape(x.shape[0], num_kv_heads, -1, x.shape[3])
 
 
 def divisors_of(x: Array) -> Array:

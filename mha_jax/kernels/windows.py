@@ -34,10 +34,10 @@ def attend(
     A CPU works on a few heads at a time. Non-finite tokens are searched for once here, because spans of blocks overlap.
     """
     is_local = platform == "cpu" and not is_automatic(query)
-    parts = _Parts.of(query, key, mask, scores, most_scores=sizes.few_scores if is_local else None)
+    parts = _Parts.of(query, key, mask, scores, few_scores=sizes.few_scores if is_local else None)
     nonfinite_rows, nonfinite_keys = nonfinite_tokens(query), nonfinite_tokens(key) | nonfinite_tokens(value)
     divisors = whole.divisors_of(query), whole.divisors_of(key)
-    is_stored = math.prod(parts.each) <= (FEW * sizes.few_scores if is_local else sizes.stored(platform))
+    has_few = math.prod(parts.each) <= (MOST * sizes.few_scores if is_local else sizes.most_scores)
 
     def attend_part(number: Array) -> Array:
         part = parts.part(number)
@@ -45,7 +45,7 @@ def attend(
         hidden_keys = part.keys_of(nonfinite_keys)
         keys, values = (zero_where(part.keys_of(x), hidden_keys) for x in (key, value))
         mask, scores = parts.mask_of(part), parts.scores_of(part)
-        if is_stored:
+        if has_few:
             of_part = part.rows_of(divisors[0]), part.keys_of(divisors[1])
             return whole.attend_finite(rows, keys, values, mask, scores, divisors=of_part)
         return blockwise.attend(rows, keys, values, mask, scores, sizes=sizes, platform=platform)
@@ -58,8 +58,8 @@ def attend(
     return parts.joined(nan_where(contexts, wrong))
 
 
-FEW = 4
-"""A block of one key/value head is one kernel on a CPU up to so many times the scores that fit the caches."""
+TOGETHER, MOST = 16, 64
+"""Multiples of `few_scores` up to which a CPU works on more than one head, and on one, with one kernel for a part."""
 
 
 def _num_together(span: Span) -> int:
@@ -131,17 +131,17 @@ class _Parts(NamedTuple):
     scores: Scores
 
     @classmethod
-    def of(cls, query: Array, key: Array, mask: Mask, scores: Scores, *, most_scores: int | None) -> "_Parts":
-        """Return the parts of a call, with at most this number of scores if heads can be divided."""
+    def of(cls, query: Array, key: Array, mask: Mask, scores: Scores, *, few_scores: int | None) -> "_Parts":
+        """Return the parts of a call, with not many more than `few_scores` of a head if heads can be divided."""
         (batch_size, num_heads, seq_len_q, _), (_, num_kv_heads, seq_len_k, _) = query.shape, key.shape
         span: Any = mask.span
         size, before, group_size = _num_together(span), _aligned(-span.first(0)), num_heads // num_kv_heads
         num_keys = min(before + (size if mask.is_causal else _aligned(span.stop(size - 1))), seq_len_k)
         sequences, kv_heads, num_scores = batch_size, num_kv_heads, group_size * size * num_keys
         # A larger block is divided by its kernel, and biases by distance belong to all heads.
-        if most_scores is not None and num_scores <= FEW * most_scores and not scores.has_distances:
-            fitting = [n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0 and n * num_scores <= most_scores]
-            sequences, kv_heads = 1, max(fitting, default=1)
+        if few_scores is not None and num_scores <= MOST * few_scores and not scores.has_distances:
+            most = max(TOGETHER * few_scores // num_scores, 1)
+            sequences, kv_heads = 1, max(n for n in range(1, most + 1) if num_kv_heads % n == 0)
         first, stop = (x[:, None, :, None] for x in mask.key_range(seq_len_q, seq_len_k))
         return cls(
             _Sizes(sequences, kv_heads, group_size, size, num_keys),
@@ -175,7 +175,7 @@ class _Parts(NamedTuple):
     def mask_of(self, part: _Part) -> Mask:
         """Return the mask of a part."""
         first, stop = (part.rows_of(x) for x in self.between)
-        keys = part.key + jnp.arange(self.each.keys, dtype=jnp.int32)
+        keys = (part.key + jnp.arange(self.each.keys, dtype=jnp.int32))[None, None, None]
         hidden = (keys < first) | (keys >= stop)
         hidden = hidden if self.mask is None else hidden | part.scores_of(self.mask)
         return Mask(hidden, q_offset=(part.row - part.key).reshape(1))
