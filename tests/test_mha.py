@@ -567,8 +567,7 @@ def test_lowest_bias_beside_a_mask_keeps_the_whole_weight(sibling, path):
 def test_mask_broadcasts_to_the_scores(sibling, path, shape):
     mask = np.random.default_rng(2).random(shape) < 0.4
     found, whole = (
-        attended(sibling, path, SPEC, problem(SPEC), mask=mask)
-        for mask in (mask, np.broadcast_to(mask, (2, 2, 3, 4)))
+        attended(sibling, path, SPEC, problem(SPEC), mask=mask) for mask in (mask, np.broadcast_to(mask, (2, 2, 3, 4)))
     )
     assert np.abs(found - whole).max() <= 4 * EPSILON  # XLA fuses another kernel for another shape
 
@@ -578,8 +577,7 @@ def test_mask_broadcasts_to_the_scores(sibling, path, shape):
 def test_bias_broadcasts_to_the_scores(sibling, path, shape):
     bias = np.random.default_rng(2).standard_normal(shape).astype(np.float32)
     found, whole = (
-        attended(sibling, path, SPEC, problem(SPEC), bias=bias)
-        for bias in (bias, np.broadcast_to(bias, (2, 2, 3, 4)))
+        attended(sibling, path, SPEC, problem(SPEC), bias=bias) for bias in (bias, np.broadcast_to(bias, (2, 2, 3, 4)))
     )
     assert np.abs(found - whole).max() <= 4 * EPSILON  # XLA fuses another kernel for another shape
 

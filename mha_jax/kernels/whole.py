@@ -1,8 +1,8 @@
 """Attention over all keys at once: the kernel of `fused` on CPUs for few scores, and that of parts of a window.
 
 XLA fuses it into one kernel that stores no scores, because it has only what XLA's library for CPUs supports: a minimum
-hides keys, and no operation between the products has less than 4096 elements. Limits are starting values of a
-reduction, and the sums of rows are spread over features before they are used.
+hides keys, and no operation between the products has less than 4096 elements. The smallest maximum is therefore the
+start of a reduction, and sums are spread over the features before anything is added.
 """
 
 from functools import partial
@@ -38,11 +38,13 @@ def attend_finite(
     scores: Scores,
     *,
     divisors: tuple[Array, Array] | None = None,
+    fits_cache: bool = True,
 ) -> Array:
     """Return the context of finite queries, keys and values, in the dtype of query.
 
     Args:
-        divisors: `divisors` of the queries, (B, N, T, 1), and of the keys, (B, K, S, 1); default: computed.
+        divisors: `divisors_of` the queries, (B, N, T, 1), and the keys, (B, K, S, 1); default: computed.
+        fits_cache: the scores of a head fit the cache of a core; otherwise several kernels are faster than one.
     """
     scores = with_relative_bias(mask, scores, query, key)
     hidden = mask.with_bias(scores.bias).to_bool(query.shape[2], key.shape[2])
@@ -66,7 +68,10 @@ def attend_finite(
     if hidden is not None:
         logits = _hide(logits, jnp.where(hidden, -jnp.inf, jnp.inf).astype(logits.dtype))
     lowest = jnp.asarray(jnp.finfo(logits.dtype).min, logits.dtype)  # exp(-inf + inf) is NaN
-    largest = lax.reduce(lax.stop_gradient(logits), lowest, lax.max, (3,))[..., None]
+    if fits_cache:
+        largest = lax.reduce(lax.stop_gradient(logits), lowest, lax.max, (3,))[..., None]
+    else:
+        largest = jnp.maximum(lax.stop_gradient(logits).max(axis=-1, keepdims=True), lowest)
     sinks = None if scores.sinks is None else group(scores.sinks.astype(logits.dtype)[None, :, None, None])
     if sinks is not None:
         largest = jnp.maximum(largest, lax.stop_gradient(sinks))
@@ -75,9 +80,10 @@ def attend_finite(
     if sinks is not None:
         total += jnp.exp(sinks - largest)
     context = jnp.einsum("bkts,bksh->bkth", exponentials, value)
-    total = jnp.broadcast_to(total, context.shape)
+    spread = partial(jnp.broadcast_to, shape=context.shape if fits_cache else total.shape)
+    total = spread(total)
     if hidden is not None:  # 0 / 1 for fully masked rows; 0 / 0 for others whose scores are all -inf
-        total += jnp.broadcast_to(hidden.all(axis=-1, keepdims=True), context.shape).astype(total.dtype)
+        total += spread(hidden.all(axis=-1, keepdims=True)).astype(total.dtype)
     return (context / total).reshape(shape).astype(dtype)
 
 

@@ -37,6 +37,7 @@ def attend(
     parts = _Parts.of(query, key, mask, scores, few_scores=sizes.few_scores if is_local else None)
     nonfinite_rows, nonfinite_keys = nonfinite_tokens(query), nonfinite_tokens(key) | nonfinite_tokens(value)
     divisors = whole.divisors_of(query), whole.divisors_of(key)
+    fits_cache = math.prod(parts.each[2:]) <= sizes.few_scores
     has_few = math.prod(parts.each) <= (MOST * sizes.few_scores if is_local else sizes.most_scores)
 
     def attend_part(number: Array) -> Array:
@@ -47,7 +48,7 @@ def attend(
         mask, scores = parts.mask_of(part), parts.scores_of(part)
         if has_few:
             of_part = part.rows_of(divisors[0]), part.keys_of(divisors[1])
-            return whole.attend_finite(rows, keys, values, mask, scores, divisors=of_part)
+            return whole.attend_finite(rows, keys, values, mask, scores, divisors=of_part, fits_cache=fits_cache)
         return blockwise.attend(rows, keys, values, mask, scores, sizes=sizes, platform=platform)
 
     # Recompute instead of storing residuals of each block.
