@@ -29,7 +29,7 @@ from parity_lab.bench.work import Work
 
 COUNT = 8
 TOKENS = tuple(2**power for power in range(10, 18))  # from 1024 to 131072
-MOST_RUN = 2**12
+MOST_RUN = 2**14
 """Tokens of the longest sequence that is run; the time grows with their square."""
 
 

@@ -12,7 +12,7 @@ import mha_jax
 from mha_jax.kernels.fused import FusedAttention
 from mha_spec import AttentionSpec, Rope, Temperature
 
-LONG = 600  # 4 heads of it have more than 2^20 scores
+LONG = 600  # more scores than one kernel has
 
 
 @pytest.fixture

@@ -5,6 +5,8 @@ tested, times the factor of `parity.core.compare`.
 """
 
 import functools
+import math
+import re
 from dataclasses import replace
 
 import jax
@@ -345,16 +347,61 @@ def in_blocks(arrays, is_causal=False):
     return numpy_of(jitted_in_blocks(is_causal)(as_jax(arrays)))
 
 
-@pytest.mark.parametrize("span", [{"window_size": 20}, {"chunk_size": 64}])
-def test_parts_of_few_scores_give_what_blocks_give(span):
-    """Of a batch: a part is one block, and the whole is not."""
-    spec, arrays = parity.AttentionSpec(2 * HEAD_DIM, 2, **span), problem(lengths=(290, 290))
-    inputs = [jnp.asarray(arrays[name]) for name in ("query", "key", "value")]
-    assert inputs[0].shape[0] > 1
-    found, expected = (
-        jax_fused(*inputs, spec, is_causal=True, kernel=FusedAttention(few_scores=few))[0] for few in (200_000, 0)
-    )
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+PARTS = {
+    "causal": {"is_causal": True},
+    "lengths": {"key_padding_lengths": [290, 100]},
+    "mask-of-heads": {"is_causal": True, "mask": (2, 4, 290, 290)},
+    "bias-of-heads": {"bias": (1, 4, 290, 290)},
+    "mask-of-keys": {"mask": (2, 1, 1, 290)},
+    "sinks": {"is_causal": True, "sinks": (4,)},
+    "alibi": {"is_causal": True},
+}
+
+
+@pytest.mark.parametrize("few_scores", [50_000, 2_000], ids=["one-kernel", "several-kernels"])
+@pytest.mark.parametrize("span", [{"window_size": 20}, {"chunk_size": 64}], ids=["window", "chunks"])
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_of_windows_give_what_the_plain_path_gives(name, span, few_scores):
+    """Heads of two sequences are divided over parts, and the last block of queries overlaps another."""
+    rng, options = np.random.default_rng(0), dict(PARTS[name])
+    alibi = {"alibi": Alibi()} if name == "alibi" else {}
+    spec = parity.AttentionSpec(32, 4, num_kv_heads=2, sinks=name == "sinks", **alibi, **span)
+    query, key, value = (jnp.asarray(rng.standard_normal((2, n, 290, 8)), jnp.float32) for n in (4, 2, 2))
+    if "mask" in options:
+        options["mask"] = jnp.asarray(rng.random(options["mask"]) < 0.3)
+    for each in {"bias", "sinks"} & options.keys():
+        options[each] = jnp.asarray(rng.standard_normal(options[each]), jnp.float32)
+    attend = functools.partial(jax_fused, kernel=FusedAttention(few_scores=few_scores))
+    plain = mha_jax.stages.scaled_dot_product_attention
+
+    def attended(attend, *arrays):
+        return attend(*arrays, spec, **options)[0]
+
+    for gradient, expected in zip(
+        *(jax.grad(lambda *x, of=of: attended(of, *x).sum(), (0, 1, 2))(query, key, value) for of in (attend, plain)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-5)
+    # The product of the first two is beyond float32, and the others are not finite.
+    query, key = query.at[0, 1, 7].set(3e30), key.at[0, 0, 20].set(1e25)
+    query, key, value = query.at[1, 2, 5].set(jnp.nan), key.at[0, 1, 200].set(jnp.inf), value.at[1, 0, 80].set(jnp.nan)
+    found, expected = (attended(of, query, key, value) for of in (attend, plain))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=2e-6)
+    assert np.isnan(expected).any()
+    assert np.isfinite(expected).any()
+
+
+@pytest.mark.parametrize("group", [1, 4])
+def test_scores_of_a_head_that_fit_a_cache_are_one_kernel(group):
+    """However few the rows: XLA's library takes no operation of fewer elements than 4096, apart from the products."""
+    rows = 256
+    query, key = jnp.ones((1, 2 * group, rows // group, 8)), jnp.ones((1, 2, rows // group, 8))
+    attend = functools.partial(jax_fused, is_causal=True)
+    program = jax.jit(lambda q, k, v: attend(q, k, v)[0]).lower(query, key, key).compile().as_text()
+    kernels = re.findall(r"= \w+\[([\d,]*)\]\S* fusion\(", program[program.index("ENTRY") :])
+    sizes = [math.prod(map(int, filter(None, shape.split(",")))) for shape in kernels]
+    assert max(sizes) < 2 * rows * rows // group  # none returns scores
+    assert 2 * rows * 8 in sizes  # one returns the context
 
 
 # Masks and biases of other axes differ in how they are broadcast: "mask-1-n-t-1", "bias-t-1" and "bias-gqa" show that.

@@ -89,7 +89,9 @@ def sees_bad(hidden):
     return found
 
 
-IN_BLOCKS = {"kernel": FusedAttention(few_scores=0, queries=16, keys=16, last_keys=4)}  # as beyond 2^20 scores
+IN_BLOCKS = {
+    "kernel": FusedAttention(few_scores=0, queries=16, keys=16, last_keys=4)
+}  # as beyond 2^16 scores of a head
 
 every_path = pytest.mark.parametrize(
     ("sibling", "path"), [(name, path) for name, paths in PATHS.items() for path in paths], indirect=["sibling"]
@@ -187,7 +189,7 @@ def test_nan_stays_where_it_is_seen_where_a_library_is_told_what_is_hidden(monke
 
 # ---- Modules ---------------------------------------------------------------------------------------------------------
 
-LONG = 1200  # 4 heads of it have more than 2^20 scores
+LONG = 1200  # more scores than one kernel has
 HIDES = {
     "nothing": lambda sibling, seq_len: {},
     "causal": lambda sibling, seq_len: {"is_causal": True},
