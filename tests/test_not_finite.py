@@ -89,9 +89,7 @@ def sees_bad(hidden):
     return found
 
 
-IN_BLOCKS = {
-    "kernel": FusedAttention(few_scores=0, queries=16, keys=16, last_keys=4)
-}  # as beyond 2^16 scores of a head
+IN_BLOCKS = {"kernel": FusedAttention(few_scores=0, queries=16, keys=16, last_keys=4)}  # as with many scores
 
 every_path = pytest.mark.parametrize(
     ("sibling", "path"), [(name, path) for name, paths in PATHS.items() for path in paths], indirect=["sibling"]

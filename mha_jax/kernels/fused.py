@@ -1,7 +1,7 @@
 """Fast path: attention without attention weights.
 
-On a CPU it works block by block, like FlashAttention, and skips fully masked blocks; few scores are one kernel. On a TPU
-it is JAX's splash attention, and on a GPU cuDNN's by JAX's dot_product_attention, with this package's semantics of
+On a CPU it works block by block, like FlashAttention, and skips fully masked blocks; few scores are one kernel. On a
+TPU it is JAX's splash attention, and on a GPU cuDNN's by JAX's dot_product_attention, with this package's semantics of
 masks and fully masked rows. Calls that these do not support store their scores, or work block by block if there are
 many.
 """
