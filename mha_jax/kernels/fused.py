@@ -59,7 +59,7 @@ class FusedAttention(BlockSizes):
         if has_few:
             attend = whole.attend if platform == "cpu" else attend_without_weights
             return attend(query, key, value, mask, scores)
-        kernel = windows if windows.supports(query, mask) else blockwise
+        kernel = windows if windows.supports(query, key, mask, self, platform) else blockwise
         return kernel.attend(query, key, value, mask, scores, sizes=self, platform=platform)
 
     def _has_few_scores(self, query: Array, key: Array, mask: Mask, platform: str) -> bool:

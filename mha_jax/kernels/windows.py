@@ -19,10 +19,13 @@ from mha_jax.scores import Scores
 from mha_spec.span import Span
 
 
-def supports(query: Array, mask: Mask) -> bool:
-    """Return whether there is a span, and there are enough queries to share its keys."""
+def supports(query: Array, key: Array, mask: Mask, sizes: BlockSizes, platform: str) -> bool:
+    """Return whether there is a span, there are enough queries to share its keys, and no block is large on a CPU."""
     is_known = mask.has_only("mask", "is_causal", "key_padding_lengths", "span")
-    return is_known and mask.span is not None and query.shape[2] > _num_together(mask.span)
+    if not is_known or mask.span is None or query.shape[2] <= _num_together(mask.span):
+        return False
+    num_scores = query.shape[1] // key.shape[1] * _num_together(mask.span) * sum(_keys_around(mask, key))
+    return not _is_local(query, platform) or num_scores <= MOST * sizes.few_scores
 
 
 @compiled("sizes", "platform")
@@ -33,12 +36,12 @@ def attend(
 
     A CPU works on a few heads at a time. Non-finite tokens are searched for once here, because spans of blocks overlap.
     """
-    is_local = platform == "cpu" and not is_automatic(query)
+    is_local = _is_local(query, platform)
     parts = _Parts.of(query, key, mask, scores, few_scores=sizes.few_scores if is_local else None)
     nonfinite_rows, nonfinite_keys = nonfinite_tokens(query), nonfinite_tokens(key) | nonfinite_tokens(value)
     divisors = whole.divisors_of(query), whole.divisors_of(key)
     fits_cache = math.prod(parts.each[2:]) <= sizes.few_scores
-    has_few = math.prod(parts.each) <= (MOST * sizes.few_scores if is_local else sizes.most_scores)
+    has_few = is_local or math.prod(parts.each) <= sizes.most_scores
 
     def attend_part(number: Array) -> Array:
         part = parts.part(number)
@@ -59,8 +62,12 @@ def attend(
     return parts.joined(nan_where(contexts, wrong))
 
 
-TOGETHER, MOST = 16, 64
-"""Multiples of `few_scores` up to which a CPU works on more than one head, and on one, with one kernel for a part."""
+TOGETHER, MOST = 16, 32
+"""Multiples of `few_scores` up to which a CPU works on more than one key/value head, and on one, at once."""
+
+
+def _is_local(query: Array, platform: str) -> bool:
+    return platform == "cpu" and not is_automatic(query)
 
 
 def _num_together(span: Span) -> int:
@@ -68,9 +75,12 @@ def _num_together(span: Span) -> int:
     return span.chunk_size or max(128, (span.window_size or 0) // 4)
 
 
-def _aligned(size: int) -> int:
-    """Return a number of keys for which matrix products are fast."""
-    return -(-size // 16) * 16
+def _keys_around(mask: Mask, key: Array) -> tuple[int, int]:
+    """Return the numbers of keys of a block before its first query and from there on, for which products are fast."""
+    span: Any = mask.span
+    size = _num_together(span)
+    before, after = (-(-n // 16) * 16 for n in (-span.first(0), 0 if mask.is_causal else span.stop(size - 1) - size))
+    return before, min(before + size + after, key.shape[2]) - before
 
 
 class _Sizes(NamedTuple):
@@ -133,15 +143,13 @@ class _Parts(NamedTuple):
 
     @classmethod
     def of(cls, query: Array, key: Array, mask: Mask, scores: Scores, *, few_scores: int | None) -> "_Parts":
-        """Return the parts of a call, with not many more than `few_scores` of a head if heads can be divided."""
+        """Return the parts of a call; if there are `few_scores`, of few enough heads for the caches."""
         (batch_size, num_heads, seq_len_q, _), (_, num_kv_heads, seq_len_k, _) = query.shape, key.shape
         span: Any = mask.span
-        size, before, group_size = _num_together(span), _aligned(-span.first(0)), num_heads // num_kv_heads
-        num_keys = min(before + (size if mask.is_causal else _aligned(span.stop(size - 1))), seq_len_k)
-        sequences, kv_heads, num_scores = batch_size, num_kv_heads, group_size * size * num_keys
-        # A larger block is divided by its kernel, and biases by distance belong to all heads.
-        if few_scores is not None and num_scores <= MOST * few_scores and not scores.has_distances:
-            most = max(TOGETHER * few_scores // num_scores, 1)
+        size, (before, after), group_size = _num_together(span), _keys_around(mask, key), num_heads // num_kv_heads
+        sequences, kv_heads, num_keys = batch_size, num_kv_heads, before + after
+        if few_scores is not None and not scores.has_distances:  # biases by distance belong to all heads
+            most = max(TOGETHER * few_scores // (group_size * size * num_keys), 1)
             sequences, kv_heads = 1, max(n for n in range(1, most + 1) if num_kv_heads % n == 0)
         first, stop = (x[:, None, :, None] for x in mask.key_range(seq_len_q, seq_len_k))
         return cls(
