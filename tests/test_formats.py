@@ -853,6 +853,30 @@ def test_a_hash_does_not_depend_on_the_pieces_that_are_read(tmp_path, monkeypatc
         assert file.sha256() == hash_of(file.infos, {"a": hashlib.sha256(array.tobytes()).hexdigest()})
 
 
+@pytest.mark.parametrize("size", [0, 1, 8, 17, 1001])
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+def test_a_tensor_of_a_file_is_copied_piece_by_piece(tmp_path, monkeypatch, suffix, size):
+    monkeypatch.setattr("parity.files.tensor_file.PIECE", 8)
+    array = np.random.default_rng(0).standard_normal(size).astype(np.float32)
+    write(tmp_path / "w.safetensors", {"a": array, "b": array[::-1]})
+    with open_tensors(tmp_path / "w.safetensors") as file:
+        monkeypatch.setattr(file, "read", None)  # which holds a whole tensor
+        write_tensors(tmp_path / f"copy{suffix}", file.infos, file.tensor)
+    assert same_tensors(read_all(tmp_path / f"copy{suffix}"), {"a": array, "b": array[::-1]})
+
+
+def test_a_tensor_of_a_file_is_read_when_its_values_are_needed(tmp_path):
+    write(tmp_path / "w.npz", some_tensors())
+    with open_tensors(tmp_path / "w.npz") as file:
+        late = {name: file.tensor(name) for name in file.infos}
+        assert {name: (each.shape, each.dtype) for name, each in late.items()} == {
+            name: info[:2] for name, info in file.infos.items()
+        }
+        assert same_tensors({name: np.asarray(each) for name, each in late.items()}, some_tensors())
+    with pytest.raises(ValueError, match="before the file is closed"):
+        np.asarray(next(iter(late.values())))
+
+
 @pytest.mark.parametrize("suffix", FILES)
 def test_a_changed_byte_is_found(tmp_path, suffix):
     path = tmp_path / f"w{suffix}"
