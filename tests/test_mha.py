@@ -562,6 +562,11 @@ def test_lowest_bias_beside_a_mask_keeps_the_whole_weight(sibling, path):
     assert np.abs(biased - unbiased).max() <= EPSILON  # a weight of 1 each, but for rounding
 
 
+def rounding_of_shapes(sibling, path):
+    """Only XLA compiles the fused kernel differently for another shape of a mask; all others are exact."""
+    return 4 * EPSILON if sibling.name == "jax" and path.endswith("fused") else 0.0
+
+
 @pytest.mark.parametrize("shape", [(4,), (3, 1), (3, 4), (2, 1, 4), (2, 1, 1, 4), (1, 2, 3, 1)], ids=str)
 @every_path
 def test_mask_broadcasts_to_the_scores(sibling, path, shape):
@@ -569,7 +574,7 @@ def test_mask_broadcasts_to_the_scores(sibling, path, shape):
     found, whole = (
         attended(sibling, path, SPEC, problem(SPEC), mask=mask) for mask in (mask, np.broadcast_to(mask, (2, 2, 3, 4)))
     )
-    assert np.abs(found - whole).max() <= 4 * EPSILON  # XLA fuses another kernel for another shape
+    assert np.abs(found - whole).max() <= rounding_of_shapes(sibling, path)
 
 
 @pytest.mark.parametrize("shape", [(4,), (3, 1), (3, 4), (2, 1, 4), (2, 1, 1, 4), (1, 2, 3, 1)], ids=str)
@@ -579,7 +584,7 @@ def test_bias_broadcasts_to_the_scores(sibling, path, shape):
     found, whole = (
         attended(sibling, path, SPEC, problem(SPEC), bias=bias) for bias in (bias, np.broadcast_to(bias, (2, 2, 3, 4)))
     )
-    assert np.abs(found - whole).max() <= 4 * EPSILON  # XLA fuses another kernel for another shape
+    assert np.abs(found - whole).max() <= rounding_of_shapes(sibling, path)
 
 
 @every_path

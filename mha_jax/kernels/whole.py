@@ -49,13 +49,15 @@ def attend_finite(
     scores = with_relative_bias(mask, scores, query, key)
     hidden = mask.with_bias(scores.bias).to_bool(query.shape[2], key.shape[2])
     scale, dtype, shape = score_scale(query, scores.spec), query.dtype, (*query.shape[:3], value.shape[3])
-    of_query, of_key = divisors or (divisors_of(query), divisors_of(key))
     group = partial(_group, num_kv_heads=key.shape[1], shape=shape)
     query, key, value = group(at_least_float32(query)), at_least_float32(key), at_least_float32(value)
     if hidden is None:
         logits = jnp.einsum("bkth,bksh->bkts", query * scale, key)
     else:  # scores may be infinite, but not NaN, which a minimum does not hide
-        of_query, hidden = group(of_query), group(to_scores_rank(hidden))
+        of_query, of_key = (
+            (divisors_of(query), divisors_of(key)) if divisors is None else (group(divisors[0]), divisors[1])
+        )
+        hidden = group(to_scores_rank(hidden))
         logits = jnp.einsum("bkth,bksh->bkts", query / of_query, key / of_key)
         logits = logits * (of_query * scale) * of_key.swapaxes(2, 3)
     logits = soft_capped(logits, scores.spec)

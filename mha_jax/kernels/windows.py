@@ -46,8 +46,8 @@ def attend(
     def attend_part(number: Array) -> Array:
         part = parts.part(number)
         rows = zero_where(part.rows_of(query), part.rows_of(nonfinite_rows))
-        hidden_keys = part.keys_of(nonfinite_keys)
-        keys, values = (zero_where(part.keys_of(x), hidden_keys) for x in (key, value))
+        are_nonfinite = part.keys_of(nonfinite_keys)
+        keys, values = (zero_where(part.keys_of(x), are_nonfinite) for x in (key, value))
         mask, scores = parts.mask_of(part), parts.scores_of(part)
         if has_few:
             of_part = part.rows_of(divisors[0]), part.keys_of(divisors[1])
