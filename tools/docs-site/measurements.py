@@ -25,7 +25,7 @@ class Measured(NamedTuple):
     """A file of `mha-parity bench --json`.
 
     Attributes:
-        machine: what its name begins with, such as `epyc` in `epyc-2026-11-21.json`.
+        machine: what its name begins with, such as `epyc` in `epyc-2026-11-27.json`.
         date: the date in its name. The name may have more after it.
         content: its content.
     """
