@@ -202,7 +202,7 @@ def main() -> None:
             f"{name:36}{seconds[name]:7.2f}{speed:8.0f}{ratio:8.2f}{cpu_seconds[name]:8.2f}{cpu_ratio:8.2f}"
             f"{peaks[name] / 1e6:10.0f}"
         )
-    print(f"ratio: to {YARDSTICK}; a conversion should have at least 0.5, and at most {limit / 1e6:.0f} MB")
+    print(f"ratio: to {YARDSTICK}; a conversion should have at least 0.9, and at most {limit / 1e6:.0f} MB")
     if options.json:
         content = {
             "format": 1,

@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 import zipfile
 from pathlib import Path
 
@@ -863,6 +864,28 @@ def test_a_tensor_of_a_file_is_copied_piece_by_piece(tmp_path, monkeypatch, suff
         monkeypatch.setattr(file, "read", None)  # which holds a whole tensor
         write_tensors(tmp_path / f"copy{suffix}", file.infos, file.tensor)
     assert same_tensors(read_all(tmp_path / f"copy{suffix}"), {"a": array, "b": array[::-1]})
+
+
+def test_no_piece_is_overwritten_before_it_is_hashed(tmp_path, monkeypatch):
+    sha256 = hashlib.sha256
+
+    class SlowHash:
+        def __init__(self, data=b""):
+            self.found = sha256(data)
+            self.hexdigest = self.found.hexdigest
+
+        def update(self, piece):
+            time.sleep(1e-3)
+            self.found.update(piece)
+
+    tensors = {name: np.random.default_rng(i).bytes(8 * i + 3) for i, name in enumerate("abcdef")}
+    tensors = {name: np.frombuffer(data, np.uint8) for name, data in tensors.items()}
+    monkeypatch.setattr("parity.files.tensor_file.PIECE", 8)
+    write(tmp_path / "w.safetensors", tensors)
+    monkeypatch.setattr("parity.files.tensor_file.hashlib.sha256", SlowHash)
+    with open_tensors(tmp_path / "w.safetensors") as file:
+        write_tensors(tmp_path / "copy.safetensors", file.infos, file.tensor)
+    assert same_tensors(read_all(tmp_path / "copy.safetensors"), tensors)
 
 
 def test_a_tensor_of_a_file_is_read_when_its_values_are_needed(tmp_path):

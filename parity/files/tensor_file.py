@@ -9,7 +9,7 @@ import json
 import math
 import os
 import struct
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -29,6 +29,8 @@ MAX_ENTRIES = 1_000_000  # of a tree; a small file may reference one part many t
 MAX_DEPTH = 64
 MAX_NAME = 1000  # characters of a tensor's name
 PIECE = 2**20  # bytes that are read, hashed and written at a time, while they are in a processor's cache
+BUFFERS = 4  # for pieces that are read, hashed and written at once
+UNHASHED = 2**24  # bytes of tensors that may wait in memory for their hash, while the next one is read
 
 
 class TensorInfo(NamedTuple):
@@ -91,6 +93,7 @@ class TensorFile:
     release: Callable[[], object] = field(repr=False, default=lambda: None)
     ignored: list[str] = field(default_factory=list)
     quantised: Mapping[str, str] = field(default_factory=dict)
+    _buffers: list[deque[memoryview]] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
         check_names(self.infos, self.metadata)
@@ -141,17 +144,24 @@ class TensorFile:
         return FileTensor(self, name, *self._info(name)[:2])
 
     def pieces(self, name: str) -> Iterator[memoryview]:
-        """Read a tensor in pieces of its bytes, each valid until two more are read. Errors as in `read`."""
+        """Read a tensor in pieces of its bytes. Each is valid until `BUFFERS` more of the file are read.
+
+        Errors as in `read`.
+        """
         if name not in self.places:
             yield from pieces_of(self.read(name))
             return
         (file, offset), size = self.places[name], self._info(name).nbytes
-        buffers = [memoryview(bytearray(min(size, PIECE))) for _ in range(2)]
-        for i, begin in enumerate(range(0, size, PIECE)):
-            piece = buffers[i % 2][: size - begin]
-            with in_one_line(self.path, self.format):
-                FileOffset(file, offset + begin).read_into(piece)
-            yield piece
+        buffers = self._buffers.pop() if self._buffers else deque(memoryview(bytearray(PIECE)) for _ in range(BUFFERS))
+        try:
+            for begin in range(0, size, PIECE):
+                buffers.rotate()
+                piece = buffers[0][: size - begin]
+                with in_one_line(self.path, self.format):
+                    FileOffset(file, offset + begin).read_into(piece)
+                yield piece
+        finally:
+            self._buffers.append(buffers)
 
     def _info(self, name: str) -> TensorInfo:
         if name not in self.infos:
@@ -252,7 +262,8 @@ class Tensors:
     given: Mapping[str, str]
     pool: ThreadPoolExecutor
     _digests: dict[str, Future[str]] = field(default_factory=dict)
-    _last: Future[Any] | None = None
+    _arrays: deque[tuple[Future[str], int]] = field(default_factory=deque)  # that may not be hashed yet, with sizes
+    _pieces: deque[Future[None]] = field(default_factory=deque)  # of files
 
     def read(self, name: str) -> np.ndarray:
         """Read a tensor, in C order.
@@ -261,31 +272,39 @@ class Tensors:
             TypeError, ValueError: if it does not match its facts.
         """
         array = np.asarray(self._checked(name), dtype=self.infos[name].dtype, order="C")
-        self._digests[name] = self._last = self.pool.submit(digest, pieces_of(array))
+        self._hash(name, pieces_of(array))
         return array
 
     def pieces(self, name: str) -> Iterator[memoryview]:
         """Read a tensor in pieces of its bytes in C order. Errors as in `read`."""
-        tensor, found = self._checked(name), hashlib.sha256()
-        for piece in tensor.pieces() if isinstance(tensor, FileTensor) else pieces_of(tensor):
-            self._wait()
-            self._last = self.pool.submit(found.update, piece)
+        tensor = self._checked(name)
+        if not isinstance(tensor, FileTensor):
+            self._hash(name, pieces_of(tensor))
+            yield from pieces_of(tensor)
+            return
+        found = hashlib.sha256()
+        for piece in tensor.pieces():
+            if len(self._pieces) == BUFFERS - 1:
+                self._pieces.popleft().result()  # its memory holds the next piece
+            self._pieces.append(self.pool.submit(found.update, piece))
             yield piece
-        self._digests[name] = self._last = self.pool.submit(found.hexdigest)
+        self._digests[name] = self.pool.submit(found.hexdigest)
+
+    def _hash(self, name: str, pieces: Iterable[memoryview]) -> None:
+        self._digests[name] = self.pool.submit(digest, pieces)
+        self._arrays.append((self._digests[name], self.infos[name].nbytes))
 
     def _checked(self, name: str) -> np.ndarray | FileTensor:
-        self._wait()  # otherwise two tensors would be in memory
-        tensor, info = self.source(name), self.infos[name]
-        tensor = tensor if isinstance(tensor, FileTensor) else np.asarray(tensor)
+        info = self.infos[name]
+        while self._arrays and sum(size for _, size in self._arrays) + info.nbytes > UNHASHED:
+            self._arrays.popleft()[0].result()
+        tensor = self.source(name)
+        tensor = tensor if isinstance(tensor, FileTensor) else np.asarray(tensor, order="C")
         if tensor.shape != info.shape or tensor.dtype != info.dtype:
             raise Refusal(
                 name, f"be read as described in infos, {info.dtype}{info.shape}", f"{tensor.dtype}{tensor.shape}"
             )
         return tensor
-
-    def _wait(self) -> None:
-        if self._last is not None:
-            self._last.result()
 
     @property
     def digests(self) -> dict[str, str]:

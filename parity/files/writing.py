@@ -60,7 +60,7 @@ def write_tensors(
     source: str | os.PathLike[str] | None = None,
     dry_run: bool = False,
 ) -> Path:
-    """Write tensors to a file, atomically and verified, with one tensor in memory at a time.
+    """Write tensors to a file, atomically and verified, with one large tensor in memory at a time.
 
     Everything is written next to the target, read back, compared, and then moved into place. An existing target is kept
     until then, and if anything fails. It is replaced only if it has the same format: a file that starts like one; a
@@ -71,7 +71,8 @@ def write_tensors(
         path: file to write; its suffix decides the format.
         infos: shape and dtype of each tensor by name, in the order of the file as far as its format allows
             (safetensors: wider dtypes first; nested formats: levels stay together).
-        read: returns a tensor; called once for each. With `TensorFile.tensor` it is copied piece by piece.
+        read: returns a tensor, in memory that it does not reuse; called once for each. With `TensorFile.tensor` it is
+            copied piece by piece.
         metadata: text by name, stored in the file with `sha256`, the hash of all tensors: see `TensorFile.verify`.
         max_shard_bytes: write files of approximately at most this size and an index, like Hugging Face; larger tensors
             get their own file.
