@@ -1,15 +1,15 @@
-# make parity: set up what is needed and show that the siblings agree.   make test: set up and run the tests.
+# make parity: set up the environments and show that the implementations agree.   make test: set up and run the tests.
 #
-# There are two environments, for JAX needs numpy>=2 and ttnn numpy<2; they meet in trace files. The second one, for tt, is
-# left out where no CPython 3.12 is found, and then a line says so.
+# There are two environments, because JAX needs numpy>=2 and ttnn numpy<2; they exchange trace files. The second one, for tt,
+# is left out if no CPython 3.12 is found, and then a line says so.
 PYTHON ?= python3
 PYTHON_TT ?= $(shell tools/find-python312)
 BIN := .venv/bin
 BIN_TT := .venv-tt/bin
-# What JAX has compiled once: most of the time of the parity run and of the tests goes into compiling.
+# Compiled programs of JAX: most of the time of the parity run and of the tests is compilation.
 export JAX_COMPILATION_CACHE_DIR := $(CURDIR)/build/jax-cache
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0
-# Processes that tests start need not compile modules again, whatever the surroundings say.
+# Processes that tests start use compiled modules, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 # pip would compile all modules, of which most are never imported, and look for a newer pip.
 export PIP_NO_COMPILE := 1
@@ -22,17 +22,17 @@ IF_TT := [ ! -e .venv-tt/installed ] ||
 parity: .venv/installed .venv-tt/installed
 	$(BIN)/mha-parity run --jobs 2 $$($(IF_TT) echo --python tt=$(BIN_TT)/python)
 
-# Tests that take long beside others that would see the same mistake are marked `thorough`; .ci/run runs those, too.
+# Slow tests of bugs that faster tests also detect are marked `thorough`; .ci/run also runs those.
 test: .venv/installed
 	$(BIN)/pytest -m 'not thorough' $(TWO_WORKERS)
 	$(MAKE) --no-print-directory test-tt
 
-# Where there is no card, on the mock of a board.
+# Without a card: on the mock of a board.
 test-tt: .venv-tt/installed
 	rm -f build/tt-*.xml
 	$(IF_TT) MHA_TT_MOCK=n150 $(BIN_TT)/pytest -m 'not thorough' tests/tt --confcutdir tests/tt $(TWO_WORKERS) --junit-xml build/tt-n150.xml
 
-# Also those of tt that depend on the board, on a second one. It accepts other things, and recordings were made on it.
+# Also tests of tt that depend on the board, on a second one. It accepts other programs, and recordings were made on it.
 test-thorough: .venv/installed .venv-tt/installed
 	$(BIN)/pytest -m thorough $(TWO_WORKERS)
 	$(IF_TT) MHA_TT_MOCK=n150 $(BIN_TT)/pytest -m thorough tests/tt --confcutdir tests/tt $(TWO_WORKERS) --junit-xml build/tt-thorough.xml
@@ -43,8 +43,8 @@ test-cuda:
 	$(PYTHON) -m parity run --backends torch --device cuda --dtypes float32,bfloat16,float16 --grad --quiet
 	$(PYTHON) -m pytest tests/cuda --confcutdir tests/cuda
 
-# Every case on a GPU, then the speed beside the framework's kernels, with kernels, copies and waits counted. JAX takes part
-# if it has a GPU. Without a GPU the first command refuses.
+# Every case on a GPU, then the speed compared with the framework's kernels, with counts of kernels, copies and waits. JAX
+# takes part if it has a GPU. Without a GPU the first command raises an error.
 bench-gpu:
 	@mkdir -p build
 	set -e; export XLA_PYTHON_CLIENT_PREALLOCATE=false; \
@@ -54,7 +54,7 @@ bench-gpu:
 		--json build/bench-gpu.json
 
 # The real kernels, without a card, on a simulator that you have: make sim SIMULATOR=/path/libttsim_bh.so. Or a few of them:
-# make sim SIMULATOR=wolfpine. What that downloads and trusts: tools/tt-simulator --help.
+# make sim SIMULATOR=wolfpine. `tools/tt-simulator --help` lists what that downloads and trusts.
 sim: .venv-tt/installed
 	@[ -n "$(SIMULATOR)" ] || { echo "SIMULATOR must be given: make sim SIMULATOR=/path/libttsim_bh.so (or wolfpine)" >&2; exit 2; }
 	@mkdir -p build
@@ -69,7 +69,7 @@ docs: .venv/docs-installed .venv-tt/docs-installed
 	$(BIN)/sphinx-build -q -W --keep-going -n -j 2 -c docs build/docs/source build/docs/html
 	@echo "docs: build/docs/html/index.html"
 
-# HTML reports in headless Chromium. It comes from npm's registry: where it cannot be had, a line says so.
+# HTML reports in headless Chromium. It comes from npm's registry: if that is not available, a line says so.
 check-html: .venv/installed
 	$(BIN)/python tools/check-html/check.py
 
@@ -93,7 +93,7 @@ lint: .venv/installed
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[jax,torch,dev]'
-	# Without what it reads text with, which is TensorFlow.
+	# Without TensorFlow, which it needs only for text.
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps keras-hub
 	touch $@
 

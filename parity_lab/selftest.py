@@ -1,6 +1,6 @@
 """Test of the harness: known bugs are injected into an implementation, and each must be detected and identified.
 
-`parity_lab.plants` has one for each page of `parity/bugs`. They change the implementations' own functions, in their
+`parity_lab.injections` has one for each page of `parity/bugs`. They change the implementations' own functions, in their
 frameworks, or the weights.
 """
 
@@ -43,9 +43,9 @@ from parity.core.trace import Reference, judge
 from parity.core.weights import random_weights
 from parity.diagnosis.diagnose import Diagnosis, diagnose
 from parity.reporting.console import print_table
-from parity_lab.plants import Plant, mistake_to_plant, mistakes_to_plant, plan_of
+from parity_lab.injections import Injection, bug_to_inject, bugs_to_inject, plan_of
 
-SELFTESTED = [name for name, backend in BACKENDS.items() if backend.has_all_mistakes]
+SELFTESTED = [name for name, backend in BACKENDS.items() if backend.has_all_bugs]
 """Backends that support all bugs. Only masks of mha_tt are arrays: tests/tt injects a few bugs there."""
 
 HOLDERS = (
@@ -329,7 +329,7 @@ class Outcome:
     """Outcome of an injected bug.
 
     Attributes:
-        hypothesis: name of the bug; empty if none was injected.
+        bug: name of the bug; empty if none was injected.
         case, backend, seed: place of the bug.
         expected: stages at one of which the first difference must be.
         stage: stage of the first difference; empty if there is none.
@@ -338,7 +338,7 @@ class Outcome:
         kind: kind of the diagnosis.
     """
 
-    hypothesis: str
+    bug: str
     case: str
     backend: str
     seed: int
@@ -351,12 +351,12 @@ class Outcome:
     @property
     def is_caught(self) -> bool:
         """True if the bug was detected at its stage; without a bug, if no stage differs."""
-        return self.stage in self.expected if self.hypothesis else not self.stage
+        return self.stage in self.expected if self.bug else not self.stage
 
     @property
     def is_named(self) -> bool:
         """True if the diagnosis names the bug and no other; without a bug, if it names none."""
-        return {*self.named} == ({self.hypothesis} if self.hypothesis else set())  # perhaps on more than one path
+        return {*self.named} == ({self.bug} if self.bug else set())  # perhaps on more than one path
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields for JSON."""
@@ -368,7 +368,7 @@ def selftest(
     cases: Iterable[Case] | None = None,
     *,
     seeds: Sequence[int] = (0,),
-    on_mistake: Callable[[str, str, str], None] = lambda hypothesis, case, backend: None,
+    on_bug: Callable[[str, str, str], None] = lambda bug, case, backend: None,
 ) -> Iterator[Outcome]:
     """Inject each bug into every case of every backend, with random or trained weights, and once no bug.
 
@@ -376,29 +376,29 @@ def selftest(
         backends: names; default: those of jax and torch that are installed.
         cases: cases of `SELFTEST_CASES`; default: all.
         seeds: seeds of the random weights.
-        on_mistake: called before each run, with the names of the bug, the case and the backend.
+        on_bug: called before each run, with the names of the bug, the case and the backend.
     """
     for name in backends if backends is not None else [name for name in SELFTESTED if not why_missing(name)]:
         for case in SELFTEST_CASES if cases is None else cases:
             for seed in seeds if case.trained is None else seeds[:1]:
-                for hypothesis in ("", *planted_in(case)):
-                    on_mistake(hypothesis or "nothing", case.name, name)
-                    yield plant(hypothesis, case, name, seed=seed)
+                for bug in ("", *selftest_bugs(case)):
+                    on_bug(bug or "nothing", case.name, name)
+                    yield run_with_bug(bug, case, name, seed=seed)
 
 
-def mistakes_in(case: Case) -> list[str]:
+def bugs_in(case: Case) -> list[str]:
     """Return the names of the bugs that can be injected into a case."""
-    return [*mistakes_to_plant(case)]
+    return [*bugs_to_inject(case)]
 
 
-def planted_in(case: Case) -> list[str]:
+def selftest_bugs(case: Case) -> list[str]:
     """Return the names of the bugs that the self-test injects into one of its cases."""
     place = SELFTEST_CASES.index(case)
-    before = {name for earlier in SELFTEST_CASES[:place] if earlier.trained is None for name in mistakes_in(earlier)}
-    return [name for name in mistakes_in(case) if place < NUM_GENERAL or name not in before]
+    before = {name for earlier in SELFTEST_CASES[:place] if earlier.trained is None for name in bugs_in(earlier)}
+    return [name for name in bugs_in(case) if place < NUM_GENERAL or name not in before]
 
 
-def plant(hypothesis: str, case: Case, backend: str, *, seed: int = 0) -> Outcome:
+def run_with_bug(bug: str, case: Case, backend: str, *, seed: int = 0) -> Outcome:
     """Run a case on a backend with an injected bug, compare and diagnose it.
 
     Raises:
@@ -406,18 +406,18 @@ def plant(hypothesis: str, case: Case, backend: str, *, seed: int = 0) -> Outcom
     """
     expected = _reference(case, seed)
     problem = expected.problem
-    with planted(hypothesis, problem, backend) as given:
+    with inject(bug, problem, backend) as given:
         trace = record(backend, expected, given)
     difference = first_difference(judge(trace, expected))
     found = diagnose(trace.accumulated, problem) if difference is not None else Diagnosis("none")
     return Outcome(
-        hypothesis,
+        bug,
         case.name,
         backend,
         seed,
-        mistake_to_plant(hypothesis, case).stages if hypothesis else (),
+        bug_to_inject(bug, case).stages if bug else (),
         "" if difference is None else stage_named(difference.stage).kind,
-        tuple(name for explanation in found.explanations for name in explanation.hypotheses),
+        tuple(name for explanation in found.explanations for name in explanation.bugs),
         tuple(words for explanation in found.explanations for words in explanation.others),
         found.kind,
     )
@@ -431,13 +431,13 @@ def _reference(case: Case, seed: int) -> Reference:
 
 
 @contextmanager
-def planted(hypothesis: str | Plant, problem: Problem, backend: str) -> Iterator[Problem]:
+def inject(bug: str | Injection, problem: Problem, backend: str) -> Iterator[Problem]:
     """Inject a bug into the functions of a backend, and yield the problem, with the bug in its weights.
 
     Raises:
         ValueError: if there is no such bug.
     """
-    plan = plan_of(hypothesis, problem, backend)
+    plan = plan_of(bug, problem, backend)
     sibling = plan.sibling
     holders = [sibling, *(importlib.import_module(f"{sibling.__name__}.{part}") for part in HOLDERS)]
     before = []
@@ -469,7 +469,7 @@ def print_selftest(outcomes: list[Outcome], out: Console) -> None:
     rows, styles = [], []
     kinds: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
-        kinds.setdefault(outcome.hypothesis or "(none)", []).append(outcome)
+        kinds.setdefault(outcome.bug or "(none)", []).append(outcome)
     for kind, of_kind in kinds.items():
         seen, named = (sum(getattr(outcome, what) for outcome in of_kind) for what in ("is_caught", "is_named"))
         styles.append("" if seen == named == len(of_kind) else "red")
@@ -477,7 +477,7 @@ def print_selftest(outcomes: list[Outcome], out: Console) -> None:
         rows.append((kind, stages, str(len(of_kind)), str(seen), str(named)))
     print_table(out, "Injected bugs: detected at their stage, and named by the diagnosis", columns, rows, styles)
     for outcome in outcomes:
-        where = f"{outcome.hypothesis or 'nothing'} in {outcome.case} on {outcome.backend}"
+        where = f"{outcome.bug or 'nothing'} in {outcome.case} on {outcome.backend}"
         if not outcome.is_caught:
             out.print(
                 Text(f"NOT DETECTED: {where}: {outcome.stage or 'all stages passed'}", style="bold red"), soft_wrap=True

@@ -1,4 +1,4 @@
-"""Attention as users of Flax write it by hand, with places to plant oddities in."""
+"""Attention as users of Flax write it by hand, with places to inject oddities in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs for an accelerator that is not there, and counts of what they would make and wait for."""
+"""Programs lowered for absent accelerators, and counts of the arrays they create and their synchronization points."""
 
 from contextlib import contextmanager
 from math import prod
@@ -12,8 +12,8 @@ from jax.extend.mlir import ir
 
 import mha_jax
 
-PLATFORMS = {"cuda": "gpu", "tpu": "tpu"}  # what JAX calls the platform of a program, and of an array
-VIEWS = (  # operations that pass an array on, or write a part of it in place
+PLATFORMS = {"cuda": "gpu", "tpu": "tpu"}  # JAX's names for the platform of a program and of an array
+VIEWS = (  # operations that pass an array on or update part of it in place
     *("stablehlo.reshape", "stablehlo.optimization_barrier", "stablehlo.dynamic_update_slice"),
     *("func.call", "stablehlo.while", "stablehlo.case"),
 )
@@ -21,18 +21,18 @@ TRANSFERS = ("stablehlo.infeed", "stablehlo.outfeed", "stablehlo.send", "stableh
 
 
 class Counts(NamedTuple):
-    """Operations of a program, before a compiler fuses any."""
+    """Counts of operations in a program before compiler fusion."""
 
-    arrays: int = 0  # that make an array of numbers of this size or larger
-    masks: int = 0  # that make such a boolean array
-    float64: int = 0  # that make a float64 array of any size
-    callbacks: int = 0  # that ask the host, or wait for a transfer
-    branches: int = 0  # that choose what runs next by a value on the device, which a GPU reports to the host first
+    arrays: int = 0  # numeric arrays of at least the given size
+    masks: int = 0  # boolean arrays of at least that size
+    float64: int = 0  # float64 arrays of any size
+    callbacks: int = 0  # host callbacks and transfers
+    branches: int = 0  # control flow that depends on a device value, which a GPU first reports to the host
 
 
 @contextmanager
 def on(platform):
-    """Arrays seem to be on one device of this platform."""
+    """Make arrays appear to be on a single device of this platform."""
     with (
         patch.object(mha_jax.fused, "platform_of", lambda *arrays: PLATFORMS[platform]),
         patch.object(cudnn, "check_cudnn_version", lambda: 91000),
@@ -44,13 +44,13 @@ def on(platform):
 
 
 def lowered(platform, function, *arrays):
-    """The program of a function for a platform; arrays may be shapes."""
+    """Return the program of a function lowered for a platform; arrays may be shapes."""
     with on(platform):
         return jax.jit(function).trace(*arrays).lower(lowering_platforms=(platform,))
 
 
 def counts(program, size):
-    """What a lowered program makes of this number of elements or more, beside its arguments, and what it waits for."""
+    """Count the arrays of at least this size that a lowered program creates, without its arguments, and its waits."""
     found = dict.fromkeys(Counts._fields, 0)
 
     def count(operation):
@@ -75,8 +75,8 @@ def counts(program, size):
 
 
 def _is_open_loop(operation):
-    """True of a loop whose number of rounds is no constant of the program."""
+    """Return True for a loop whose trip count is not a constant of the program."""
     if operation.name != "stablehlo.while":
         return False
     condition = [each.operation.name for each in operation.regions[0].blocks[0].operations]
-    return condition != ["stablehlo.constant", "stablehlo.compare", "stablehlo.return"]  # of a counter with a number
+    return condition != ["stablehlo.constant", "stablehlo.compare", "stablehlo.return"]  # counter < constant

@@ -1,4 +1,4 @@
-"""Attention layers of transformers, as released, tiny and with random weights, and ours beside them.
+"""Attention layers of transformers, tiny and with random weights, compared with ours.
 
 Nothing is downloaded.
 """
@@ -18,11 +18,11 @@ import mha_torch
 from mha_spec import AttentionSpec, Rope
 from parity import load_into
 
-NEAR = 3e-6  # of the largest number: norms, softmax and RoPE of released layers are float32's, also in a float64 layer
+NEAR = 3e-6  # of the largest number: norms, softmax and RoPE of these layers are float32, also in a float64 layer
 
 SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
 plain_spec = partial(AttentionSpec, 32, 4, num_kv_heads=2, qkv_bias=False, out_bias=False, rope=Rope())
-"""What most layers of these sizes are, to which a test adds what it is about."""
+"""Specification shared by most layers of these sizes; each test adds the feature it covers."""
 
 NAMES = {"o_proj": "out_proj", "dense": "out_proj", "q_layernorm": "q_norm", "k_layernorm": "k_norm"}
 NAMES |= {"query_layernorm": "q_norm", "key_layernorm": "k_norm"}
@@ -33,15 +33,15 @@ Weights = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Released:
-    """A released layer, and the specification of what it computes.
+    """A layer of transformers and our specification of it.
 
     Attributes:
         module: the layer.
-        spec: what it is to us.
-        rotary: gives the module its cosines and sines, from its input and the positions of the tokens.
-        sees: whether a query sees a key, in transformers' form: of a batch, a head, and the places of both.
-        repacked: our weights as a function of its parameters, whose names are ours already.
-        keywords: what else it is called with.
+        spec: our specification of it.
+        rotary: returns cosines and sines for the module, from its input and the token positions.
+        sees: returns True if a query attends to a key, from (batch, head, query index, key index) as in transformers.
+        repacked: maps its parameters, already renamed to ours, to our weights.
+        keywords: additional arguments of its call.
     """
 
     module: nn.Module
@@ -52,7 +52,7 @@ class Released:
     keywords: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        """Its parameters are drawn, none of them near 0 or 1 in a norm."""
+        """Draw the parameters, with none of a norm near 0 or 1."""
         generator = torch.Generator().manual_seed(0)
         self.module.double().eval()
         with torch.no_grad():
@@ -62,7 +62,7 @@ class Released:
                 parameter.copy_(values * 0.3 if is_matrix else values.sign() * (0.4 + 0.4 * values.abs()))
 
     def __call__(self, x: Tensor, past: int = 0, **keywords: Any) -> Tensor:
-        """The output, of tokens that follow `past` others in a cache, which the keywords name."""
+        """Return the output for tokens that follow `past` others in a cache, which is passed by keyword."""
         places = torch.arange(past + x.shape[1])
         visible = self.sees(0, 0, places[past:, None], places)
         mask = torch.zeros(visible.shape, dtype=x.dtype).masked_fill(~visible, torch.finfo(x.dtype).min)[None, None]
@@ -71,7 +71,7 @@ class Released:
         return self.module(hidden_states=x, attention_mask=mask, **keywords, **self.keywords or {})[0]
 
     def weights(self) -> Weights:
-        """Ours, as a function of its parameters."""
+        """Return our weights as a function of its parameters."""
         found: dict[str, Tensor] = {}
         widths = (self.spec.q_width, self.spec.k_width, self.spec.v_width)
         for name, parameter in self.module.named_parameters():
@@ -100,16 +100,16 @@ def made(
     kind: str = "Attention",
     **others: Any,
 ) -> Released:
-    """A released layer.
+    """Build a layer of transformers.
 
     Args:
-        family: that of transformers, in whose module the layer is.
-        prefix: what the names of its classes begin with.
-        spec: what it is to us.
-        rope: the parameters of its RoPE, where they are not the usual ones.
-        layer_type: the name that these have, in models with several.
-        options: of its configuration.
-        kind: what the name of its class ends in.
+        family: model family in transformers whose module defines the layer.
+        prefix: common prefix of its class names.
+        spec: our specification of it.
+        rope: RoPE parameters, if they differ from the defaults.
+        layer_type: key of these RoPE parameters in models with several layer types.
+        options: additional configuration options.
+        kind: suffix of its class name.
         others: attributes of `Released`.
     """
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
@@ -128,7 +128,7 @@ def made(
 
 
 def positions_of(spec: AttentionSpec, length: int, past: int = 0) -> Tensor:
-    """Of a text, (1, T), or of frames of 2 x 3 patches, (3, 1, T)."""
+    """Return positions of a text, (1, T), or of frames of 2 x 3 patches, (3, 1, T)."""
     tokens = torch.arange(past, past + length)[None]
     if spec.rope is None or spec.rope.sections is None:
         return tokens
@@ -136,13 +136,13 @@ def positions_of(spec: AttentionSpec, length: int, past: int = 0) -> Tensor:
 
 
 def check_equal(released: Released, *, length: int = 11, is_causal: bool = True, in_steps: bool = True) -> None:
-    """Ours gives what the released layer gives, on both paths and in steps with a cache, and has its gradients.
+    """Check that our layer matches the released one on both paths, in cached steps and in its gradients.
 
     Args:
         released: the layer.
-        length: of the sequence.
-        is_causal: whether no token sees a later one.
-        in_steps: whether tokens in steps are what they are at once: not where frequencies depend on the length.
+        length: sequence length.
+        is_causal: True if no token attends to a later one.
+        in_steps: True if cached steps match the whole sequence, which fails if frequencies depend on the length.
     """
     x = torch.randn(2, length, released.spec.d_in, generator=torch.Generator().manual_seed(1)).double()
     with torch.no_grad():
@@ -151,11 +151,11 @@ def check_equal(released: Released, *, length: int = 11, is_causal: bool = True,
         _check_output(sibling, released, x.float().numpy(), expected, is_causal)
         if is_causal and in_steps:
             _check_steps(sibling, released, x.float().numpy(), expected)
-    _check_gradients(released, x, is_causal)  # the siblings' own agree, as every case shows
+    _check_gradients(released, x, is_causal)  # every case shows that the implementations agree on gradients
 
 
 def check_near(found: np.ndarray, expected: np.ndarray, what: str, allowed: float = NEAR) -> None:
-    """Equal but for rounding."""
+    """Check equality up to rounding."""
     assert found.shape == expected.shape, what
     error, largest = np.abs(found - expected).max(), np.abs(expected).max()
     assert error <= allowed * largest, f"{what} is {error / largest:.1e} of its largest number off"
@@ -167,7 +167,7 @@ def _filled(sibling: Sibling, kind: str, released: Released) -> Any:
 
 
 def _axes(released: Released, length: int) -> np.ndarray | None:
-    """Positions where they are not 0, 1, …"""
+    """Return positions if they are not 0, 1, …"""
     positions = positions_of(released.spec, length)
     return positions.int().numpy() if positions.ndim == 3 else None
 
@@ -182,7 +182,7 @@ def _check_output(sibling: Sibling, released: Released, x: np.ndarray, expected:
 
 
 def _check_steps(sibling: Sibling, released: Released, x: np.ndarray, expected: np.ndarray) -> None:
-    """A prompt, and then token by token; with latents from a cache of keys and values, and from one of latents."""
+    """Check a prompt followed by single tokens; with latents, using a cache of keys and values and one of latents."""
     batch_size, length, _ = x.shape
     axes = _axes(released, length)
     kinds = ("MultiHeadAttentionWithCache", *("MultiHeadLatentAttention",) * (released.spec.latent is not None))
@@ -197,7 +197,7 @@ def _check_steps(sibling: Sibling, released: Released, x: np.ndarray, expected: 
 
 
 def _check_gradients(released: Released, x: Tensor, is_causal: bool) -> None:
-    """In float64, of the input and of each parameter of the released layer, on both paths."""
+    """Check gradients in float64, of the input and of each parameter of the released layer, on both paths."""
     leaves = {"x": x.clone().requires_grad_(), **dict(released.module.named_parameters())}
     expected = released(leaves["x"])
     cotangent = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2), dtype=x.dtype)
@@ -216,6 +216,6 @@ def _check_gradients(released: Released, x: Tensor, is_causal: bool) -> None:
         )
         found = torch.autograd.grad(output, [*leaves.values()], cotangent)
         for name, ours, theirs in zip(leaves, found, wanted, strict=True):
-            # The terms of some biases cancel: of k, where little is rotated.
+            # The terms of some biases cancel, such as those of k if few features are rotated.
             scale = largest if name.endswith("bias") else theirs.abs().max().item()
             assert (ours - theirs).abs().max().item() <= NEAR * scale, f"the gradient of {name}"

@@ -91,7 +91,7 @@ def by_local_sums(part, table, spec, logs, *others, right=ring._block_backward):
     return right(part, table, spec, own_logs, *others)
 
 
-MISTAKES = {
+BUGS = {
     "local positions": (ring.RingAttention, "positions", local_positions),
     "left in zigzag": (ring, "_to_zigzag", left_in_zigzag),
     "sums of parts not weighed": (ring, "_joined", average),
@@ -100,9 +100,9 @@ MISTAKES = {
 
 
 def mistaken(mesh, make, spec):
-    """What a layer computes with each mistake in the ring."""
+    """What a layer computes with each bug in the ring."""
     found = {}
-    for name, where in MISTAKES.items():
+    for name, where in BUGS.items():
         with mock.patch.object(*where):
             found[name] = of_tokens(mesh, make, {"grouped": spec})["grouped/causal"]
     return found

@@ -99,7 +99,7 @@ ATTENTION = {
 
 def attended(name):
     """What is wrong with the output and the gradients, and what devices send, forward and for gradients; and what is
-    wrong where the keys of two devices are in each other's place, a mistake that must be seen."""
+    wrong where the keys of two devices are in each other's place, a bug that must be seen."""
     kind, shape, spec, options = ATTENTION[name]
     rng, mesh = np.random.default_rng(0), mesh_of(kind, **shape)
     drawn = {"q": (2, spec.num_heads, 32, 8), "k": (2, spec.num_kv_heads, 32, 8), "v": (2, spec.num_kv_heads, 32, 8)}

@@ -225,7 +225,7 @@ def stages_on(card, problem):
 
 
 def names_of(diagnosis):
-    return [name for explanation in diagnosis.explanations for name in explanation.hypotheses]
+    return [name for explanation in diagnosis.explanations for name in explanation.bugs]
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_a_fidelity_is_not_named_where_the_error_is_another(rng):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_the_card_does_is_no_mistake(dtype):
+def test_what_the_card_does_is_no_bug(dtype):
     problem = make_problem(CASES["causal"], dtype)
     assert diagnose(stages_on(Card(), problem), problem, arithmetic="tensix").kind == "none"
 
@@ -294,7 +294,7 @@ def test_approximated_exponentials_are_named(case):
 
 @pytest.mark.parametrize("only", [False, True], ids=["stages", "output"])
 @pytest.mark.parametrize("case", ["large-logits", "causal", "gqa-causal"])
-def test_rows_that_a_kernel_lost_are_told_as_such_and_no_mistake_is_named(case, only):
+def test_rows_that_a_kernel_lost_are_told_as_such_and_no_bug_is_named(case, only):
     problem = make_problem(CASES[case], "bfloat16")
     stages = Reference(problem).same_precision(local=False, arithmetic="tensix")
     context = stages["context"].astype(np.float32)

@@ -1,4 +1,4 @@
-"""Batch axes: any number of them, or none, gives the bits of one batch axis."""
+"""Inputs with any number of batch axes match a single batch axis bit for bit."""
 
 import math
 
@@ -26,7 +26,7 @@ def hides(*shape):
 
 
 def merged(x, axes, num_kept):
-    """Return an array with one batch axis, in the words of NumPy."""
+    """Return the array with its batch axes merged into one, using NumPy."""
     kept = x.shape[x.ndim - num_kept :]
     return np.broadcast_to(x, (*axes, *kept)).reshape(math.prod(axes), *kept)
 
@@ -54,7 +54,7 @@ def results(sibling, function, x, options):
 
 
 def assert_gives_the_bits_of_one_axis(sibling, function, x, options, of_one):
-    """Compare a call with that of the same arrays with one batch axis, `of_one` in place of what is not the same."""
+    """Compare a call with a call on one merged batch axis, where `of_one` replaces the options that differ."""
     axes = x.shape[:-2]
     found = results(sibling, function, x, options)
     expected = results(sibling, function, merged(x, axes, 2), options | of_one)
@@ -86,7 +86,7 @@ def test_no_batch_axis_is_a_batch_of_one(sibling, need_weights):
     assert_gives_the_bits_of_one_axis(sibling, layer, numbers(T, 8), options, of_one)
 
 
-def test_functions_take_keys_and_dropout_with_batch_axes(sibling):
+def test_functions_accept_keys_and_dropout_with_batch_axes(sibling):
     weights = sibling.weights_of(sibling.module("MultiHeadAttention", CROSS))
     key, keep = numbers(*AXES, S, 6), hides(3, 2, T, S)
 
@@ -99,7 +99,7 @@ def test_functions_take_keys_and_dropout_with_batch_axes(sibling):
     assert_gives_the_bits_of_one_axis(sibling, function, numbers(*AXES, T, 8), options, of_one)
 
 
-def test_self_attention_takes_batch_axes(sibling):
+def test_self_attention_accepts_batch_axes(sibling):
     layer = sibling.module("MultiHeadSelfAttention", AttentionSpec(8, 2))
     for axes, lengths in [((), np.int32(3)), ((2, 1, 2), np.array([[[1, 2]], [[3, 4]]], np.int32))]:
         x = numbers(*axes, T, 8)
@@ -122,21 +122,21 @@ def test_self_attention_takes_batch_axes(sibling):
         ("positions", np.zeros((6, T), np.int32)),
     ],
 )
-def test_what_has_other_batch_axes_is_refused(sibling, name, wrong):
+def test_mismatched_batch_axes_raise(sibling, name, wrong):
     layer = sibling.module("MultiHeadAttention", CROSS)
     given = {"query": numbers(*AXES, T, 8), "key": numbers(*AXES, S, 6), name: wrong}
     with refuses(name, {f"{name}.shape": wrong.shape}):
         layer(**{name: sibling.array(x) for name, x in given.items()})
 
 
-def test_positions_of_sections_with_too_few_batch_axes_are_refused(sibling):
-    """(3, 1, T) could be three sections, or batch axes that broadcast."""
+def test_section_positions_with_too_few_batch_axes_raise(sibling):
+    """The shape (3, 1, T) could mean three sections or broadcast batch axes."""
     layer = sibling.module("MultiHeadSelfAttention", SPEC)
     with refuses("positions", {"positions.ndim": 3}):
         layer(sibling.array(numbers(3, 2, T, 8)), positions=sibling.array(np.zeros((3, 1, T), np.int32)))
 
 
-def test_segments_have_batch_axes(sibling):
+def test_segments_accept_batch_axes(sibling):
     layer, x = sibling.module("MultiHeadSelfAttention", AttentionSpec(8, 2)), numbers(*AXES, T, 8)
     ids = np.arange(2 * 3 * T, dtype=np.int32).reshape(*AXES, T) // 3
     found = layer(sibling.array(x), segment_ids=sibling.array(ids))
@@ -144,7 +144,7 @@ def test_segments_have_batch_axes(sibling):
     np.testing.assert_array_equal(sibling.numpy(found).reshape(6, T, 8), sibling.numpy(expected))
 
 
-def test_compiled_layer_takes_other_sizes():
+def test_compiled_layer_accepts_other_batch_sizes():
     layer = mha_torch.MultiHeadAttention(AttentionSpec(8, 2))
     compiled = torch.compile(layer, fullgraph=True, backend="eager")
     for size in (2, 4):

@@ -275,7 +275,7 @@ def test_json_of_a_failure_has_no_infinity(expected):
 # ---- The control: broken on purpose, and seen at the right stage -----------------------------------------------------
 
 
-# Mistakes that have a name are planted in tests/test_selftest.py; here is what has none. Each takes the function that
+# Bugs that have a name are injected in tests/test_selftest.py; here is what has none. Each takes the function that
 # it breaks and the sibling, and gives the broken function.
 
 

@@ -1,4 +1,4 @@
-"""JAX without `jit`: compiled once for each shape; and no check asks for a value that is not known."""
+"""mha_jax compiles once per shape without `jit`, and no check requires the value of a traced array."""
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +12,12 @@ import mha_jax
 from mha_jax.kernels.fused import FusedAttention
 from mha_spec import AttentionSpec, Rope, Temperature
 
-LONG = 600  # more scores than one kernel has
+LONG = 600  # more scores than one kernel holds
 
 
 @pytest.fixture
 def compilations():
-    """The compilations so far, as they happen, those that a cache on the disk spares, too."""
+    """Compilation events so far, including those served from the disk cache."""
     events = []
 
     def note(event, _, **__):
@@ -39,7 +39,7 @@ def layer():
 
 
 @pytest.mark.parametrize("capacity", [mha_jax.fused.attend.keys + 1, 2 * mha_jax.fused.attend.keys])
-def test_decoding_compiles_nothing_after_the_first_steps(compilations, capacity):
+def test_decoding_compiles_nothing_after_first_step(compilations, capacity):
     decoder, x = (
         mha_jax.MultiHeadAttentionWithCache(AttentionSpec(32, 4, rope=Rope(100.0)), rngs=nnx.Rngs(0)),
         tokens(1),
@@ -67,7 +67,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", rest_thorough(CALLS.values(), [CALLS["mask"], CALLS["gradient"]]), ids=CALLS)
-def test_call_in_blocks_compiles_nothing_the_second_time(compilations, layer, call):
+def test_second_call_in_blocks_compiles_nothing(compilations, layer, call):
     x = tokens(LONG)
     call(layer, x)
     compilations.clear()
@@ -75,22 +75,22 @@ def test_call_in_blocks_compiles_nothing_the_second_time(compilations, layer, ca
     assert compilations == []
 
 
-def test_other_sizes_of_blocks_are_compiled_anew(compilations, layer):  # the control of the tests above
+def test_other_block_size_recompiles(compilations, layer):  # shows that the tests above detect compilations
     x = tokens(LONG)
     expected = layer(x, is_causal=True)
     other = nnx.clone(layer)
     other.kernel = FusedAttention(keys=64)
     compilations.clear()
-    np.testing.assert_allclose(other(x, is_causal=True), expected, atol=1e-5)  # of another order of summing
+    np.testing.assert_allclose(other(x, is_causal=True), expected, atol=1e-5)  # different summation order
     assert compilations
 
 
-def test_what_a_caller_compiles_is_one_program(layer):
+def test_traced_call_is_one_program(layer):
     jaxpr = str(jax.make_jaxpr(lambda x: layer(x, is_causal=True))(tokens(9)))
     assert "_attend" not in jaxpr
 
 
-# ---- Weights that are known where inputs are not ---------------------------------------------------------------------
+# ---- Concrete weights with traced inputs -----------------------------------------------------------------------------
 
 TRANSFORMED = {
     "jit": lambda function, x: jax.jit(function)(x),
@@ -116,7 +116,7 @@ def test_weights_may_be_closed_over(layer, transform, kind):
     assert found.shape == x.shape
     if isinstance(found, jax.Array):
         expected = transform(layer, x)
-        np.testing.assert_allclose(found, expected, atol=1e-6)  # of another order of summing
+        np.testing.assert_allclose(found, expected, atol=1e-6)  # different summation order
 
 
 @every_kind_of_weights
@@ -134,7 +134,7 @@ def test_weights_may_be_closed_over_with_a_cache(layer, transform, kind):
 
 @every_kind_of_weights
 @every_transformation
-def test_weights_that_are_closed_over_must_be_finite(layer, transform, kind):
+def test_non_finite_closed_over_weights_raise(layer, transform, kind):
     weights = weights_of(layer, kind)
     weights["v_proj"]["bias"] = weights["v_proj"]["bias"] * np.float32(np.nan)
     with refuses("weights", "NaN or infinities in ['v_proj.bias']"):
@@ -142,22 +142,22 @@ def test_weights_that_are_closed_over_must_be_finite(layer, transform, kind):
 
 
 @pytest.mark.parametrize("kind", [list, np.array], ids=["list", "array"])
-def test_lengths_that_are_known_are_checked_under_jit(layer, kind):
+def test_concrete_lengths_are_checked_under_jit(layer, kind):
     with refuses("key_padding_lengths", key_padding_lengths=[6]):
         jax.jit(lambda x: layer(x, key_padding_lengths=kind([6])))(tokens(5))
 
 
-def test_new_lengths_that_are_known_are_checked_under_jit():
+def test_concrete_new_lengths_are_checked_under_jit():
     decoder = mha_jax.MultiHeadAttentionWithCache(AttentionSpec(32, 4), rngs=nnx.Rngs(0))
     step = jax.jit(lambda x, cache: decoder(x, cache, new_lengths=[5]))
     with refuses("lengths + new tokens", lengths=[0], new_lengths=[5]):
         step(tokens(5), decoder.init_cache(1, 4))
 
 
-# ---- NumPy, and memory -----------------------------------------------------------------------------------------------
+# ---- NumPy and memory ------------------------------------------------------------------------------------------------
 
 
-def test_cache_may_be_of_numpy():
+def test_cache_may_be_numpy():
     decoder, x = (
         mha_jax.MultiHeadAttentionWithCache(AttentionSpec(32, 4, rope=Rope(100.0)), rngs=nnx.Rngs(0)),
         tokens(3),
@@ -179,20 +179,20 @@ MASKS = {
 
 
 @pytest.mark.parametrize("make", MASKS.values(), ids=MASKS)
-def test_mask_is_all_that_is_stored_of_a_mask(make):
+def test_mask_needs_no_large_temporaries(make):
     analysis = jax.jit(make, static_argnums=0).lower(1024).compile().memory_analysis()
     assert analysis.output_size_in_bytes == 1024**2
     assert analysis.temp_size_in_bytes < 1024**2 / 2
 
 
-def test_healthy_values_raise_nothing_where_nan_is_looked_for(layer):
+def test_finite_values_pass_debug_nans(layer):
     with jax.debug_nans(True):
         output = layer(tokens(LONG), is_causal=True, key_padding_lengths=[LONG - 9])
         layer(tokens(9), mask=jnp.ones((1, 1), bool))
     assert np.isfinite(output).all()
 
 
-def test_a_temperature_is_an_argument_of_a_compiled_function():
+def test_temperature_can_be_argument_of_compiled_function():
     inputs = jnp.ones((1, 2, 6, 4)), jnp.arange(6)[None], Temperature(2)
     expected = mha_jax.apply_temperature(*inputs)
     assert jnp.allclose(jax.jit(mha_jax.apply_temperature)(*inputs), expected, rtol=1e-6)

@@ -1,4 +1,4 @@
-"""The diagnosis: which mistake explains a difference, and which ones cannot be told apart."""
+"""The diagnosis: which bug explains a difference, and which ones cannot be told apart."""
 
 import contextlib
 import itertools
@@ -24,32 +24,32 @@ from parity.core.stages import run_steps, stage_named, steps_of
 from parity.core.trace import Reference
 from parity.core.weights import dtype_named
 from parity.diagnosis.attention import attention_for
+from parity.diagnosis.bugs import bugs_for, wrong_layer
+from parity.diagnosis.bugs.record import Changed
 from parity.diagnosis.diagnose import diagnose, observe
-from parity.diagnosis.mistakes import mistakes_for, wrong_layer
-from parity.diagnosis.mistakes.record import Changed
 from parity.diagnosis.replay import Replay
 from parity.diagnosis.verdicts import UNNAMED
 from parity.diagnosis.weights import diagnose_weights
 from parity.running.run import run_cases
-from parity_lab.selftest import SELFTEST_CASES, mistakes_in, planted
+from parity_lab.selftest import SELFTEST_CASES, bugs_in, inject
 
 CASE_OF = {case.name: case for case in SELFTEST_CASES}
 SPEC = AttentionSpec(32, 4, num_kv_heads=2, rope=Rope(10000.0))
 
 
-def observed_in(problem, mistakes=()):
-    """The stages of the reference with mistakes in it, in the problem's dtype."""
+def observed_in(problem, bugs=()):
+    """The stages of the reference with bugs in it, in the problem's dtype."""
     with np.errstate(all="ignore"):
-        values = run_steps(wrong_layer(problem, problem.dtype, mistakes).steps())
+        values = run_steps(wrong_layer(problem, problem.dtype, bugs).steps())
     return {name: x.astype(kept_dtype(name, problem.dtype)) for name, x in values.items()}
 
 
-def mistake(case, name):
-    return next(known for known in mistakes_for(case) if known.name == name)
+def bug(case, name):
+    return next(known for known in bugs_for(case) if known.name == name)
 
 
 def names_of(diagnosis):
-    return [name for explanation in diagnosis.explanations for name in explanation.hypotheses]
+    return [name for explanation in diagnosis.explanations for name in explanation.bugs]
 
 
 # ---- Nothing wrong ---------------------------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ RIGHT += [("jax", name) for name, case in CASES.items() if case.trained is not N
 @pytest.mark.parametrize(
     ("backend", "case"), rest_thorough(RIGHT, lambda right: right[1] in QUICK and right[0] == "torch")
 )
-def test_no_mistake_is_named_where_there_is_none(backend, case):
+def test_no_bug_is_named_where_there_is_none(backend, case):
     expected = Reference(make_problem(CASES[case], "float32"))
     diagnosis = diagnose(record(backend, expected).accumulated, expected.problem)
     assert diagnosis.kind == "none"
@@ -73,25 +73,25 @@ def test_no_mistake_is_named_where_there_is_none(backend, case):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
 @pytest.mark.parametrize("case", ["rope-gqa", "bias-causal", "ragged"])
-def test_no_mistake_is_named_in_other_dtypes(case, dtype):
+def test_no_bug_is_named_in_other_dtypes(case, dtype):
     expected = Reference(make_problem(CASES[case], dtype))
     assert diagnose(record("torch", expected).accumulated, expected.problem).kind == "none"
 
 
-# ---- One mistake -----------------------------------------------------------------------------------------------------
+# ---- One bug -----------------------------------------------------------------------------------------------------
 
 UNTRAINED = [case for case in SELFTEST_CASES if case.trained is None]
 PLAIN = [case for case in UNTRAINED if not case.name.startswith("rope-")]  # the others have them as these do
 
 
 def shown(case):
-    """The names of the mistakes that can be seen in a case; where only precision is lost apart."""
-    found = [h for h in mistakes_for(case) if h.shows_alone]
+    """The names of the bugs that can be seen in a case; where only precision is lost apart."""
+    found = [h for h in bugs_for(case) if h.shows_alone]
     return {h.name for h in found if not h.is_loss}, {h.name for h in found if h.is_loss}
 
 
 def in_one(cases):
-    """Each mistake in the last plain case that shows it, with what rivals it has there, or in the last of the others;
+    """Each bug in the last plain case that shows it, with what rivals it has there, or in the last of the others;
     lost precision in the first."""
     last, first = {}, {}
     for case in (*(case for case in cases if case not in PLAIN), *PLAIN):
@@ -109,21 +109,21 @@ ALL = in_one(SELFTEST_CASES)
 
 NEAREST = {
     # A number that lies in the middle between two narrower ones is rounded the other way here: one element is off by a
-    # unit of the narrow dtype, which is hundreds of budgets. The mistake is told as the nearest, and not named.
+    # unit of the narrow dtype, which is hundreds of budgets. The bug is told as the nearest, and not named.
     *(("mha", name) for name in ("out_proj-in-bfloat16", "out_proj-in-float16", "softmax-bfloat16")),
     *(("mha", "v_proj-in-bfloat16"), ("cached", "cache-float16")),
 }
 
 
-ONE_A_CODE = one_a_code(ALL, lambda each: mistake(CASE_OF[each[0]], each[1]).in_reference)
+ONE_A_CODE = one_a_code(ALL, lambda each: bug(CASE_OF[each[0]], each[1]).in_reference)
 
 
 @pytest.mark.parametrize(("case", "name"), rest_thorough(ALL, {*ONE_A_CODE, *NEAREST}))
-def test_every_mistake_is_told_from_every_other(case, name):
+def test_every_bug_is_told_from_every_other(case, name):
     is_nearest = (case, name) in NEAREST
     case = CASE_OF[case]
     problem = make_problem(case, "float32")
-    for made in (known for known in mistakes_for(case) if known.name == name):  # the forms that share a name
+    for made in (known for known in bugs_for(case) if known.name == name):  # the forms that share a name
         diagnosis = diagnose(observed_in(problem, [made]), problem)
         if is_nearest:
             assert diagnosis.kind in UNNAMED
@@ -137,18 +137,18 @@ def test_every_mistake_is_told_from_every_other(case, name):
 
 
 def visible(case):
-    return [known for known in mistakes_for(case) if known.shows_alone]
+    return [known for known in bugs_for(case) if known.shows_alone]
 
 
 FIRST_OF = {(known.name, known.about): case.name for case in reversed(SELFTEST_CASES) for known in visible(case)}
-"""The first case that shows each form of each mistake."""
+"""The first case that shows each form of each bug."""
 ROUNDED = {("trained-anarcii-causal", f"{name}-float16") for name in ("softmax", "attn-weights")}
 """Where an attention weight in the middle between two numbers of float16 is rounded the other way."""
 IN_CASES = [(case, in_all) for in_all in (False, True) for case in CASE_OF if in_all or case in FIRST_OF.values()]
 
 
 @pytest.mark.parametrize(("case", "in_all"), rest_thorough(IN_CASES, lambda each: not each[1]))
-def test_every_mistake_is_seen_first_at_its_stages_and_explains_all(case, in_all):
+def test_every_bug_is_seen_first_at_its_stages_and_explains_all(case, in_all):
     problem = make_problem(CASE_OF[case], "float32")
     for made in visible(CASE_OF[case]):
         if in_all or FIRST_OF[made.name, made.about] == case:
@@ -164,28 +164,28 @@ def test_every_mistake_is_seen_first_at_its_stages_and_explains_all(case, in_all
 @pytest.mark.parametrize(
     "name", ["rope-interleaved", "kv-heads-tiled", "k-v-swapped", "causal-off-by-one", "scale-missing"]
 )
-def test_mistakes_are_named_in_half_precision(name, dtype):
+def test_bugs_are_named_in_half_precision(name, dtype):
     case = CASE_OF["gqa-rope-causal"]
     problem = make_problem(case, dtype)
-    assert names_of(diagnose(observed_in(problem, [mistake(case, name)]), problem)) == [name]
+    assert names_of(diagnose(observed_in(problem, [bug(case, name)]), problem)) == [name]
 
 
 @pytest.mark.parametrize("case", rest_thorough(["mha", "gqa-rope-causal", "cross"], ["cross"]))
-def test_from_the_output_alone_a_mistake_is_named_or_told_to_be_one_of_several(case):
+def test_from_the_output_alone_a_bug_is_named_or_told_to_be_one_of_several(case):
     case = CASE_OF[case]
     problem = make_problem(case, "float32")
     clean = observed_in(problem)["output"]
     wrong = []
-    for made in mistakes_for(case):
+    for made in bugs_for(case):
         if made.is_loss:  # test_precision has those
             continue
         output = observed_in(problem, [made])["output"]
         diagnosis = diagnose({"output": output}, problem)
         (explanation, *_) = diagnosis.explanations or [None]
         if np.allclose(output, clean, rtol=1e-5, atol=1e-5):
-            seen = diagnosis.kind == "none"  # the mistake cancels, as a shift of all positions does
+            seen = diagnosis.kind == "none"  # the bug cancels, as a shift of all positions does
         else:
-            seen = explanation and (explanation.hypotheses == (made.name,) or made.about in explanation.others)
+            seen = explanation and (explanation.bugs == (made.name,) or made.about in explanation.others)
         if not seen:
             wrong.append((made.name, str(diagnosis)))
     assert wrong == []
@@ -194,7 +194,7 @@ def test_from_the_output_alone_a_mistake_is_named_or_told_to_be_one_of_several(c
 def test_what_cannot_be_told_apart_is_said_to_be_so():
     case = CASE_OF["gqa-rope-causal"]
     problem = make_problem(case, "float32")
-    output = observed_in(problem, [mistake(case, "rope-off-by-one-k")])["output"]
+    output = observed_in(problem, [bug(case, "rope-off-by-one-k")])["output"]
     found = diagnose({"output": output}, problem)
     (explanation,) = found.explanations
     told = {explanation.about, *explanation.others}
@@ -223,20 +223,20 @@ def test_heads_in_any_order_are_told_with_the_order(case, stage):
 
 
 def stages_with(case, names):
-    """What torch gives with mistakes planted in it, and the problem."""
+    """What torch gives with bugs injected in it, and the problem."""
     problem = make_problem(case, "float32", random_weights(case.spec, 1))
     with contextlib.ExitStack() as stack:
         given = problem
         for name in names:
-            given = stack.enter_context(planted(name, given, "torch"))
+            given = stack.enter_context(inject(name, given, "torch"))
         return record("torch", Reference(problem), given).accumulated, problem
 
 
 @pytest.mark.parametrize("case", rest_thorough(["cached", "cross"], ["cross"]))
-def test_two_planted_mistakes_are_both_named(case):
+def test_two_planted_bugs_are_both_named(case):
     """Of 20 pairs drawn at random, those left out of which one hides the other: at least 80 %, and mostly more."""
     case = CASE_OF[case]
-    names = [name for name in mistakes_in(case) if not name.startswith("precision")]  # which is searched for alone
+    names = [name for name in bugs_in(case) if not name.startswith("precision")]  # which is searched for alone
     pairs = list(itertools.combinations(names, 2))
     random.Random(0).shuffle(pairs)
     alone = {}
@@ -253,16 +253,16 @@ def test_two_planted_mistakes_are_both_named(case):
     assert named >= 0.8 * distinguishable
 
 
-def test_three_mistakes_in_three_places_are_all_named():
+def test_three_bugs_in_three_places_are_all_named():
     case = CASE_OF["gqa-rope-causal"]
     problem = make_problem(case, "float32")
     names = ["rope-interleaved-k", "kv-heads-tiled", "heads-not-moved-back"]
-    diagnosis = diagnose(observed_in(problem, [mistake(case, name) for name in names]), problem)
+    diagnosis = diagnose(observed_in(problem, [bug(case, name) for name in names]), problem)
     assert names_of(diagnosis) == names
     assert [explanation.stage for explanation in diagnosis.explanations] == ["k", "scores", "output"]
 
 
-def test_a_mistake_on_one_path_only_is_told_with_its_path(monkeypatch):
+def test_a_bug_on_one_path_only_is_told_with_its_path(monkeypatch):
     import mha_torch
 
     original = mha_torch.fused.attend
@@ -274,13 +274,13 @@ def test_a_mistake_on_one_path_only_is_told_with_its_path(monkeypatch):
     expected = Reference(make_problem(CASES["causal"], "float32"))
     diagnosis = diagnose(record("torch", expected).accumulated, expected.problem)
     assert diagnosis.stage == "fused.output"
-    assert diagnosis.explanations[0].hypotheses == ("mask-ignored",)
+    assert diagnosis.explanations[0].bugs == ("mask-ignored",)
     assert diagnosis.explanations[0].about == "in the fused path: the mask is ignored"
 
 
 def test_what_shows_in_later_calls_only_is_not_what_every_call_would_show():
     problem = make_problem(CASE_OF["cached"], "float32")
-    observed, wrong = observed_in(problem), observed_in(problem, [mistake(CASE_OF["cached"], "causal-excludes-self")])
+    observed, wrong = observed_in(problem), observed_in(problem, [bug(CASE_OF["cached"], "causal-excludes-self")])
     later = {name: wrong[name] for name in wrong if name.endswith("mask") and not name.startswith("step0")}
     observed |= later
     del observed["step2.output"]  # which agrees, so that nothing would be wrong
@@ -289,10 +289,10 @@ def test_what_shows_in_later_calls_only_is_not_what_every_call_would_show():
     assert (diagnosis.kind, names_of(diagnosis)) == ("unknown", [])
 
 
-def test_two_mistakes_are_not_named_where_nothing_was_observed_of_them():
+def test_two_bugs_are_not_named_where_nothing_was_observed_of_them():
     case = CASE_OF["mha"]
     problem = make_problem(case, "float32")
-    made = [mistake(case, name) for name in ("q_proj-transposed", "v-heads-reversed")]
+    made = [bug(case, name) for name in ("q_proj-transposed", "v-heads-reversed")]
     observed = observed_in(problem, made)
     assert set(names_of(diagnose(observed, problem))) == {"q_proj-transposed", "v-heads-reversed"}
     diagnosis = diagnose({"output": observed["output"]}, problem)
@@ -310,10 +310,10 @@ def test_weights_that_are_exchanged_without_their_biases_are_told_so():
         assert "the weights of q_proj and k_proj are exchanged, but not their biases" in str(diagnosis)
 
 
-def test_a_mistake_that_an_earlier_call_shows_to_be_another_is_not_named():
+def test_a_bug_that_an_earlier_call_shows_to_be_another_is_not_named():
     case = CASE_OF["cached"]
     problem = make_problem(case, "float32")
-    empty = next(known for known in mistakes_for(case) if known.about == "the mask is empty")
+    empty = next(known for known in bugs_for(case) if known.about == "the mask is empty")
     observed = observed_in(problem, [empty])
     later = {name: x for name, x in observed.items() if not name.startswith("step0.")}
     assert names_of(diagnose(later, problem)) == ["mask-ignored"]
@@ -324,7 +324,7 @@ def test_a_mistake_that_an_earlier_call_shows_to_be_another_is_not_named():
     assert [unknown.stage for unknown in diagnosis.unknowns] == [f"step{index}.mask" for index in range(3)]
 
 
-def test_of_nan_alone_no_two_mistakes_are_named():
+def test_of_nan_alone_no_two_bugs_are_named():
     problem = make_problem(CASE_OF["empty-rows"], "float32")
     observed = observed_in(problem)
     observed["attn_weights"] = np.full_like(observed["attn_weights"], np.nan)
@@ -335,7 +335,7 @@ def test_of_nan_alone_no_two_mistakes_are_named():
 def test_sines_for_cosines_are_told_beside_what_gives_the_same_output():
     case = CASE_OF["gqa-rope-causal"]
     problem = make_problem(case, "float32")
-    observed = observed_in(problem, [mistake(case, "rope-sin-cos-exchanged")])
+    observed = observed_in(problem, [bug(case, "rope-sin-cos-exchanged")])
     assert names_of(diagnose(observed, problem)) == ["rope-sin-cos-exchanged"]
     (explanation,) = diagnose({"output": observed["output"]}, problem).explanations
     assert "RoPE's sines and cosines are exchanged" in (explanation.about, *explanation.others)
@@ -344,7 +344,7 @@ def test_sines_for_cosines_are_told_beside_what_gives_the_same_output():
 def test_rope_over_heads_is_told_beside_what_gives_the_same_output():
     case = replace(CASE_OF["gqa-rope-causal"], spec=replace(CASE_OF["gqa-rope-causal"].spec, num_kv_heads=6))
     problem = make_problem(case, "float32")
-    observed = observed_in(problem, [mistake(case, "rope-over-heads")])
+    observed = observed_in(problem, [bug(case, "rope-over-heads")])
     assert names_of(diagnose(observed, problem)) == ["rope-over-heads"]
     (explanation,) = diagnose({"output": observed["output"]}, problem).explanations
     assert "RoPE rotates heads by their index instead of tokens by their position" in (
@@ -356,7 +356,7 @@ def test_rope_over_heads_is_told_beside_what_gives_the_same_output():
 # ---- Neither ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_no_mistake_explains_is_said_to_be_unknown():
+def test_what_no_bug_explains_is_said_to_be_unknown():
     problem = make_problem(CASES["causal"], "float32")
     observed = observed_in(problem)
     observed["context"] = observed["context"] * np.linspace(0.5, 2.0, 8, dtype=np.float32)
@@ -375,7 +375,7 @@ def dropped(weights):
     [(dropped, "dropout", 0.1), (lambda weights: weights.swapaxes(2, 3).copy(), "transposed", None)],
 )
 def test_a_verified_law_is_the_headline(change, law, number):
-    """With the page of its family, where it has one: a mistake then."""
+    """With the page of its family, where it has one: a bug then."""
     problem = make_problem(CASES["causal"], "float32")
     override = {"attn_weights": lambda _, original, values: {"attn_weights": change(original(values)["attn_weights"])}}
     observed = observed_in(problem, [Changed(override)])
@@ -410,7 +410,7 @@ LLAMA = AttentionSpec(64, 4, num_kv_heads=2, rope=Rope(500000.0, scaling=Llama3S
 
 
 def frequencies_times(*factors):
-    """RoPE with other frequencies, which no mistake and no number of the specification gives."""
+    """RoPE with other frequencies, which no bug and no number of the specification gives."""
 
     def angles(_, original, positions):
         found = original(positions)
@@ -419,13 +419,13 @@ def frequencies_times(*factors):
     return Changed({"angles": angles})
 
 
-def test_a_law_hides_no_mistake_after_it():
+def test_a_law_hides_no_bug_after_it():
     """Neither in other stages, nor in the same ones of later calls."""
     case = Case("llama", LLAMA, "a prompt, then tokens", seq_len=13, chunks=(12, 1), capacity=14)
     problem = make_problem(case, "float32")
     names = ["kv-heads-tiled", "cache-position-off-by-one"]
     law = frequencies_times(1.0, 0.9, 1.0, 0.93, 1.0, 1.0, 1.0, 1.0)
-    observed = observed_in(problem, [*(mistake(case, name) for name in names[::-1]), law])
+    observed = observed_in(problem, [*(bug(case, name) for name in names[::-1]), law])
     diagnosis = diagnose({name: x for name, x in observed.items() if "module" not in name}, problem)
     (unknown,) = diagnosis.unknowns
     assert (diagnosis.kind, names_of(diagnosis)) == ("law", names)
@@ -465,10 +465,10 @@ def test_a_wrong_output_of_the_module_is_not_a_way_to_record_it():
     assert (diagnosis.kind, diagnosis.unexplained) == ("law", "module.output")
 
 
-def test_a_known_mistake_before_an_unknown_one_is_named():
+def test_a_known_bug_before_an_unknown_one_is_named():
     case = CASE_OF["gqa-rope-causal"]
     problem = make_problem(case, "float32")
-    observed = observed_in(problem, [mistake(case, "rope-missing")])
+    observed = observed_in(problem, [bug(case, "rope-missing")])
     observed["output"] = observed["output"] + np.float32(0.25)
     diagnosis = diagnose({name: x for name, x in observed.items() if "." not in name}, problem)
     assert (diagnosis.kind, names_of(diagnosis), diagnosis.unexplained) == ("law", ["rope-missing"], "output")
@@ -476,7 +476,7 @@ def test_a_known_mistake_before_an_unknown_one_is_named():
     assert diagnosis.cause.startswith("rope-missing: ")
 
 
-def test_a_mistake_that_moves_noise_alone_is_not_named():
+def test_a_bug_that_moves_noise_alone_is_not_named():
     """The output is the same by positions that are all one higher, but for its rounding, which may be less."""
     problem = make_problem(CASES["rope-gqa"], "float64")
     right = observed_in(problem)["output"]
@@ -502,7 +502,7 @@ def test_an_error_just_beyond_the_budget_is_rounding():
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
-def test_values_that_are_not_finite_are_a_difference_that_no_mistake_explains(wrong):
+def test_values_that_are_not_finite_are_a_difference_that_no_bug_explains(wrong):
     problem = make_problem(CASES["full"], "float32")
     observed = observed_in(problem)
     observed["context"][0, 1, 2, 3] = wrong
@@ -527,7 +527,7 @@ def test_what_cannot_be_the_stage_is_told_and_the_others_are_judged_without_it(s
     assert (alone.kind, alone.stage) == ("unknown", stage)
     assert f"First wrong stage: {stage}, which {words}" in str(alone)
     if stage != "output":
-        observed = observed_in(problem, [mistake(CASES["full"], "out_proj-transposed")])
+        observed = observed_in(problem, [bug(CASES["full"], "out_proj-transposed")])
         both = diagnose({**observed, stage: change(observed[stage])}, problem)
         assert names_of(both) == ["out_proj-transposed"]
         assert f"Not comparable: {stage} {words}" in str(both)
@@ -539,10 +539,10 @@ def test_outputs_alone_are_never_blamed_on_precision(case, before):
     """An arithmetic that loses much explains nearly anything, so that an exact explanation comes first."""
     problem = make_problem(CASES[case], "float32")
     # What was made in a case before is not made again. The last is as long as all others together, and like
-    # -restarted-q: pairs of mistakes explain it, too.
-    left_out = {known.name for each in before for known in mistakes_for(CASES[each])} | {"cache-position-off-by-one-q"}
+    # -restarted-q: pairs of bugs explain it, too.
+    left_out = {known.name for each in before for known in bugs_for(CASES[each])} | {"cache-position-off-by-one-q"}
     blamed = []
-    tried = [known for known in mistakes_for(CASES[case]) if not known.is_loss and known.name not in left_out]
+    tried = [known for known in bugs_for(CASES[case]) if not known.is_loss and known.name not in left_out]
     for made in tried[:: 2 if case == "ragged" else 1]:  # each takes long over a cache
         observed = observed_in(problem, [made])
         outputs = {
@@ -668,7 +668,7 @@ def raises(x):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A working directory with a layer, the same with one mistake, and somebody's functions."""
+    """A working directory with a layer, the same with one bug, and somebody's functions."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     weights = random_weights(SPEC)
@@ -688,7 +688,7 @@ def test_two_weight_files_are_diagnosed(folder, capsys):
     assert main(["diagnose", "layer.safetensors", "swapped.safetensors", "--json", "out.json"]) == 1
     assert "k_proj and v_proj are exchanged" in capsys.readouterr().out
     content = json.loads((folder / "out.json").read_text())
-    assert content["explanations"][0]["hypotheses"] == ["k-v-swapped"]
+    assert content["explanations"][0]["bugs"] == ["k-v-swapped"]
     assert main(["diagnose", "layer.safetensors", "layer.safetensors"]) == 0
 
 
@@ -767,7 +767,7 @@ def test_a_function_of_another_width_is_an_error_of_its_own(folder):
 def test_traces_are_diagnosed_alone_and_in_pairs(tmp_path, capsys):
     case = CASES["rope-gqa"]
     run_cases([case], ["jax"], traces=tmp_path / "jax")
-    with planted("rope-missing", make_problem(case, "float32"), "torch"):
+    with inject("rope-missing", make_problem(case, "float32"), "torch"):
         run_cases([case], ["torch"], traces=tmp_path / "torch")
     right, wrong = (str(next((tmp_path / name).iterdir())) for name in ("jax", "torch"))
     assert main(["diagnose", right]) == 0
@@ -785,7 +785,7 @@ def test_traces_are_diagnosed_alone_and_in_pairs(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1].startswith("jax agrees with the float64 reference: 1 case")
 
 
-def test_wrong_gradients_are_a_difference_that_no_mistake_explains(tmp_path, capsys, monkeypatch):
+def test_wrong_gradients_are_a_difference_that_no_bug_explains(tmp_path, capsys, monkeypatch):
     original = driver.gradients
     doubled = lambda *problem: {name: 2 * gradient for name, gradient in original(*problem).items()}  # noqa: E731
     monkeypatch.setattr(driver, "gradients", doubled)
@@ -804,23 +804,23 @@ def test_traces_of_two_problems_are_refused(tmp_path, capsys):
 
 
 def test_a_run_that_fails_offers_its_diagnosis(capsys, tmp_path):
-    with planted("scale-missing", make_problem(CASES["full"], "float32"), "torch"):
+    with inject("scale-missing", make_problem(CASES["full"], "float32"), "torch"):
         assert main(["run", "--backends", "torch", "--cases", "full", "--json", str(tmp_path / "out.json")]) == 1
     assert "Likely bug: scale-missing\n" in capsys.readouterr().out
     (diagnosis,) = json.loads((tmp_path / "out.json").read_text())["diagnoses"]
     assert (diagnosis["case"], diagnosis["backend"], diagnosis["kind"]) == ("full", "torch", "structure")
-    assert diagnosis["explanations"][0]["hypotheses"] == ["scale-missing"]
+    assert diagnosis["explanations"][0]["bugs"] == ["scale-missing"]
 
 
 PAIRED = ("sinks", "bias-causal", "alibi", "relative-bias", "gate", "temperature-rope", "latent-yarn", "norm-per-head")
-"""Cases whose mistakes are made two at a time."""
+"""Cases whose bugs are made two at a time."""
 
 
 @pytest.mark.parametrize("name", rest_thorough(PAIRED, ["sinks", "bias-causal"]))
-def test_any_two_mistakes_of_one_method_go_together(name):
+def test_any_two_bugs_of_one_method_go_together(name):
     """The search makes pairs of all of them: what one leaves out, the other must not ask for."""
     problem = make_problem(name, "float64")
-    for pair in itertools.permutations(mistakes_for(CASES[name]), 2):
+    for pair in itertools.permutations(bugs_for(CASES[name]), 2):
         if pair[0].in_reference.keys() & pair[1].in_reference.keys():
             with contextlib.suppress(ValueError), np.errstate(all="ignore"):  # shapes that do not fit together
                 run_steps(steps_of(wrong_layer(problem, "float64", pair), CASES[name]))

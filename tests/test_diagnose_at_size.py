@@ -19,10 +19,10 @@ from parity.core.stages import run_steps
 from parity.core.trace import Reference
 from parity.core.weights import dtype_named
 from parity.core.work import Work, ask, uncounted
+from parity.diagnosis.bugs import bugs_for, wrong_layer
+from parity.diagnosis.bugs.record import Changed
 from parity.diagnosis.diagnose import diagnose, diagnose_stages
 from parity.diagnosis.flow import flow_of
-from parity.diagnosis.mistakes import mistakes_for, wrong_layer
-from parity.diagnosis.mistakes.record import Changed
 from parity.diagnosis.replay import Replay, remembering
 from parity.diagnosis.sampling import Whole, in_order, multiplications
 
@@ -48,8 +48,8 @@ def problems():
 
 
 def given_by(problem, name=None):
-    """All stages of the reference, with a mistake in it, in float32."""
-    made = [each for each in mistakes_for(problem.case) if each.name == name][:1]
+    """All stages of the reference, with a bug in it, in float32."""
+    made = [each for each in bugs_for(problem.case) if each.name == name][:1]
     assert name is None or made
     with np.errstate(all="ignore"):
         values = wrong_layer(problem, "float64", made).forward()
@@ -57,11 +57,11 @@ def given_by(problem, name=None):
 
 
 def names_of(diagnosis):
-    return [name for explanation in diagnosis.explanations for name in explanation.hypotheses]
+    return [name for explanation in diagnosis.explanations for name in explanation.bugs]
 
 
 def laws_of(diagnosis):
-    """The simplest law of each stage that no mistake explains, and its numbers."""
+    """The simplest law of each stage that no bug explains, and its numbers."""
     found = [each.findings for each in (*diagnosis.explanations, *diagnosis.unknowns) if each.findings is not None]
     return {each.found[0].name: each.found[0].numbers for each in found if each.found}
 
@@ -93,18 +93,18 @@ SHOWN_BY = {
     "keys that are not made": ("bert", "k_proj-transposed"),
     "rows of the weights of others": ("bert", "fused-qkv-read-per-head"),
 }
-"""A mistake for each way in which a sample shows one."""
+"""A bug for each way in which a sample shows one."""
 
 
 @pytest.mark.parametrize(("layer", "name"), SHOWN_BY.values(), ids=list(SHOWN_BY))
-def test_a_mistake_is_named_by_the_output_alone_with_little_work(problems, work, layer, name):
+def test_a_bug_is_named_by_the_output_alone_with_little_work(problems, work, layer, name):
     problem = problems[layer]
     output = given_by(problem, name)["output"]
     work.clear()
     diagnosis = diagnose({"output": output}, problem, seconds=ENOUGH)
     assert names_of(diagnosis) == [name]
     assert diagnosis.sample
-    assert sum(work) < 20 * multiplications(problem)  # of about a hundred mistakes, each in both precisions
+    assert sum(work) < 20 * multiplications(problem)  # of about a hundred bugs, each in both precisions
 
 
 @pytest.mark.parametrize(("name", "sources"), [("scale-missing", "kv"), ("heads-not-moved", "qkv")])
@@ -133,7 +133,7 @@ def test_the_queries_of_all_tokens_are_made_for_a_sample_only_if_nothing_else_fi
         ("bert", "softmax-over-queries"),
     ],
 )
-def test_a_mistake_is_named_by_all_stages(problems, layer, name):
+def test_a_bug_is_named_by_all_stages(problems, layer, name):
     given = given_by(problems[layer], name)
     given["q"] = given["q"].swapaxes(1, 2)  # recorded as (B, T, N, H)
     diagnosis = diagnose(given, problems[layer], seconds=ENOUGH)
@@ -142,9 +142,9 @@ def test_a_mistake_is_named_by_all_stages(problems, layer, name):
 
 
 @pytest.mark.parametrize("name", ["q_proj-transposed", "causal-off-by-one", "cache-slot-late"])
-def test_a_mistake_of_a_layer_with_a_cache_is_named(name):
+def test_a_bug_of_a_layer_with_a_cache_is_named(name):
     problem = make_problem(DECODE, "float32")
-    made = [each for each in mistakes_for(DECODE) if each.name == name][:1]
+    made = [each for each in bugs_for(DECODE) if each.name == name][:1]
     values = run_steps(wrong_layer(problem, "float64", made).steps())
     outputs = {stage: values[stage].astype(np.float32) for stage in ("step0.output", "step1.output")}
     diagnosis = diagnose(outputs, problem, seconds=ENOUGH if name.startswith("cache") else 5.0)
@@ -153,9 +153,9 @@ def test_a_mistake_of_a_layer_with_a_cache_is_named(name):
     assert {*outputs} >= {*diagnosis.explanations[0].stages} >= {"step1.output"}
 
 
-def test_mistakes_in_two_stages_are_both_named(problems):
+def test_bugs_in_two_stages_are_both_named(problems):
     given = given_by(problems["bert"], "v-heads-rolled")
-    wrong = next(each for each in mistakes_for(BERT) if each.name == "out_proj-transposed")
+    wrong = next(each for each in bugs_for(BERT) if each.name == "out_proj-transposed")
     output = wrong_layer(problems["bert"], "float64", [wrong]).output(given)["output"]
     diagnosis = diagnose({**given, "output": output.astype(np.float32)}, problems["bert"], seconds=ENOUGH)
     assert names_of(diagnosis) == ["v-heads-rolled", "out_proj-transposed"]
@@ -209,7 +209,7 @@ def test_no_clock_changes_a_verdict(problems, monkeypatch):
 
 
 def test_the_limit_of_a_search_holds(problems, work):
-    """A search with little work computes little: the samples without mistakes in them."""
+    """A search with little work computes little: the samples without bugs in them."""
     problem = problems["bert"]
     output = given_by(problem, "k_proj-transposed")["output"]
     work.clear()
@@ -310,7 +310,7 @@ GROUPS = replace(BERT.spec, num_kv_heads=2, qkv_bias=False)
 )
 def test_keys_and_values_that_are_not_made_give_the_same(spec, name):
     problem, rows = make_problem(replace(BERT, spec=spec, seq_len=24), "float32"), np.array([1, 9])
-    made = [each for each in mistakes_for(problem.case) if each.name == name][:1]
+    made = [each for each in bugs_for(problem.case) if each.name == name][:1]
     some = {rows_of_query(rows): problem.inputs["query"][:, rows]}
     plain = replace(problem, sample=Sample(rows, np.arange(16)))
     short = replace(problem, inputs=problem.inputs | some, sample=Sample(rows, np.arange(16), absorbs=True))
@@ -324,7 +324,7 @@ def test_keys_and_values_that_are_not_made_give_the_same(spec, name):
 
 def test_packed_weights_in_another_order_need_no_product(problems, work):
     problem, remembered = problems["bert"], Remembered()
-    made = next(each for each in mistakes_for(problem.case) if each.name == "fused-qkv-read-per-head")
+    made = next(each for each in bugs_for(problem.case) if each.name == "fused-qkv-read-per-head")
     base = remembering(remembered)
     right, wrong = (wrong_layer(problem, "float64", changes) for changes in ([base], [made, base]))
     right.qkv({})
@@ -370,7 +370,7 @@ def test_the_noise_of_a_large_product_is_that_of_the_plainest_order(rng, monkeyp
 
 def test_noise_is_taken_to_grow_with_the_values(problems):
     """Logarithms of weights are thousands of times the weights: so is their noise, before any budget is computed."""
-    made = next(each for each in mistakes_for(BERT) if each.name == "softmax-log")
+    made = next(each for each in bugs_for(BERT) if each.name == "softmax-log")
     replay = Replay(problems["bert"], {"output": given_by(problems["bert"], "softmax-log")["output"]}, "ieee")
     ratios = [replay.judgement("output", (made,), quick=is_quick).ratio for is_quick in (True, False)]
     assert 0.2 < ratios[0] / ratios[1] < 5.0

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from refusals import refuses
-from test_rank_mistakes import SPEC, computed, cut, of_heads, of_tokens, problem_of
+from test_rank_bugs import SPEC, computed, cut, of_heads, of_tokens, problem_of
 
 import parity
 from parity.cli.main import main
@@ -36,7 +36,7 @@ def layer(tmp_path):
     return str(tmp_path / "layer.safetensors"), problem
 
 
-def test_ranks_of_a_layer_in_a_file_are_judged_and_the_mistake_named(write, layer, tmp_path, capsys):
+def test_ranks_of_a_layer_in_a_file_are_judged_and_the_bug_named(write, layer, tmp_path, capsys):
     weights, problem = layer
     query = problem.inputs["query"]
     right = ["diagnose", "--mesh", "tensor=4", "--weights", weights]
@@ -50,7 +50,7 @@ def test_ranks_of_a_layer_in_a_file_are_judged_and_the_mistake_named(write, laye
     assert "Likely bug: rank-first-sinks\n" in said
     found = json.loads((tmp_path / "found.json").read_text())
     assert [each["rank"] for each in found["wrong"]] == [1, 2, 3]
-    assert [each["name"] for each in found["mistakes"]] == ["rank-first-sinks"]
+    assert [each["name"] for each in found["bugs"]] == ["rank-first-sinks"]
     assert found["likely_bug"] == "rank-first-sinks"
 
 

@@ -568,13 +568,13 @@ def test_of_several_layers_the_one_that_differs_is_shown(tmp_path, capsys):
     assert "the second's is the first's, times 3" in out
 
 
-def test_the_law_comes_first_and_the_mistake_after_it(files, capsys):
+def test_the_law_comes_first_and_the_bug_after_it(files, capsys):
     weights = random_weights(PLAIN)
     other = changed(weights, out_proj__weight=weights["out_proj.weight"].T)
     assert main(["diagnose", files(weights, name="a"), files(other)]) == 1
     out = capsys.readouterr().out
-    law, mistake = out.index("the second's is the first's, transposed"), out.index("Likely bug: out_proj-transposed")
-    assert law < mistake
+    law, bug = out.index("the second's is the first's, transposed"), out.index("Likely bug: out_proj-transposed")
+    assert law < bug
     assert "More: mha-parity bugs transposed-kernel" in out
 
 

@@ -22,7 +22,7 @@ from shown import commands_of, shows, updated
 
 import parity
 from parity.core.stages import STAGES
-from parity.diagnosis.mistakes import FIDELITIES, PRECISIONS, mistakes_for, page_by_mistake, ranks
+from parity.diagnosis.bugs import FIDELITIES, PRECISIONS, bugs_for, page_by_bug, ranks
 from parity_lab.selftest import SELFTEST_CASES
 
 ROOT = Path(__file__).parent.parent
@@ -33,12 +33,12 @@ SECTIONS = ["What it looks like", "Reproduction", "How the tool shows it", "The 
 
 
 @functools.cache
-def mistakes_by_page():
-    """The names of all mistakes that are known, by the page that tells of them."""
+def bugs_by_page():
+    """The names of all bugs that are known, by the page that tells of them."""
     found = {}
-    for mistakes in (PRECISIONS.values(), FIDELITIES.values(), *map(mistakes_for, SELFTEST_CASES)):
-        for mistake in mistakes:
-            found.setdefault(mistake.page, set()).add(mistake.name)
+    for bugs in (PRECISIONS.values(), FIDELITIES.values(), *map(bugs_for, SELFTEST_CASES)):
+        for bug in bugs:
+            found.setdefault(bug.page, set()).add(bug.name)
     return found | {ranks.PAGE: {*ranks.NAMES}}
 
 
@@ -65,24 +65,24 @@ def without_errors(text):
 # ---- Pages of bugs ---------------------------------------------------------------------------------------------------
 
 
-def test_every_mistake_has_a_page_and_every_page_a_mistake():
-    assert set(PAGES) == mistakes_by_page().keys()
+def test_every_bug_has_a_page_and_every_page_a_bug():
+    assert set(PAGES) == bugs_by_page().keys()
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_page_has_its_sections_and_names_its_mistakes(page):
+def test_a_page_has_its_sections_and_names_its_bugs(page):
     sections = sections_of(page)
     assert list(sections) == ["", *SECTIONS]
     assert sections[""].startswith("# ")
     assert all(len(text.strip()) > 40 for text in sections.values())
     named = sections["The fix"].partition("The known bugs of this class:")[2]
-    assert mistakes_by_page()[page] <= set(re.findall(r"`([\w-]+)`", named))
+    assert bugs_by_page()[page] <= set(re.findall(r"`([\w-]+)`", named))
 
 
 def reproduce(page):
     """Run the reproduction of a page, and return what it prints."""
     code = block_of(sections_of(page)["Reproduction"], "python")
-    assert "parity.diagnosis.mistakes" not in code  # or the tool would be shown its own mistakes
+    assert "parity.diagnosis.bugs" not in code  # or the tool would be shown its own bugs
     printed = io.StringIO()
     with redirect_stdout(printed):
         exec(compile(code, f"{page}.md", "exec"), {"__name__": page})
@@ -97,22 +97,22 @@ def test_a_reproduction_prints_what_its_page_shows(page):
     assert re.search(rf"^More: mha-parity bugs .*\b{page}\b", printed, flags=re.MULTILINE)
 
 
-def test_every_mistake_leads_to_its_page():
-    by_page = mistakes_by_page()
-    assert {name: page for page, names in by_page.items() for name in names}.items() <= page_by_mistake().items()
+def test_every_bug_leads_to_its_page():
+    by_page = bugs_by_page()
+    assert {name: page for page, names in by_page.items() for name in names}.items() <= page_by_bug().items()
 
 
-def test_the_list_of_bugs_has_every_page_and_every_mistake():
+def test_the_list_of_bugs_has_every_page_and_every_bug():
     index = (BUGS / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| \[([\w-]+)\]\(([\w-]+)\.md\) \|.*\| (.+?) \|$", index, flags=re.MULTILINE)
     assert all(title == target for title, target, _ in rows)
-    assert {title: set(re.findall(r"`([\w-]+)`", names)) for title, _, names in rows} == mistakes_by_page()
+    assert {title: set(re.findall(r"`([\w-]+)`", names)) for title, _, names in rows} == bugs_by_page()
     assert len(rows) == len(PAGES)
 
 
 def test_the_readme_counts_the_known_bugs():
     readme = (ROOT / "README.md").read_text("utf-8")
-    assert re.findall(r"for (\d+) known bugs", readme) == [str(len(page_by_mistake()))]
+    assert re.findall(r"for (\d+) known bugs", readme) == [str(len(page_by_bug()))]
     assert len(readme.splitlines()) <= 150
 
 

@@ -1,4 +1,4 @@
-"""The site of the documentation: its links, its generated pages and pictures, and the commands of its CI recipe."""
+"""Tests of the documentation site: links, generated pages and pictures, and the commands of its CI recipe."""
 
 import json
 import os
@@ -14,11 +14,11 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from shell import environment, run
-from wild.sets import MISTAKES, RIGHTS
+from wild.sets import BUGS, RIGHTS
 
 import parity
-from parity_lab.plants import PLANTS
-from parity_lab.selftest import SELFTEST_CASES, SELFTESTED, planted_in
+from parity_lab.injections import INJECTIONS
+from parity_lab.selftest import SELFTEST_CASES, SELFTESTED, selftest_bugs
 
 ROOT = Path(__file__).parents[1]
 TOOLS = ROOT / "tools" / "docs-site"
@@ -34,7 +34,7 @@ def tools(monkeypatch):
 # ---- Pages -----------------------------------------------------------------------------------------------------------
 
 
-def test_links_of_the_site_lead_to_its_pages(tmp_path):
+def test_site_links_lead_to_existing_pages(tmp_path):
     import stage
 
     site = stage.Site(tmp_path)
@@ -57,7 +57,7 @@ def test_links_of_the_site_lead_to_its_pages(tmp_path):
     assert (ROOT / "examples" / "port" / "layer.py").read_text("utf-8").strip() in shown
 
 
-def test_links_in_code_stay(tmp_path):
+def test_links_in_code_blocks_stay_unchanged(tmp_path):
     import stage
 
     site = stage.Site(tmp_path)
@@ -79,11 +79,11 @@ def test_links_in_code_stay(tmp_path):
     assert site.viewed == {ROOT / "Makefile"}
 
 
-def test_generated_pages_have_every_command_case_family_layout_bug_and_key():
+def test_generated_pages_list_every_entry():
     import reference
 
     from parity.cli.main import COMMANDS
-    from parity.diagnosis.mistakes import mistake_by_name
+    from parity.diagnosis.bugs import bug_by_name
     from parity.models.families import FAMILIES
     from parity.models.families.not_covered import NOT_COVERED
     from parity.reporting.schemas import SCHEMAS
@@ -95,13 +95,13 @@ def test_generated_pages_have_every_command_case_family_layout_bug_and_key():
         reference.cases_page(): parity.CASES,
         reference.families_page(): FAMILIES | NOT_COVERED,
         reference.layouts_page(): parity.LAYOUTS,
-        reference.bugs_page(): mistake_by_name(),
+        reference.bugs_page(): bug_by_name(),
         reference.schemas_page(): {key for schema in SCHEMAS.values() for key in schema.keys},
     }.items():
         assert [name for name in names if f"`{name}`" not in page] == []
 
 
-def test_the_page_about_the_simulator_has_every_case():
+def test_simulator_page_lists_every_case():
     import reference
 
     page = reference.simulated_tables()
@@ -109,7 +109,7 @@ def test_the_page_about_the_simulator_has_every_case():
     assert "| `nan-visible-decode` | **beyond** |" in page
 
 
-def test_shares_are_those_of_a_report_of_a_simulator(monkeypatch, tmp_path):
+def test_shares_come_from_a_simulator_report(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import shares
 
@@ -127,7 +127,7 @@ def test_shares_are_those_of_a_report_of_a_simulator(monkeypatch, tmp_path):
         shares.shares_of(report)
 
 
-def test_the_version_is_the_same_everywhere():
+def test_version_is_the_same_everywhere():
     version = PROJECT["version"]
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))["version"] == version
     first = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
@@ -144,7 +144,7 @@ def test_the_version_is_the_same_everywhere():
 @pytest.mark.parametrize(
     ("file", "extras"), [("constraints.txt", None), ("constraints-tt.txt", ("tt", "torch", "test"))]
 )
-def test_tested_versions_are_among_those_that_the_package_allows(file, extras):
+def test_pinned_versions_satisfy_package_requirements(file, extras):
     pinned = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / file).read_text("utf-8"), re.MULTILINE))
     pinned = {canonicalize_name(name): version for name, version in pinned.items()}
     optional = PROJECT["optional-dependencies"]
@@ -159,7 +159,7 @@ def test_tested_versions_are_among_those_that_the_package_allows(file, extras):
     ] == []
 
 
-def test_a_release_is_built_for_the_tag_of_its_version():
+def test_release_requires_tag_of_its_version():
     release = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text("utf-8"))
     (check,) = [command for command in commands_of(release["jobs"]["publish"]) if "GITHUB_REF_NAME" in command]
     for tag, status in {f"v{PROJECT['version']}": 0, "v9.9.9": 1}.items():
@@ -169,7 +169,7 @@ def test_a_release_is_built_for_the_tag_of_its_version():
         assert ran.returncode == status
 
 
-def test_every_field_has_a_row_of_support_and_of_meaning():
+def test_every_spec_field_has_support_and_meaning():
     import reference
     import support
 
@@ -221,14 +221,14 @@ def test_known_features_are_supported_or_rejected(name):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", KNOWN)
-def test_the_recorded_answers_of_layers_are_those_of_today(name):
-    """If not, `python tools/docs-site/support.py NAME` records them. For TTNN: tests/tt/test_support.py."""
+def test_recorded_layer_support_is_current(name):
+    """On failure, `python tools/docs-site/support.py NAME` updates the records. For TTNN: tests/tt/test_support.py."""
     import support
 
     assert support.support(name) == support.recorded(name)
 
 
-def test_the_support_matrix_has_a_reason_for_each_refusal():
+def test_support_matrix_has_reason_for_each_rejection():
     import reference
     import support
 
@@ -245,7 +245,7 @@ def test_the_support_matrix_has_a_reason_for_each_refusal():
     assert "| `soft_cap` | plain | plain | plain | plain |" in page
 
 
-def test_the_table_of_conventions_has_every_check_and_every_library():
+def test_conventions_table_has_every_check_and_library():
     import parts
 
     from parity.conformance.peers import PEERS
@@ -264,7 +264,7 @@ def test_the_table_of_conventions_has_every_check_and_every_library():
     assert shown.count("✗ ") == broken  # this project breaks none
 
 
-def test_an_answer_that_classes_share_names_the_others():
+def test_shared_answer_names_classes_that_differ():
     import parts
 
     def subject(name, status, words):
@@ -276,11 +276,11 @@ def test_an_answer_that_classes_share_names_the_others():
     assert parts.shared_answer([subject("D", "absent", "—")], "causal") == ("absent", "—")
 
 
-def test_the_table_of_injected_bugs_is_that_of_the_self_test():
+def test_injected_bugs_table_matches_self_test():
     import parts
 
     counts = parts.measured("selftest")["bugs"]
-    injected = Counter(name for case in SELFTEST_CASES for name in ("", *planted_in(case)))
+    injected = Counter(name for case in SELFTEST_CASES for name in ("", *selftest_bugs(case)))
     assert {name: count for name, (count, *_) in counts.items()} == {
         name: count * len(SELFTESTED) for name, count in injected.items()
     }, "run `python tools/docs-site/measure.py selftest`"
@@ -288,27 +288,27 @@ def test_the_table_of_injected_bugs_is_that_of_the_self_test():
     assert {name for name, (count, _, identified) in counts.items() if identified < count} == {"precision-bfloat16"}
     shown = parts.injected_bugs()
     assert [page for page in parts.known_by_page() if f"[{page}](" not in shown] == []
-    assert [name for name in PLANTS if f"`{name}`" not in shown] == []
+    assert [name for name in INJECTIONS if f"`{name}`" not in shown] == []
 
 
-def test_the_rates_are_those_of_the_present_records():
+def test_diagnosis_rates_match_current_records():
     import parts
 
     halves = parts.measured("diagnosis-rates")["halves"].values()
     assert sum(half["rights"] for half in halves) == len(RIGHTS), (
         "run `python tools/docs-site/measure.py diagnosis-rates`"
     )
-    assert sum(half["bugs"] for half in halves) == len(MISTAKES)
+    assert sum(half["bugs"] for half in halves) == len(BUGS)
     assert "| bugs |" in parts.diagnosis_rates()
 
 
-def test_results_are_cut_to_what_the_pages_show():
+def test_results_are_reduced_to_data_on_pages():
     import measure
 
     outcomes = [
-        {"hypothesis": "", "is_caught": True, "is_named": True},
-        {"hypothesis": "a", "is_caught": True, "is_named": False},
-        {"hypothesis": "a", "is_caught": True, "is_named": True},
+        {"bug": "", "is_caught": True, "is_named": True},
+        {"bug": "a", "is_caught": True, "is_named": False},
+        {"bug": "a", "is_caught": True, "is_named": True},
     ]
     assert measure.of_selftest({"outcomes": outcomes}) == {"bugs": {"": [1, 1, 1], "a": [2, 2, 1]}}
     answers = [{"question": "mask", "status": "ok", "words": "True hides", "by_path": {}}]
@@ -317,7 +317,7 @@ def test_results_are_cut_to_what_the_pages_show():
     assert measure.of_conformance({"subjects": subjects}) == kept
 
 
-def test_the_terminal_has_the_colors_of_a_diagnosis_and_contrast():
+def test_terminal_has_diagnosis_colors_and_contrast():
     import parts
 
     shown = parts.terminal()
@@ -334,12 +334,12 @@ def test_the_terminal_has_the_colors_of_a_diagnosis_and_contrast():
     assert min((luminance(color) + 0.05) / (dark + 0.05) for color in colors) > 4.5
 
 
-def test_the_version_to_cite_is_that_of_the_package():
+def test_cited_version_matches_package():
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
     assert cited["version"] == tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
 
 
-def test_workflows_and_issue_forms_are_yaml_and_run_what_there_is():
+def test_github_files_are_valid_yaml_and_use_existing_targets():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
     found = [yaml.safe_load(path.read_text("utf-8")) for path in (ROOT / ".github").rglob("*.yml")]
     assert len(found) > 5
@@ -356,7 +356,7 @@ BACKGROUNDS = {"light": "#f2f2f2", "dark": "#2b2b2b"}  # of code
 
 
 def luminance(color):
-    """The relative luminance of WCAG 2."""
+    """Return the relative luminance of WCAG 2."""
     parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
@@ -367,7 +367,7 @@ def contrast(one, other):
     return (high + 0.05) / (low + 0.05)
 
 
-def test_colors_of_a_terminal_can_be_read_in_both_themes():
+def test_terminal_colors_are_readable_in_both_themes():
     text = (ROOT / "docs" / "_static" / "site.css").read_text("utf-8")
     light, dark, chosen = (
         re.findall(r"--ansi-(\w+): (#\w{6})", block) for block in re.split(r"\n(?=@media|body\[)", text)
@@ -383,7 +383,7 @@ def test_colors_of_a_terminal_can_be_read_in_both_themes():
 # ---- Pictures --------------------------------------------------------------------------------------------------------
 
 
-def test_pictures_are_the_same_bytes_when_they_are_drawn_again():
+def test_redrawn_pictures_are_byte_identical():
     import pictures
     import plots
 
@@ -394,14 +394,14 @@ def test_pictures_are_the_same_bytes_when_they_are_drawn_again():
         assert first.startswith(b"<?xml")
 
 
-def test_heads_are_drawn_where_they_are():
+def test_heads_are_drawn_on_the_devices_that_hold_them():
     import pictures
 
     assert pictures.held_heads(2) == [({0, 1, 2, 3}, {0}), ({4, 5, 6, 7}, {1})]
     assert [keys for _, keys in pictures.held_heads(4)] == [{0}, {0}, {1}, {1}]
 
 
-def test_a_right_layer_is_drawn_below_the_line_and_bugs_above():
+def test_correct_layer_is_drawn_below_budget_and_bugs_above():
     import pictures
 
     budget, error = pictures.of_torch("causal")
@@ -415,7 +415,7 @@ def test_a_right_layer_is_drawn_below_the_line_and_bugs_above():
 
 
 def row_of(tokens, ours_ms, **fields):
-    """A row of the benchmark, one sequence of a core."""
+    """Return a benchmark row for one sequence of the attention core."""
     row = {"what": "growth core", "framework": "jax", "shape": [1, 2, tokens, 8], "dtype": "float32", "group": "growth"}
     row |= {"axes": "B N S H", "ours_ms": ours_ms, "peers": {"jax.nn": 2.0}, "ratio": 2.0, "limit_ratio": 1.5}
     return row | {"peak_bytes": 1000 * tokens, **fields}
@@ -423,7 +423,7 @@ def row_of(tokens, ours_ms, **fields):
 
 @pytest.fixture
 def results(monkeypatch, tmp_path):
-    """Write a file of measurements, or another file, of an empty folder of benchmarks."""
+    """Function that writes a file of measurements, or another file, into an empty benchmark folder."""
     import measurements
 
     monkeypatch.setattr(measurements, "FOLDER", tmp_path)
@@ -439,7 +439,7 @@ def file_of(*rows):
     return {"environment": {"platform": "Linux", "packages": {"jax": "1", "torch": None}}, "rows": rows}
 
 
-def test_a_later_file_of_a_machine_replaces_rows(results):
+def test_later_file_of_a_machine_replaces_rows(results):
     import measurements
 
     results("results/a-2026-01-02-more.json", file_of(row_of(128, 3.0)))
@@ -472,7 +472,7 @@ def test_targets_are_met_by_their_worst_row(results):
         list(measurements.targets())
 
 
-def test_growth_is_drawn_by_the_tokens_of_any_kind_of_work():
+def test_growth_is_plotted_by_tokens_for_any_kind_of_work():
     import plots
 
     steps = [row_of(tokens, 1.0, what="growth step", axes="B S E", shape=[1, tokens, 16]) for tokens in (1024, 131072)]
@@ -491,7 +491,7 @@ def test_labels_are_moved_apart_in_order():
     assert placed == pytest.approx([0.8, 0.0, 1.3])
 
 
-def test_every_file_of_measurements_is_on_the_page():
+def test_page_lists_every_measurement_file():
     import measurements
 
     text = measurements.page()
@@ -501,7 +501,7 @@ def test_every_file_of_measurements_is_on_the_page():
     assert measurements.targets_table().count("\n") > 10
 
 
-def test_the_tree_of_tools_names_those_of_the_table():
+def test_tool_tree_names_tools_of_the_table():
     import pictures
 
     page = (ROOT / "docs" / "how-to" / "which-tool.md").read_text("utf-8")
@@ -510,7 +510,7 @@ def test_the_tree_of_tools_names_those_of_the_table():
     assert pictures.which_tool().image("svg").startswith(b"<?xml")
 
 
-def test_each_rule_of_a_search_leaves_fewer_bugs():
+def test_each_search_rule_leaves_fewer_bugs():
     import pictures
 
     counts, found = pictures.funnel_counts("scale-missing")
@@ -519,15 +519,15 @@ def test_each_rule_of_a_search_leaves_fewer_bugs():
     assert (numbers[-1], found) == (1, "scale-missing")
 
 
-# ---- The recipe for CI -----------------------------------------------------------------------------------------------
+# ---- The CI recipe ---------------------------------------------------------------------------------------------------
 
 
 def commands_of(job):
-    """The commands of a job of GitHub or GitLab."""
+    """Return the commands of a GitHub or GitLab job."""
     return job.get("script") or [step["run"] for step in job["steps"] if "run" in step]
 
 
-def test_the_commands_of_the_recipe_for_ci_run(tmp_path):
+def test_ci_recipe_commands_run(tmp_path):
     page = (ROOT / "docs" / "how-to" / "ci.md").read_text("utf-8")
     for code in re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
         (tmp_path / code.split()[1]).write_text(code, "utf-8")  # the first line names the file
@@ -540,7 +540,7 @@ def test_the_commands_of_the_recipe_for_ci_run(tmp_path):
     assert "test_attention" in (tmp_path / "parity.xml").read_text("utf-8")
 
 
-def test_the_commands_for_a_checkpoint_run(tmp_path):
+def test_checkpoint_commands_run(tmp_path):
     spec = parity.AttentionSpec(128, 32, qkv_bias=False, out_bias=False)
     tensors = {}
     for i in range(2):

@@ -1,4 +1,4 @@
-"""The example in torch and JAX: what its page prints is what the commands print, and its story is true.
+"""Tests of the example in PyTorch and JAX: its page shows the actual output, and its story holds.
 
 If the output changed, `python tests/test_examples.py` updates the page.
 """
@@ -14,25 +14,25 @@ from shell import PYTEST_OPTIONS, environment, run
 from shown import commands_of, shows, updated
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-PAGE = (EXAMPLES / "README.md").read_text("utf-8").partition("\n## Bring up")[0]  # the rest is in tests/tt
+PAGE = (EXAMPLES / "README.md").read_text("utf-8").partition("\n## Bring up")[0]  # tests/tt covers the rest
 BLOCKS = re.findall(r"^```\n(\$ .*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 STATUS = {"python": 0, "mha-parity": 1, "diff": 1, "pytest -q test_port.py": 0, "pytest": 1}
-"""The exit status of the last command of a block: mistakes, a difference and tests of the draft, which fail, give 1."""
+"""Exit status of the last command of a block; it is 1 if bugs or a difference are found or the draft's tests fail."""
 
 HUNT = "python find_bugs.py"
-MISTAKES = ("rope-interleaved", "kv-heads-tiled", "out_proj-transposed")
+BUGS = ("rope-interleaved", "kv-heads-tiled", "out_proj-transposed")
 
 
 def sessions():
-    """The commands of each block of the page, and what it shows them to print."""
+    """Yield the commands of each block of the page and the output it shows."""
     for block in BLOCKS:
         commands, shown = commands_of(block)
-        marks = [pytest.mark.thorough] if commands[-1].startswith("pytest") else []  # test_pytest_plugin runs them, too
+        marks = [pytest.mark.thorough] if commands[-1].startswith("pytest") else []  # test_pytest_plugin also runs them
         yield pytest.param(commands, shown, id=commands[-1], marks=marks)
 
 
 def copy_port(folder):
-    """Copy examples/port, and return a function that runs a command there, warnings being errors."""
+    """Copy examples/port and return a function that runs a command there, with warnings as errors."""
     folder = shutil.copytree(EXAMPLES / "port", folder / "port", ignore=shutil.ignore_patterns("__pycache__"))
     env = environment(f"{PYTEST_OPTIONS} -W error") | {"PYTHONWARNINGS": "error"}
 
@@ -51,7 +51,7 @@ def port(tmp_path):
 
 @pytest.mark.skipif(os.name == "nt", reason="the commands are those of a POSIX shell")
 @pytest.mark.parametrize(("commands", "shown"), list(sessions()))
-def test_the_page_shows_what_the_commands_print(port, commands, shown):
+def test_page_shows_actual_command_output(port, commands, shown):
     results = [port(command) for command in commands]
     assert results[-1][0] == STATUS.get(commands[-1], STATUS[commands[-1].split()[0]])
     assert not any(status for status, _ in results[:-1])
@@ -59,20 +59,20 @@ def test_the_page_shows_what_the_commands_print(port, commands, shown):
     assert shows(shown, printed), f"run `python tests/test_examples.py` to update the page:\n{printed}"
 
 
-def test_the_page_shows_every_step():
+def test_page_shows_every_step():
     programs = [command.split()[0] for session in sessions() for command in session.values[0]]
     assert programs == ["python", "python", "mha-parity", "diff", "pytest", "sed", "pytest"]
 
 
-def test_all_three_mistakes_are_named_and_mended_in_turn():
+def test_all_three_bugs_are_named_and_fixed_in_turn():
     (shown,) = [shown for commands, shown in (session.values for session in sessions()) if commands == [HUNT]]
     story = [part.splitlines() for part in re.split(r"\n\n(?===)", "\n".join(shown))]
     before, *mended = story
     clean = "nothing differs by more than rounding"
     assert before[0] == f"the original, its output alone: {clean}"
-    assert f"the draft, stage by stage: {', '.join(MISTAKES)}" in before
+    assert f"the draft, stage by stage: {', '.join(BUGS)}" in before
     left = [paragraph[-1].removeprefix("stage by stage: ") for paragraph in mended]
-    assert left == [", ".join(MISTAKES[1:]), MISTAKES[2], clean]
+    assert left == [", ".join(BUGS[1:]), BUGS[2], clean]
     assert mended[-1][-2] == f"its output alone: {clean}"
 
 

@@ -1,4 +1,4 @@
-"""Families of mistakes: what a law fits is reported with the page and the fix that known mistakes have."""
+"""Families of bugs: what a law fits is reported with the page and the fix that known bugs have."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from parity.core.case import Case
 from parity.core.problem import make_problem
 from parity.core.reference import steps
 from parity.core.stages import run_steps
-from parity.diagnosis.mistakes import families
-from parity.diagnosis.mistakes.families import MistakeFamily
+from parity.diagnosis.bugs import families
+from parity.diagnosis.bugs.families import BugFamily
 
 SPEC = AttentionSpec(
     32, 4, num_kv_heads=2, rope=Rope(scaling=LinearScaling(2.0)), window_size=5, scale=0.3, soft_cap=4.0, qk_norm=Norm()
 )
 PLAIN = AttentionSpec(32, 4, num_kv_heads=2, rope=Rope())
-EVERY = [family for family in vars(families).values() if isinstance(family, MistakeFamily)]
+EVERY = [family for family in vars(families).values() if isinstance(family, BugFamily)]
 
 
 def diagnosed(right, wrong, *stages, **applied):
@@ -62,7 +62,7 @@ def test_a_family_has_a_page_and_its_fix_suits_a_layer(family):
 def test_a_number_that_nobody_listed_has_a_page_and_a_fix(wrong, page, about, fix):
     diagnosis = diagnosed(PLAIN, replace(PLAIN, **wrong), "output")
     (found,) = diagnosis.explanations
-    assert (diagnosis.kind, found.hypotheses, found.docs, diagnosis.unknowns) == ("structure", (page,), (page,), [])
+    assert (diagnosis.kind, found.bugs, found.docs, diagnosis.unknowns) == ("structure", (page,), (page,), [])
     assert about in found.about
     assert found.fixes[0].startswith(fix) or fix in found.fixes[0]
     assert diagnosis.cause == f"{page}: {found.about}"

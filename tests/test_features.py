@@ -1,6 +1,6 @@
-"""No feature is in a case for show: without it the case would fail.
+"""Every feature of a case affects its output: without the feature, the case fails.
 
-So the learned parameters of cases are drawn away from 0 and 1, and there are tokens enough for a window to hide some.
+Therefore learned parameters are drawn away from 0 and 1, and cases have enough tokens for a window to hide some.
 """
 
 from collections.abc import Iterator
@@ -19,12 +19,12 @@ from parity.core.problem import make_problem
 from parity.core.stages import run_steps
 
 CASES_AND_QUICK = (CASES.values(), QUICK.values())
-SIZES = ("num_kv_heads", "head_dim", "d_in", "d_kv")  # which are filled in where they are left out,
-OF_OTHERS = {"value_head_dim": "head_dim"}  # and what is a feature where it is not that
+SIZES = ("num_kv_heads", "head_dim", "d_in", "d_kv")  # filled in if omitted
+OF_OTHERS = {"value_head_dim": "head_dim"}  # a feature only if it differs from this field
 
 
 def switched_off(record: Any) -> Iterator[tuple[str, Any]]:
-    """A specification, or a part of it, with each field by itself as it is where nothing is said of it."""
+    """Yield the name of each non-default field and a copy of the record with only that field reset to its default."""
     for field in fields(record):
         value = getattr(record, field.name)
         default = getattr(record, OF_OTHERS[field.name]) if field.name in OF_OTHERS else field.default
@@ -39,7 +39,7 @@ def switched_off(record: Any) -> Iterator[tuple[str, Any]]:
 
 
 def replace_or_none(record: Any, name: str, value: Any) -> Any:
-    """The record with another value, or None if that cannot be."""
+    """Return the record with another value, or None if that value is invalid."""
     try:
         return replace(record, **{name: value})
     except ValueError:
@@ -51,8 +51,8 @@ def outputs(case: Any, weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: value for name, value in values.items() if name.endswith("module.output")}
 
 
-KEPT = ("fused_qkv", "out_proj")  # the same layer, held otherwise; another width of the output
-COMMUTE = ("decode-l2-norm", "qk_norm.after_rope")  # a rotation leaves a norm without a weight as it is
+KEPT = ("fused_qkv", "out_proj")  # a different layout of the same layer; a different output width
+COMMUTE = ("decode-l2-norm", "qk_norm.after_rope")  # rotation does not change a norm without a weight
 WITHOUT = [
     pytest.param(case, spec, id=f"{case.name}-{name}")
     for case in CASES.values()
@@ -62,18 +62,18 @@ WITHOUT = [
 ]
 
 
-def test_there_is_a_case_for_every_feature():
+def test_every_feature_has_a_case():
     features = {field.name for field in fields(AttentionSpec) if field.default is None} - set(SIZES)
     assert features <= {name for case in CASES.values() for name, _ in switched_off(case.spec)}
 
 
-def test_a_run_that_names_no_cases_has_every_feature():
+def test_quick_cases_cover_every_feature():
     of_all, of_quick = ({name for case in of for name, _ in switched_off(case.spec)} for of in CASES_AND_QUICK)
     assert {name for name in of_all if "." not in name} <= of_quick
 
 
 @pytest.mark.parametrize(("case", "spec"), WITHOUT)
-def test_a_case_fails_without_its_feature(case, spec):
+def test_case_fails_without_its_feature(case, spec):
     problem = make_problem(case, "float64")
     shapes = spec.weight_shapes
     weights = {name: weight for name, weight in problem.weights.items() if name in shapes}
@@ -97,6 +97,6 @@ def test_a_case_fails_without_its_feature(case, spec):
         ({"dtype": "f32"}, refuses("dtype", dtype="f32")),
     ],
 )
-def test_a_case_whose_lengths_do_not_fit_is_refused(fields, refusal):
+def test_invalid_case_raises(fields, refusal):
     with refusal:
         Case("own", AttentionSpec(8, 2), "", **fields)

@@ -409,7 +409,7 @@ def refused(capsys, *arguments):
     return capsys.readouterr().err
 
 
-def test_a_mistake_in_a_layer_of_a_model_is_found(gemma, capsys, tmp_path):
+def test_a_bug_in_a_layer_of_a_model_is_found(gemma, capsys, tmp_path):
     tensors = load_file(gemma / "model.safetensors")
     name = "layers.4.self_attn.q_proj.weight"
     tensors[name] = np.ascontiguousarray(

@@ -1,7 +1,7 @@
-"""Converted weights run in the modules that the layouts are named after: they give what the float64 reference gives.
+"""Tests that converted weights, run in the modules their layouts are named after, match the float64 reference.
 
-The modules are the libraries' own, tiny and random, and nothing is downloaded. Their parameters are read and filled by
-the names that they themselves have, strictly, so that the names of the tables are proven as well.
+The modules are the libraries' own, tiny and random, and nothing is downloaded. Their parameters are read and filled
+strictly by their own names, which also proves the names in the tables.
 """
 
 import re
@@ -28,7 +28,7 @@ from parity.core.weights import load_tensors, save_tensors
 from parity.foreign import load_adapter
 
 with pytest.MonkeyPatch.context() as _environment, tempfile.TemporaryDirectory() as _home:
-    _environment.setenv("KERAS_BACKEND", "torch")  # on JAX it would not run under conftest's strict promotion
+    _environment.setenv("KERAS_BACKEND", "torch")  # JAX would fail under conftest's strict promotion
     _environment.setenv("KERAS_HOME", _home)  # where it writes its settings
     _environment.setenv("HF_HUB_OFFLINE", "1")
     import keras  # noqa: F401  (on which the adapter then runs)
@@ -43,18 +43,18 @@ with pytest.MonkeyPatch.context() as _environment, tempfile.TemporaryDirectory()
     from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2RotaryEmbedding
     from transformers.models.vit.modeling_vit import ViTAttention
 
-transformers.utils.logging.disable_progress_bar()  # of writing files, on stderr
+transformers.utils.logging.disable_progress_bar()  # for written files, on stderr
 
 Tensors = dict[str, np.ndarray]
-THETA = 500.0  # nobody's default
+THETA = 500.0  # not a default of any library
 
 
-# ---- Libraries: how the parameters of a module are read and filled ---------------------------------------------------
+# ---- Libraries: reading and filling the parameters of a module -------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Library:
-    """How a library's modules give their parameters by name, and take others; `write` returns the filled module."""
+    """Access to the parameters of a library's modules by name; `write` returns the filled module."""
 
     read: Callable[[Any], Tensors]
     write: Callable[[Any, Tensors], Any]
@@ -77,7 +77,7 @@ def check_names(tensors: Mapping[str, Any], own: Mapping[str, Any]) -> None:
 
 
 def renamed(names: Mapping[str, str]) -> Library:
-    """torch's parameters, by other names of the layers that hold them."""
+    """Return torch's parameters with the layers that hold them renamed."""
     back = {ours: theirs for theirs, ours in names.items()}
 
     def rename(tensors, names):
@@ -93,7 +93,7 @@ def renamed(names: Mapping[str, str]) -> Library:
 TORCH = Library(read_torch, write_torch)
 
 
-# ---- Modules: how they are made and called ---------------------------------------------------------------------------
+# ---- Modules: construction and calls ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -101,14 +101,14 @@ class Foreign:
     """A module of a library.
 
     Attributes:
-        layout: name of the layout that is to hold its weights.
+        layout: name of the layout that must hold its weights.
         spec: the layer.
-        library: how its parameters are read and filled.
-        make: makes it from the spec.
-        run: calls it with queries and keys, which are the queries where `is_cross` is false.
-        heads: weights of each projection from its parameters, head first, as its source cuts them.
-        is_causal, is_cross: what it computes.
-        others: names of parameters beside the attention's, with wildcards.
+        library: access to its parameters.
+        make: builds it from the spec.
+        run: calls it with queries and keys, which equal the queries unless `is_cross`.
+        heads: returns the weights of each projection from its parameters, head first, split as in its source code.
+        is_causal, is_cross: kind of attention.
+        others: pattern of parameter names outside the attention.
     """
 
     layout: str
@@ -123,17 +123,17 @@ class Foreign:
 
     @property
     def case(self) -> Case:
-        """What it is applied to."""
+        """The case it runs."""
         keys = 9 if self.is_cross else None
         return Case(self.layout, self.spec, "converted", seq_len=7, seq_len_k=keys, is_causal=self.is_causal)
 
     def others_of(self, module: Any) -> Tensors:
-        """Its parameters that are not the attention's."""
+        """Return its parameters outside the attention."""
         return {name: x for name, x in self.library.read(module).items() if re.match(self.others, name)}
 
 
 def of_adapter(name, spec, heads):
-    """A layer of a library that has an adapter, with other keys than queries."""
+    """Return a layer of a library with an adapter, with keys that differ from the queries."""
     adapter = load_adapter(name)
     convert = torch.from_numpy if name.startswith(("torch", "keras")) else jnp.asarray
 
@@ -161,7 +161,7 @@ def run_sibling(module, query, key):
 
 
 def maker(attention, config, *, widths=("hidden_size", "num_attention_heads"), **options):
-    """Makes such an attention, from a configuration of the sizes of the spec; options may be functions of the spec."""
+    """Return a function that builds this attention with the spec's sizes; options may be functions of the spec."""
 
     def make(spec):
         chosen = {name: value(spec) if callable(value) else value for name, value in options.items()}
@@ -173,7 +173,7 @@ def maker(attention, config, *, widths=("hidden_size", "num_attention_heads"), *
 
 
 def runner(rotary=None, **options):
-    """Calls an attention with the causal mask, and with the angles of RoPE where it has them."""
+    """Return a function that calls an attention with the causal mask, and with RoPE angles if it needs them."""
 
     def run(module, query, _):
         seq_len = query.shape[1]
@@ -193,7 +193,7 @@ def run_vit(module, query, _):
 
 def run_bert(module, query, _):
     context = module.self(torch.from_numpy(query))[0]
-    return module.output.dense(context)  # without what follows it: the residual and the normalisation
+    return module.output.dense(context)  # without the residual and the normalization that follow
 
 
 def rope(spec, **others):
@@ -213,12 +213,12 @@ def biases(spec):
 
 
 def llama(attention, config, **options):
-    """A maker of the layers that have the keywords of LLaMA."""
+    """Return a maker of layers with LLaMA's keywords."""
     return maker(attention, config, num_key_value_heads=groups, head_dim=head_dim, rope_parameters=rope, **options)
 
 
 def falcon(**options):
-    """A maker of a layer of Falcon, in one of its forms."""
+    """Return a maker of a Falcon layer in one of its forms."""
     return maker(FalconAttention, transformers.FalconConfig, alibi=False, bias=biases, rope_parameters=rope, **options)
 
 
@@ -237,11 +237,11 @@ MAKE_FALCON = {
 RUN_FALCON = runner(FalconRotaryEmbedding, alibi=None)
 
 
-# ---- Heads: where a module's source finds them -----------------------------------------------------------------------
+# ---- Heads: their positions according to the module's source code ----------------------------------------------------
 
 
 def of_linears(q, k, v, out):
-    """Heads of four Linears: the rows of three, the columns of the last."""
+    """Return heads of four Linear layers: rows of the first three, columns of the last."""
 
     def heads(tensors, spec):
         found = {p: tensors[name].reshape(-1, spec.head_dim, spec.d_in) for p, name in {"q": q}.items()}
@@ -252,7 +252,7 @@ def of_linears(q, k, v, out):
 
 
 def of_kernels(out):
-    """Heads of Flax and Keras: an axis, the second of three kernels and the first of the last."""
+    """Return heads of Flax and Keras, a separate axis: the second of the first three kernels, the first of the last."""
 
     def heads(tensors, spec):
         found = {name[0]: tensors[f"{name}.kernel"].swapaxes(0, 1) for name in ("query", "key", "value")}
@@ -261,7 +261,7 @@ def of_kernels(out):
     return heads
 
 
-def of_in_proj(tensors, spec):  # F._in_projection_packed: thirds, and in each the heads one after the other
+def of_in_proj(tensors, spec):  # F._in_projection_packed: thirds, each with its heads in order
     qkv = tensors["in_proj_weight"].reshape(3, spec.num_heads, spec.head_dim, spec.d_in)
     return {**dict(zip("qkv", qkv, strict=True)), "out": columns(tensors["out_proj.weight"], spec)}
 
@@ -301,15 +301,15 @@ OF_EQUINOX = of_linears(
 
 NO_BIASES = {"qkv_bias": False, "out_bias": False}
 SQUARE = AttentionSpec(24, 4)  # heads of 6
-CROSS = AttentionSpec(10, 4, head_dim=3, d_in=18, d_kv=15)  # nothing equals anything
-GROUPED = AttentionSpec(10, 6, num_kv_heads=2, head_dim=4, d_in=18, d_kv=15)  # 6 heads, 2, and 3 for each
+CROSS = AttentionSpec(10, 4, head_dim=3, d_in=18, d_kv=15)  # all sizes differ
+GROUPED = AttentionSpec(10, 6, num_kv_heads=2, head_dim=4, d_in=18, d_kv=15)  # 6, 2, and 3 heads per group
 LLAMA = AttentionSpec(30, 6, num_kv_heads=2, head_dim=4, rope=Rope(THETA))
 ROPE = AttentionSpec(24, 6, rope=Rope(THETA))  # heads of 4
 ROPE_GROUPED = replace(ROPE, num_kv_heads=2)
 
 
 def variants(name: str, foreign: Foreign) -> dict[str, Foreign]:
-    """A module with biases, and one without."""
+    """Return a module with biases and one without."""
     return {name: foreign, f"{name}-no-biases": replace(foreign, spec=replace(foreign.spec, **NO_BIASES))}
 
 
@@ -421,8 +421,8 @@ MODULES = {
     ),
 }
 
-# Meta's own module is in no package. Its rotation, of pairs (2 i, 2 i + 1) as complex numbers, is also that of LLaMA 4
-# in transformers, where the layers have other names.
+# Meta's own module is not in any package. LLaMA 4 in transformers has the same rotation, of pairs (2 i, 2 i + 1) as
+# complex numbers, but different layer names.
 MODULES |= {
     name: Foreign(
         layout,
@@ -454,7 +454,7 @@ every_module = pytest.mark.parametrize("foreign", MODULES.values(), ids=list(MOD
 
 
 def output_of(foreign, module, inputs):
-    """What the module gives for the inputs of its case."""
+    """Return the module's output for the inputs of its case."""
     query = inputs["query"]
     with torch.no_grad():
         output = foreign.run(module, query, inputs.get("key", query))
@@ -462,7 +462,7 @@ def output_of(foreign, module, inputs):
 
 
 def verdict(foreign, weights, run):
-    """The module's output, against that of the reference with these canonical weights."""
+    """Compare the module's output with the reference for these canonical weights."""
     problem = make_problem(foreign.case, "float32", weights)
     reference = Reference(problem)
     return compare(
@@ -474,20 +474,20 @@ def verdict(foreign, weights, run):
 
 
 def filled(foreign, weights, layout=None):
-    """The module with canonical weights."""
+    """Return the module with canonical weights."""
     module = foreign.make(foreign.spec)
     tensors = from_canonical(weights, foreign.spec, layout or LAYOUTS[foreign.layout])
     return foreign.library.write(module, foreign.others_of(module) | tensors)
 
 
 def told(spec):
-    """What a layout's tensors do not tell."""
+    """Return the spec fields that a layout's tensors do not determine."""
     return {name: getattr(spec, name) for name in ("num_heads", "num_kv_heads", "head_dim", "rope")}
 
 
 @pytest.fixture
 def own(foreign, rng):
-    """The module with random parameters of its own, biases among them, by its own names and shapes."""
+    """The module with random parameters, biases included, under its own names and shapes."""
     module = foreign.make(foreign.spec)
     drawn = {
         name: rng.standard_normal(x.shape).astype(np.float32) * np.float32(0.3 if x.ndim > 1 else 1.0)
@@ -497,7 +497,7 @@ def own(foreign, rng):
 
 
 @every_module
-def test_a_module_with_canonical_weights_gives_what_the_reference_gives(foreign):
+def test_module_with_canonical_weights_matches_reference(foreign):
     weights = random_weights(foreign.spec, seed=1)
     module = filled(foreign, weights)
     result = verdict(foreign, weights, lambda inputs: output_of(foreign, module, inputs))
@@ -505,20 +505,20 @@ def test_a_module_with_canonical_weights_gives_what_the_reference_gives(foreign)
 
 
 @every_module
-def test_the_reference_with_a_modules_weights_gives_what_the_module_gives(foreign, own):
+def test_reference_with_module_weights_matches_module(foreign, own):
     weights, _ = to_canonical(foreign.library.read(own), LAYOUTS[foreign.layout], **told(foreign.spec))
     result = verdict(foreign, weights, lambda inputs: output_of(foreign, own, inputs))
     assert result.passed, str(result)
 
 
 @every_module
-def test_the_layer_read_from_a_module_is_the_one_it_was_made_from(foreign, own):
+def test_spec_read_from_module_matches_original(foreign, own):
     _, spec = to_canonical(foreign.library.read(own), LAYOUTS[foreign.layout], **told(foreign.spec))
     assert spec == replace(foreign.spec, fused_qkv=False)
 
 
 @every_module
-def test_a_modules_weights_come_back_bit_for_bit(foreign, own):
+def test_module_weights_round_trip_bit_for_bit(foreign, own):
     tensors = foreign.library.read(own)
     weights, spec = to_canonical(tensors, LAYOUTS[foreign.layout], **told(foreign.spec))
     back = foreign.others_of(own) | from_canonical(weights, spec, LAYOUTS[foreign.layout])
@@ -537,16 +537,16 @@ def test_each_head_lands_where_the_module_expects_it(foreign, projection):
 
 
 def tagged(spec, projection):
-    """Weights of 0, but head n of the projection is n + 1 throughout; and these tags, with the heads first."""
+    """Return weights that are n + 1 in head n of the projection and 0 elsewhere, and these tags, heads first."""
     weights = {name: np.zeros_like(x) for name, x in random_weights(spec).items()}
     count = spec.num_kv_heads if projection in ("k", "v") else spec.num_heads
     tags = np.arange(1, count + 1, dtype=np.float32)
-    features = np.repeat(tags, spec.head_dim)  # of all heads, side by side
+    features = np.repeat(tags, spec.head_dim)  # of all heads, concatenated
     weights[f"{projection}_proj.weight"] += features if projection == "out" else features[:, None]
     return weights, tags[:, None, None]
 
 
-# ---- The control: tables that are wrong, in ways in which the shapes still fit ---------------------------------------
+# ---- Control: wrong tables with which the shapes still fit -----------------------------------------------------------
 
 TRANSPOSED = tuple(
     replace(tensor, axes="e (n h)") if tensor.name == "c_proj.weight" else tensor
@@ -563,7 +563,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("name", "change"), WRONG.values(), ids=list(WRONG))
-def test_a_wrong_table_is_seen(name, change):
+def test_wrong_table_is_detected(name, change):
     foreign = MODULES[name]
     weights = random_weights(foreign.spec, seed=1)
     module = filled(foreign, weights, replace(LAYOUTS[foreign.layout], **change))
@@ -571,16 +571,16 @@ def test_a_wrong_table_is_seen(name, change):
     assert result.ratio > 1000.0, str(result)
 
 
-# ---- Modules that hold more than a layer can say ---------------------------------------------------------------------
+# ---- Modules with unsupported parameters -----------------------------------------------------------------------------
 
 
-def test_key_and_value_biases_of_torch_are_refused():
+def test_torch_key_and_value_biases_raise():
     module = torch.nn.MultiheadAttention(24, 4, add_bias_kv=True)
     with refuses("tensors", "unknown names ['bias_k', 'bias_v']"):
         to_canonical(read_torch(module), LAYOUTS["torch.nn.MultiheadAttention"], num_heads=4)
 
 
-def test_keys_and_values_of_two_widths_of_torch_are_refused():
+def test_torch_keys_and_values_of_different_widths_raise():
     module = torch.nn.MultiheadAttention(24, 4, kdim=15, vdim=9)
     with refuses("shapes"):
         to_canonical(read_torch(module), LAYOUTS["torch.nn.MultiheadAttention"], num_heads=4)
@@ -611,7 +611,7 @@ def test_keys_and_values_of_two_widths_of_torch_are_refused():
         ),
     ],
 )
-def test_what_a_library_offers_beyond_is_refused(name, options, refusal):
+def test_unsupported_library_features_raise(name, options, refusal):
     adapter = load_adapter(name)
     tensors = adapter.read(adapter.make(SQUARE, **options))
     with refusal:
@@ -648,7 +648,7 @@ ENCODER, DECODER = torch.nn.TransformerEncoderLayer(24, 6, batch_first=True), to
 
 
 def layers_in(names, layout):
-    """The prefixes of a layout, made for the second layer, that names begin with."""
+    """Return the prefixes of a layout, formatted for the second layer, that occur in the names."""
     prefixes = [prefix.format(i=1) + "." for prefix in layout.prefixes]
     return [prefix for prefix in prefixes if any(name.startswith(prefix) for name in names)]
 
@@ -658,7 +658,7 @@ def under(tensors, prefix):
 
 
 @pytest.mark.parametrize(("model", "config", "name"), FILES.values(), ids=list(FILES))
-def test_a_layer_of_a_file_is_found_by_one_prefix_of_its_layout(tmp_path, model, config, name):
+def test_layer_in_checkpoint_is_found_by_one_layout_prefix(tmp_path, model, config, name):
     model(config).save_pretrained(tmp_path)
     tensors, _ = load_tensors(tmp_path / "model.safetensors")
     layout = LAYOUTS[name]
@@ -683,13 +683,13 @@ def test_a_layer_of_a_file_is_found_by_one_prefix_of_its_layout(tmp_path, model,
     ],
     ids=["vit", "vit-classes", "encoder", "decoder", "both"],
 )
-def test_every_attention_of_a_model_is_under_a_prefix_of_its_layout(model, kind, name):
+def test_every_attention_of_a_model_is_under_a_layout_prefix(model, kind, name):
     places = {place for place, part in model.named_modules() if isinstance(part, kind)}
     assert places
     assert places <= {prefix.format(i=i) for prefix in LAYOUTS[name].prefixes for i in range(2)}
 
 
-def test_transformers_loads_a_vit_whose_file_was_given_converted_weights(tmp_path):
+def test_transformers_loads_vit_with_converted_weights(tmp_path):
     transformers.ViTModel(VIT).save_pretrained(tmp_path)
     tensors, metadata = load_tensors(tmp_path / "model.safetensors")
     spec = AttentionSpec(24, 6)

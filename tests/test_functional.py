@@ -18,8 +18,8 @@ from parity.cli.main import main
 from parity.conformance.discover import framework_of
 from parity.conformance.examine import examine
 from parity.conformance.functional import with_params
+from parity.mutating.bugs import injections_for
 from parity.mutating.calls import Call
-from parity.mutating.mistakes import planted_in
 from parity.mutating.view import view_of
 
 WIDTH, HEADS = 16, 2
@@ -176,7 +176,7 @@ def weights_of_mine():
 
 @pytest.mark.usefixtures("own")
 @pytest.mark.parametrize("is_nested", [False, True])
-def test_mistakes_are_made_in_the_weights_that_a_call_passes(is_nested):
+def test_bugs_are_made_in_the_weights_that_a_call_passes(is_nested):
     view = view_of("mine_functional:named")
     named = {name: jnp.asarray(x) for name, x in weights_of_mine().items()}
     params = [{"attn": {name.split(".")[0]: {"kernel": x} for name, x in named.items()}}] if is_nested else named
@@ -185,7 +185,7 @@ def test_mistakes_are_made_in_the_weights_that_a_call_passes(is_nested):
         held = call.get("weights")
         return held[0]["attn"]["k_proj"]["kernel"] if is_nested else held["k_proj.kernel"]
 
-    run = planted_in(view)[0]["k-v-swapped"].make(Call(view, (params, jnp.ones((1, 2, WIDTH))), {}))
+    run = injections_for(view)[0]["k-v-swapped"].make(Call(view, (params, jnp.ones((1, 2, WIDTH))), {}))
     np.testing.assert_array_equal(run(function), named["v_proj.kernel"])
     np.testing.assert_array_equal(function(Call(view, (params, None), {})), named["k_proj.kernel"])
 

@@ -30,7 +30,7 @@ from parity.cli.main import COMMANDS, main, make_parser
 from parity.cli.options import dtype_list
 from parity.core.cases import CASES, DTYPES
 from parity.core.packages import OPTIONAL
-from parity.diagnosis.mistakes import mistakes_for, page_by_mistake
+from parity.diagnosis.bugs import bugs_for, page_by_bug
 from parity.models.families import FAMILIES
 from parity.reporting.bugs import bug_page
 from parity.reporting.cases import covers
@@ -443,14 +443,14 @@ def test_bugs_prints_the_page_that_a_diagnosis_names(capsys):
 
 
 @pytest.mark.thorough
-def test_bugs_finds_the_page_of_every_mistake(capsys):
-    for name, page in {(mistake.name, mistake.page) for case in SELFTEST_CASES for mistake in mistakes_for(case)}:
+def test_bugs_finds_the_page_of_every_bug(capsys):
+    for name, page in {(bug.name, bug.page) for case in SELFTEST_CASES for bug in bugs_for(case)}:
         assert main(["bugs", name]) == 0
         title = (ROOT / "parity" / "bugs" / f"{page}.md").read_text("utf-8").splitlines()[0]
         assert capsys.readouterr().out.splitlines()[0] == title
 
 
-def test_bugs_knows_the_mistakes_that_are_only_searched_for(capsys):
+def test_bugs_knows_the_bugs_that_are_only_searched_for(capsys):
     assert main(["bugs", "v-heads-permuted"]) == 0
     first = (ROOT / "parity" / "bugs" / "head-order.md").read_text("utf-8").splitlines()[0]
     assert capsys.readouterr().out.startswith(f"{first}\n")
@@ -468,7 +468,7 @@ def test_bugs_without_a_name_lists_the_pages(tmp_path, capsys):
 def test_bugs_lists_every_bug_with_its_page(capsys):
     assert main(["bugs", "--all"]) == 0
     rows = [tuple(row.split()) for row in capsys.readouterr().out.splitlines()[2:]]
-    assert rows == sorted(page_by_mistake().items())
+    assert rows == sorted(page_by_bug().items())
 
 
 def test_pages_name_commands_instead_of_files_that_are_not_installed():

@@ -1,4 +1,4 @@
-"""Hints about a layer, merged: whose word counts first, and which words contradict each other."""
+"""Tests of merging hints about a layer: precedence of sources, and contradictions."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ def merged(*sources):
     return merge("layer", [lambda label, hints=hints: hints for hints in sources])
 
 
-def test_the_first_source_of_a_hint_counts():
+def test_first_source_of_a_hint_wins():
     hints = merged(LayerHints.by(CALLER, rope=Rope(10.0)), None, LayerHints.by("GGUF", num_heads=4, rope=Rope(500.0)))
     assert hints.given == {"num_heads": 4, "rope": Rope(10.0)}
     assert hints.origins == {"num_heads": "GGUF", "rope": CALLER}
@@ -28,19 +28,19 @@ def test_the_first_source_of_a_hint_counts():
     assert (hints.overridden, hints.from_model) == (500.0, "GGUF")
 
 
-def test_counts_of_two_sources_do_not_mix():
+def test_head_counts_of_two_sources_do_not_mix():
     hints = merged(LayerHints.by(CALLER, num_kv_heads=2), LayerHints.by("config.json", num_heads=4, rope=Rope(500.0)))
     assert hints.given == {"num_kv_heads": 2, "rope": Rope(500.0)}
 
 
-def test_what_is_unread_about_rope_is_read_where_an_earlier_source_says_it():
+def test_unread_rope_options_are_ignored_if_an_earlier_source_sets_rope():
     unread = {"rope_scaling": {"factor": 2.0}, "softcap": 50.0}
     later = replace(LayerHints.by("config.json", num_heads=4), unread=unread)
     assert merged(LayerHints.by(CALLER), later).unread == unread
     assert merged(LayerHints.by(CALLER, rope=Rope(10.0)), later).unread == {"softcap": 50.0}
 
 
-def test_a_whole_layer_takes_another_base_of_rope():
+def test_whole_layer_accepts_another_rope_base():
     hints = merged(LayerHints.by(CALLER, num_heads=4, rope=Rope(10.0)), LayerHints.by(METADATA, spec=SPEC))
     assert (hints.spec.rope, hints.overridden) == (Rope(10.0), 500.0)
     assert (hints.origin_of("num_heads"), hints.origin_of("head_dim"), hints.from_model) == (CALLER, METADATA, "")
@@ -53,20 +53,20 @@ def test_a_whole_layer_takes_another_base_of_rope():
         ({"rope": Rope(10.0, rotary_dim=2)}, refuses("rope", rope=Rope(10.0, rotary_dim=2))),
     ],
 )
-def test_what_contradicts_a_whole_layer_is_refused(said, refusal):
+def test_hint_contradicting_whole_layer_raises(said, refusal):
     with refusal:
         merged(LayerHints.by(CALLER, **said), LayerHints.by(METADATA, spec=SPEC))
 
 
-def test_rope_is_added_only_where_it_may_have_been_unknown():
+def test_rope_is_added_only_if_it_may_have_been_unknown():
     plain, rope = AttentionSpec(16, 4), LayerHints.by(CALLER, rope=Rope(10.0))
     assert merged(rope, replace(LayerHints.by(METADATA, spec=plain), may_rotate=True)).spec.rope == Rope(10.0)
     with refuses("rope", rope=Rope(10.0)):
         merged(rope, LayerHints.by("config.json", spec=plain))
 
 
-def test_inspect_says_of_each_layer_what_contradicts_it(tmp_path):
-    """The metadata have other heads than the caller says; that is no reason to say nothing of the file."""
+def test_inspect_reports_contradiction_for_each_layer(tmp_path):
+    """The head count in the metadata differs from the caller's, but the file is still listed."""
     specs = {"a": SPEC, "b": replace(SPEC, window_size=4)}
     held = {f"{label}.{name}": x for label, spec in specs.items() for name, x in random_weights(spec).items()}
     infos = {name: (x.shape, x.dtype) for name, x in held.items()}
@@ -77,7 +77,7 @@ def test_inspect_says_of_each_layer_what_contradicts_it(tmp_path):
     assert all(refuses("num_heads", "num_heads=8").is_printed_in(f"mha-parity: {words}") for words in found.values())
 
 
-def test_only_keywords_of_layers_are_hints():
+def test_only_layer_keywords_are_hints():
     with pytest.raises(TypeError, match="num_head"):
         LayerHints.by(CALLER, num_head=4)
     with pytest.raises(TypeError, match="may_rotate"):

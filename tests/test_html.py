@@ -1,4 +1,4 @@
-"""The HTML report: complete, harmless and offline. What a browser says about it: `make check-html`."""
+"""Tests of the HTML report: complete, harmless and offline; `make check-html` tests it in a browser."""
 
 import math
 import re
@@ -18,7 +18,7 @@ from parity.sharding.mesh import Collectives
 
 
 class Page(HTMLParser):
-    """What the tests ask of a page: its elements with their attributes, its text, and whether all tags are closed."""
+    """Elements of a page with their attributes, and its text; requires that all tags are closed."""
 
     VOID = ("meta", "link", "img", "br", "wbr", "path", "rect")
 
@@ -59,16 +59,16 @@ def good():
     return page_of(["textbook", "gqa-causal"], ["jax", "torch"], ["float32", "bfloat16"])
 
 
-def test_a_report_of_nothing_is_a_page_too():
+def test_empty_report_is_a_valid_page():
     page = Page(html_page(Report([], {}, {"python": "3"})))
     assert "nothing was compared" in page.text
     assert "Nothing was compared." in page.text
 
 
-# ---- What it says ----------------------------------------------------------------------------------------------------
+# ---- Content ---------------------------------------------------------------------------------------------------------
 
 
-def test_where_all_agree_that_is_said_first_and_nothing_is_marked(good):
+def test_agreement_is_stated_first_with_nothing_marked(good):
     report, _, content = good
     page = Page(content)
     assert report.failed == []
@@ -79,7 +79,7 @@ def test_where_all_agree_that_is_said_first_and_nothing_is_marked(good):
     assert all("open" not in details for details in page.of("details"))
 
 
-def test_every_comparison_has_its_row_with_its_numbers(good):
+def test_every_comparison_has_a_row_with_its_numbers(good):
     report, _, content = good
     page = Page(content)
     rows = re.findall(r"<tr.*?</tr>", content.decode())
@@ -90,7 +90,7 @@ def test_every_comparison_has_its_row_with_its_numbers(good):
         assert any(row.startswith(start) and error in row for row in rows)
 
 
-def test_the_environment_and_the_numerics_lock_are_told(good):
+def test_environment_and_numerics_lock_are_shown(good):
     text = Page(good[2]).text
     assert np.__version__ in text
     assert "torch: device and numerics lock" in text
@@ -98,7 +98,7 @@ def test_the_environment_and_the_numerics_lock_are_told(good):
 
 
 @pytest.mark.usefixtures("broken_softmax")
-def test_the_first_divergence_is_marked_explained_and_can_be_run_again():
+def test_first_divergence_is_marked_explained_and_reproducible():
     report, _, content = page_of(["textbook", "causal"], ["jax", "torch"])
     page = Page(content)
     assert len(report.first_differences()) == 1
@@ -113,7 +113,7 @@ def test_the_first_divergence_is_marked_explained_and_can_be_run_again():
 
 
 @pytest.mark.usefixtures("broken_softmax")
-def test_a_diagnosis_is_shown_as_its_text():
+def test_diagnosis_is_shown_as_its_text():
     report, maps, _ = page_of(["causal"])
     diagnosis = Diagnosis("the mask is shifted by one\n  fix it <so>")
     object.__setattr__(report, "diagnoses", {("causal", "float32", "torch"): diagnosis})
@@ -121,7 +121,7 @@ def test_a_diagnosis_is_shown_as_its_text():
     assert "the mask is shifted by one\n  fix it <so>" in text
 
 
-def test_what_was_skipped_is_told_with_its_reason(good):
+def test_skipped_cases_are_listed_with_reason(good):
     skipped = [SkippedCase("full", "float16", "x", "why")]
     report = replace(good[0], skipped={"tt": "no ttnn here"}, skipped_cases=skipped)
     page = Page(html_page(report))
@@ -131,7 +131,7 @@ def test_what_was_skipped_is_told_with_its_reason(good):
     assert len(page.of("td", "none")) > 0
 
 
-def test_what_devices_of_a_mesh_send_is_listed_and_more_than_needed_marked(good):
+def test_mesh_traffic_is_listed_and_excess_marked(good):
     needed = Collectives("textbook", "float32", "jax", "forward", {"all-reduce": 1}, {"all-reduce": 1})
     gathered = replace(needed, case="gqa-causal", counted={"all-gather": 2, "all-reduce": 1})
     excused = replace(gathered, program="fused.gradient", excuse="for a <reason>")
@@ -150,7 +150,7 @@ def test_what_devices_of_a_mesh_send_is_listed_and_more_than_needed_marked(good)
     assert "Traffic between devices" not in Page(good[2]).text
 
 
-def test_what_a_backend_raised_is_shown(monkeypatch):
+def test_backend_exception_is_shown(monkeypatch):
     def fail(backend, reference):
         raise RuntimeError("out of <memory>")
 
@@ -160,10 +160,10 @@ def test_what_a_backend_raised_is_shown(monkeypatch):
     assert "∞" in page.text
 
 
-# ---- That it is harmless ---------------------------------------------------------------------------------------------
+# ---- Safety ----------------------------------------------------------------------------------------------------------
 
 
-def test_text_from_outside_is_escaped_everywhere():
+def test_external_text_is_escaped_everywhere():
     content = html_page(hostile_report())
     page = Page(content)
     assert page.of("script") == []
@@ -173,14 +173,14 @@ def test_text_from_outside_is_escaped_everywhere():
 
 
 @pytest.mark.usefixtures("broken_softmax")
-def test_nothing_is_asked_of_the_network():
+def test_page_makes_no_network_requests():
     content = page_of(["causal"], ["jax", "torch"])[2]
     page = Page(content)
     assert page.of("script") == page.of("iframe") == page.of("object") == []
     for _, attributes in page.elements:
         for name in ("src", "href", "srcset", "data", "action"):
             assert (attributes.get(name) or "#").startswith(("#", "data:"))
-        assert "style" not in attributes  # the policy would refuse it
+        assert "style" not in attributes  # the policy would block it
     style = re.search(r"<style>(.*?)</style>", content.decode(), re.DOTALL)
     assert style is not None
     assert "url(" not in style[1]
@@ -191,7 +191,7 @@ def test_nothing_is_asked_of_the_network():
     assert "unsafe" not in policy
 
 
-def test_every_link_leads_somewhere_on_the_page(good):
+def test_every_link_has_a_target_on_the_page(good):
     page = Page(good[2])
     ids = [found["id"] for _, found in page.elements if "id" in found]
     links = [link["href"] for link in page.of("a")]
@@ -200,12 +200,12 @@ def test_every_link_leads_somewhere_on_the_page(good):
     assert {f"#{id_}" for id_ in ids} >= set(links)
 
 
-def test_the_default_run_stays_below_3_megabytes(good):
+def test_default_run_stays_below_3_megabytes(good):
     report, _, content = good
     assert len(content) < 30_000 + 1_100 * len(report.comparisons)  # the default run has 2554 comparisons
 
 
-def test_it_is_written_whole_or_not_at_all(good, tmp_path):
+def test_page_is_written_whole_or_not_at_all(good, tmp_path):
     report, maps, content = good
     write_html(tmp_path / "r.html", report, maps)
     assert (tmp_path / "r.html").read_bytes() == content
@@ -214,7 +214,7 @@ def test_it_is_written_whole_or_not_at_all(good, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["r.html"]
 
 
-def test_without_the_libraries_the_packages_are_named_before_any_work(monkeypatch, capsys, tmp_path):
+def test_missing_packages_are_named_before_any_work(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(parity.running.run, "record", None)
     monkeypatch.setattr("parity.core.packages.is_installed", lambda package: False)
     assert main(["run", "--cases", "textbook", "--html", str(tmp_path / "r.html")]) == 2
@@ -223,20 +223,20 @@ def test_without_the_libraries_the_packages_are_named_before_any_work(monkeypatc
     assert list(tmp_path.iterdir()) == []
 
 
-def test_run_and_compare_write_it(tmp_path):
+def test_run_and_compare_write_the_page(tmp_path):
     traces = str(tmp_path / "traces")
     arguments = ["--cases", "textbook", "--backends", "torch", "--save-traces", traces]
     assert main(["run", *arguments, "--html", str(tmp_path / "r.html")]) == 0
     assert main(["compare", traces, "--html", str(tmp_path / "c.html")]) == 0
     for name in ("r.html", "c.html"):
         page = Page((tmp_path / name).read_bytes())
-        assert len(page.of("img")) == 4  # two heads, of the reference and of torch
+        assert len(page.of("img")) == 4  # two heads, each of the reference and of torch
 
 
 # ---- Pictures --------------------------------------------------------------------------------------------------------
 
 
-def test_the_error_by_position_is_the_largest_of_each_token():
+def test_error_by_position_is_the_largest_of_each_token():
     expected = np.ones((1, 2, 3, 4))
     actual = expected.copy()
     actual[0, 1, 2, 0] += 0.5
@@ -257,14 +257,14 @@ def test_the_error_by_position_is_the_largest_of_each_token():
         ("output", (1, 300, 4), POSITIONS),
     ],
 )
-def test_the_error_by_position_follows_the_token_axis(stage, shape, length):
+def test_error_by_position_follows_the_token_axis(stage, shape, length):
     dtype = np.int32 if stage == "cache.lengths" else np.float32
     x = np.ones(shape, dtype)
     found = compare(x, x, x, Label("c", "b", "float32", stage))
     assert found.by_position == (0.0,) * length
 
 
-def test_an_error_in_a_run_of_positions_is_not_lost():
+def test_error_in_a_merged_run_of_positions_is_kept():
     expected = np.ones((1, 300, 4))
     actual = expected.copy()
     actual[0, 299, 0] = np.nan
@@ -272,7 +272,7 @@ def test_an_error_in_a_run_of_positions_is_not_lost():
     assert found.by_position == (*(0.0,) * (POSITIONS - 1), math.inf)
 
 
-def test_levels_keep_the_largest_weight_and_show_what_is_no_number():
+def test_levels_keep_largest_weight_and_show_nan():
     maps = np.zeros((1, 100, 5))
     maps[0, 99, 4] = 1.0
     maps[0, 0, 0] = np.nan
@@ -283,7 +283,7 @@ def test_levels_keep_the_largest_weight_and_show_what_is_no_number():
     assert np.count_nonzero(found) == 2
 
 
-def test_a_picture_has_the_opacity_of_its_levels():
+def test_picture_opacity_matches_levels():
     import base64
     import io
 
@@ -295,7 +295,7 @@ def test_a_picture_has_the_opacity_of_its_levels():
 
 
 @pytest.mark.usefixtures("broken_softmax")
-def test_attention_maps_of_a_failure_show_the_difference_where_it_is_worst():
+def test_attention_maps_of_a_failure_show_the_worst_difference():
     _, maps, content = page_of(["causal"], ["jax", "torch"])
     assert maps["causal", "float32", "jax"].pictures.keys() == {"expected", "actual"}
     shown = maps["causal", "float32", "torch"]
@@ -309,7 +309,7 @@ def test_attention_maps_of_a_failure_show_the_difference_where_it_is_worst():
     assert all(alternatives)
 
 
-def test_attention_maps_are_of_few_heads_and_the_last_step():
+def test_attention_maps_show_few_heads_and_the_last_step():
     _, maps, _ = page_of(["trained-smollm2-decode", "gqa", "rope-far"])
     assert maps["trained-smollm2-decode", "float32", "torch"].stage == "step5.attn_weights"
     assert maps["gqa", "float32", "torch"].heads == tuple(range(MOST_HEADS))

@@ -1,4 +1,4 @@
-"""Attention layers of live models, identified by what they do, without rules of families; and planted oddities."""
+"""Attention layers of live models, identified by what they do, without rules of families; and injected oddities."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def test_values_that_are_clipped_of_another_sequence_are_seen(monkeypatch):
 def in_attention(change: Any) -> Any:
     """Change what the attention function receives or returns."""
 
-    def plant(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def inject(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         module = importlib.import_module(type(model).__module__)
         original = module.eager_attention_forward
 
@@ -236,13 +236,13 @@ def in_attention(change: Any) -> Any:
 
         monkeypatch.setattr(module, "eager_attention_forward", odd)
 
-    return plant
+    return inject
 
 
 def on_children(name: str, change: Any) -> Any:
     """Change what the children of attention layers of some name return."""
 
-    def plant(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def inject(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         found = [
             each for path, each in model.named_modules() if path.endswith(name) and ("attn" in path or "att" in path)
         ]
@@ -250,13 +250,13 @@ def on_children(name: str, change: Any) -> Any:
         for each in found:
             each.register_forward_hook(lambda module, args, result: change(result, args[0]))
 
-    return plant
+    return inject
 
 
 def on_layers(change: Any) -> Any:
     """Change the output of attention layers."""
 
-    def plant(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def inject(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         for module in model.modules():
             if type(module).__name__.endswith("Attention"):
                 module.register_forward_hook(
@@ -267,20 +267,20 @@ def on_layers(change: Any) -> Any:
                     with_kwargs=True,
                 )
 
-    return plant
+    return inject
 
 
 def on_rotation(change: Any) -> Any:
     """Change the cosines and sines that a model makes of positions."""
 
-    def plant(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def inject(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         (rotary,) = (each for each in model.modules() if type(each).__name__.endswith("RotaryEmbedding"))
         rotary.register_forward_hook(
             lambda module, args, kwargs, result: change(*result, args[1] if len(args) > 1 else kwargs["position_ids"]),
             with_kwargs=True,
         )
 
-    return plant
+    return inject
 
 
 def distances(q: Any, k: Any) -> Any:
@@ -343,10 +343,10 @@ ODDITIES = {
         lambda cos, sin, places: (cos, torch.where(places[..., None] < 1000, sin, 0.99 * sin))
     ),
 }
-"""Changes of a layer that no field says, each with what plants it."""
+"""Changes of a layer that no field says, each with what injects it."""
 
 OF_FAMILIES = ["llama", "qwen3", "olmo2", "gemma", "starcoder2", "cohere", "granite", "smollm3", "arcee", "mixtral"]
-"""Families in which each is planted."""
+"""Families in which each is injected."""
 
 
 @pytest.mark.parametrize("family", rest_thorough(OF_FAMILIES, ["llama"]))

@@ -1,4 +1,4 @@
-"""Identification of layers whose RoPE has several axes: vision towers, and text with M-RoPE; and planted oddities."""
+"""Identification of layers whose RoPE has several axes: vision towers, and text with M-RoPE; and injected oddities."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_axes_of_text_are_identified_as_its_rules_say(name):
 def on_angles(change: Any) -> Any:
     """Change the angles (T, pairs) that a tower turns pairs by."""
 
-    def plant(model: Any) -> None:
+    def inject(model: Any) -> None:
         (rotary,) = (each for each in model.modules() if "Rotary" in type(each).__name__)
 
         def changed(module: Any, args: Any, result: Any) -> Any:
@@ -208,7 +208,7 @@ def on_angles(change: Any) -> Any:
 
         rotary.register_forward_hook(changed)
 
-    return plant
+    return inject
 
 
 def factors(angles: Any, **of_pairs: float) -> Any:
@@ -235,13 +235,13 @@ ODDITIES = {
     "a-token-between-two-places": on_angles(lambda angles: angles + 0.05 * (torch.arange(angles.shape[-1]) == 0)),
     "every-angle-a-tenth-larger": on_angles(lambda angles: 1.1 * angles),
 }
-"""Changes of the angles, each with what plants it."""
+"""Changes of the angles, each with what injects it."""
 
 
-PLANTED = [(oddity, name) for name in ("qwen2_vl", "pixtral", "llama4") for oddity in ODDITIES]
+INJECTED = [(oddity, name) for name in ("qwen2_vl", "pixtral", "llama4") for oddity in ODDITIES]
 
 
-@pytest.mark.parametrize(("oddity", "name"), rest_thorough(PLANTED, PLANTED[:4]))
+@pytest.mark.parametrize(("oddity", "name"), rest_thorough(INJECTED, INJECTED[:4]))
 def test_a_planted_oddity_of_axes_is_never_accepted(oddity, name):
     model, inputs = small_tower(name)
     ODDITIES[oddity](model)

@@ -71,12 +71,12 @@ def test_a_feature_is_identified(name):
 def changed(path: str, change: Any) -> Any:
     """Return what changes the output of modules by the end of their names."""
 
-    def plant(model: Any) -> None:
+    def inject(model: Any) -> None:
         for name, module in model.named_modules():
             if name.endswith(path):
                 module.register_forward_hook(lambda _, given, output: change(output, *given))
 
-    return plant
+    return inject
 
 
 BIAS, NORM = "relative_position_bias", "attn_sub_norm"

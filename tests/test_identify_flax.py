@@ -1,4 +1,4 @@
-"""Attention layers of Flax models, identified by the program of their call; and planted oddities."""
+"""Attention layers of Flax models, identified by the program of their call; and injected oddities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Attention that layers compute themselves: seen by its operations, recorded by a tap, identified, or refused."""
+"""Tests of layers that compute attention themselves: a tap records their operations, and they are identified or
+rejected.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ Attend = Callable[..., Tensor]
 
 
 class PlainAttention(nn.Module):
-    """Attention as people write it: projections, and a function of heads (B, T, N, H)."""
+    """Attention as commonly written: projections, and a function of heads (B, T, N, H)."""
 
     def __init__(self, attend: Attend, kv_heads: int = HEADS, table: Tensor | None = None) -> None:
         super().__init__()
@@ -51,7 +53,7 @@ def unfolded(context: Tensor) -> Tensor:
 
 
 def causal(x: Tensor) -> Tensor:
-    """Return which keys lie after their query, (T, S)."""
+    """Return a mask of the keys after each query, (T, S)."""
     return torch.ones(x.shape[-2:], dtype=torch.bool).triu(1)
 
 
@@ -68,7 +70,7 @@ def scores_of(q: Tensor, k: Tensor) -> Tensor:
     return torch.einsum("btnh,bsnh->bnts", q, k) / math.sqrt(WIDTH)
 
 
-# ---- What is written in several ways ---------------------------------------------------------------------------------
+# ---- Equivalent implementations --------------------------------------------------------------------------------------
 
 
 def einsum(layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -129,7 +131,7 @@ def sdpa_with_alibi(layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2)
 
 
-# ---- What is done to scores ------------------------------------------------------------------------------------------
+# ---- Changes to scores -----------------------------------------------------------------------------------------------
 
 
 def slopes(max_bias: float) -> Tensor:
@@ -137,7 +139,7 @@ def slopes(max_bias: float) -> Tensor:
 
 
 def on_scores(change: Callable[[Any, Tensor], Tensor]) -> Attend:
-    """Attend by scores that are changed."""
+    """Return attention with changed scores."""
     return lambda layer, q, k, v: attended(change(layer, scores_of(q, k)), v)
 
 
@@ -174,7 +176,7 @@ WRITTEN: dict[str, tuple[Attend, dict[str, Any], bool]] = {
     "alibi-scaled": (alibi_scaled, {"alibi": Alibi(scaled=True)}, True),
     "relative-bias": (on_scores(of_buckets), {"relative_bias": RelativeBias(16, 64)}, False),
 }
-"""Ways to write attention, with what identification says of each, and whether it is causal."""
+"""Implementations of attention, each with its identified fields and True if it is causal."""
 
 
 def made(attend: Attend, **options: Any) -> nn.Sequential:
@@ -195,7 +197,7 @@ FEW = ["bmm", "keys-first", "groups-together", "sdpa", "soft-cap", "alibi-scaled
 
 
 @pytest.mark.parametrize("name", rest_thorough(list(WRITTEN), FEW))
-def test_attention_is_identified_however_it_is_written(name):
+def test_attention_is_identified_in_any_implementation(name):
     attend, fields, is_causal = WRITTEN[name]
     kv_heads = fields.get("num_kv_heads", HEADS)
     model = made(attend, kv_heads=kv_heads, table=TABLE if "relative_bias" in fields else None)
@@ -213,10 +215,10 @@ def test_attention_is_identified_however_it_is_written(name):
 
 
 class Mixer(PlainAttention):
-    """Attention whose class does not say so."""
+    """Attention whose class name does not contain the word."""
 
 
-def test_a_class_of_any_name_is_identified_if_it_is_named():
+def test_class_of_any_name_is_identified_if_named():
     model = nn.Sequential(Mixer(sdpa, kv_heads=2)).eval()
     (found,) = identify(model, {"input": inputs()}, layers="Mix*")
     assert found.spec is not None, str(found)
@@ -224,7 +226,7 @@ def test_a_class_of_any_name_is_identified_if_it_is_named():
 
 
 @pytest.mark.parametrize("gradients", [torch.no_grad, torch.enable_grad, torch.inference_mode])
-def test_a_tap_records_and_judges_what_operations_show(gradients):
+def test_tap_records_and_checks_operations(gradients):
     model = made(bmm)
     x = inputs(9)
     with gradients():
@@ -245,7 +247,7 @@ def test_a_tap_records_and_judges_what_operations_show(gradients):
     assert not parity.judge_tap(tapped, {0: identity.spec.replace(scale=1.0)}, {0: identity.weights}).passed
 
 
-def test_no_mode_stays_after_an_exception():
+def test_no_dispatch_mode_remains_after_an_exception():
     from torch.utils._python_dispatch import _get_current_dispatch_mode
 
     def broken(layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -263,7 +265,7 @@ def test_no_mode_stays_after_an_exception():
 
 
 def on_weights(change: Callable[[Any, Tensor], Tensor]) -> Attend:
-    """Attend by attention weights that are changed."""
+    """Return attention with changed attention weights."""
 
     def attend(layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return torch.einsum("bnts,bsnh->btnh", change(layer, hidden(scores_of(q, k)).softmax(-1)), v)
@@ -323,22 +325,22 @@ ODDITIES: dict[str, Attend] = {
     "two-products": two_products,
     "by-blocks": by_blocks,
 }
-"""Layers that are not attention as a specification says it."""
+"""Layers whose attention no specification describes."""
 
 
-def test_a_table_of_other_buckets_is_not_accepted():
+def test_bias_table_with_other_buckets_is_rejected():
     shifted = on_scores(lambda layer, scores: of_buckets(layer, torch.cat([scores, scores[..., :1]], -1))[..., 1:])
     assert identified(made(shifted, table=TABLE)).spec is None
 
 
 @pytest.mark.parametrize("name", rest_thorough(list(ODDITIES), list(ODDITIES)[::3]))
-def test_an_oddity_is_never_accepted(name):
+def test_oddity_is_never_accepted(name):
     found = identified(made(ODDITIES[name]))
     assert found.spec is None, str(found)
     assert found.refusal
 
 
-def test_a_table_that_another_layer_holds_is_named():
+def test_table_held_by_another_layer_is_named():
     model = nn.Sequential(*made(on_scores(of_buckets), table=TABLE), *made(on_scores(of_buckets))).eval()
     model[1].__dict__["bias"] = model[0].bias  # used by both, held by the first
     first, second = identify(model, {"input": inputs()})
@@ -350,7 +352,7 @@ def test_a_table_that_another_layer_holds_is_named():
 # ---- Layers of torch -------------------------------------------------------------------------------------------------
 
 
-def test_layers_of_torchs_transformer_are_identified():
+def test_layers_of_torch_transformer_are_identified():
     torch.manual_seed(0)
     model = nn.Transformer(32, 4, 1, 1, 32, dropout=0.0, batch_first=True).eval()
     found = identify(model, {"src": inputs(12), "tgt": inputs(10)})
@@ -367,7 +369,7 @@ def test_layers_of_torchs_transformer_are_identified():
 
 @pytest.mark.parametrize("options", [{}, {"kdim": 24, "vdim": 24, "bias": False}])
 @pytest.mark.parametrize("need_weights", [False, True])
-def test_a_layer_of_torch_alone_is_identified(options, need_weights):
+def test_torch_layer_alone_is_identified(options, need_weights):
     torch.manual_seed(0)
     module = nn.MultiheadAttention(32, 4, batch_first=True, **options).eval()
     x, other = inputs(12), inputs(9)[..., : module.kdim]
@@ -380,7 +382,7 @@ def test_a_layer_of_torch_alone_is_identified(options, need_weights):
     assert found.is_causal is not bool(options)
 
 
-def test_an_oddity_of_torchs_layer_is_refused():
+def test_oddity_of_torch_layer_is_rejected():
     x = inputs(12)
     module = nn.MultiheadAttention(32, 4, batch_first=True, add_zero_attn=True).eval()
     (found,) = identify(module, {"query": x, "key": x, "value": x})
@@ -391,7 +393,7 @@ def test_an_oddity_of_torchs_layer_is_refused():
 
 
 @pytest.mark.parametrize("implementation", rest_thorough(["eager", "sdpa"], ["sdpa"]))
-def test_blocks_of_t5_have_the_table_of_their_first(implementation):
+def test_t5_blocks_use_the_table_of_the_first_block(implementation):
     sizes: dict[str, Any] = {"d_model": 32, "d_kv": 16, "d_ff": 16, "num_layers": 2, "num_heads": 4, "vocab_size": 97}
     torch.manual_seed(0)
     model = AutoModel.from_config(T5Config(**sizes), attn_implementation=implementation).eval()
@@ -417,10 +419,10 @@ def falcon(implementation: str, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_falcon_with_alibi_is_what_its_implementation_computes(implementation):
+def test_falcon_alibi_depends_on_attention_implementation(implementation):
     tokens = torch.randint(1, 97, (2, 16), generator=torch.Generator().manual_seed(1))
     (layer,) = identify(falcon(implementation, alibi=True), {"input_ids": tokens})
-    if implementation == "eager":  # transformers 5 adds ALiBi to the mask, and to the scores once more
+    if implementation == "eager":  # transformers 5 adds ALiBi to the mask, and again to the scores
         assert layer.spec is None
         assert "added to scores" in layer.refusal
         return

@@ -290,25 +290,25 @@ def on_sigmoid(change: Any) -> Any:
 def on_norms(name: str, change: Any) -> Any:
     """Change what norms of some name return."""
 
-    def plant(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def inject(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         found = [each for path, each in model.named_modules() if path.endswith(name)]
         assert found
         for each in found:
             change(each)
 
-    return plant
+    return inject
 
 
 def on_temperature(change: Any) -> Any:
     """Change the factors of queries that a model makes of positions."""
 
-    def plant(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def inject(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         import transformers.models.ministral3.modeling_ministral3 as module
 
         original = module.get_llama_4_attn_scale
         monkeypatch.setattr(module, "get_llama_4_attn_scale", lambda *args: change(original, *args))
 
-    return plant
+    return inject
 
 
 def hooked(change: Any) -> Any:
@@ -373,15 +373,15 @@ ODDITIES: dict[str, tuple[str, Any]] = {
         in_attention(lambda attend, q, k, v, mask: attend(q, k, v.clamp(-0.3, 0.3), mask)),
     ),
 }
-"""Changes that no field says, each with what has the field and what plants it."""
+"""Changes that no field says, each with what has the field and what injects it."""
 
 
 @pytest.mark.parametrize("name", rest_thorough(list(ODDITIES), ["gate-doubled", "latent-capped"]))
 def test_an_oddity_of_projections_is_never_accepted(name, monkeypatch):
-    field, plant = ODDITIES[name]
+    field, inject = ODDITIES[name]
     family, options = FIELDS[field]
     model = small_model(family, **options)
-    plant(model, monkeypatch)
+    inject(model, monkeypatch)
     accepted = [str(layer) for layer in identify(model, inputs_of(family)) if layer.spec is not None]
     assert not accepted, accepted[0]
 

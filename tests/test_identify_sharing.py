@@ -1,4 +1,4 @@
-"""Layers that share the keys and values of another layer, identified by what they do; and oddities of them."""
+"""Tests of identifying layers that share the keys and values of another layer, and of rejecting oddities."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MODELS = {
 
 
 def model_of(name: str, kinds: list[str] = KINDS) -> Any:
-    """Return a small model with random weights, in evaluation."""
+    """Return a small model with random weights, in evaluation mode."""
     kind, options = MODELS[name]
     config = getattr(transformers, f"{kind}Config")(**SIZES, **options, layer_types=kinds)
     torch.manual_seed(0)
@@ -40,7 +40,7 @@ def inputs() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_layer_whose_keys_and_values_are_shared_is_found(name):
+def test_source_of_shared_keys_and_values_is_found(name):
     model = model_of(name)
     found = parity.layers_of(model, inputs())
     assert [each.source for each in found] == ["both"] * 5
@@ -55,12 +55,12 @@ def test_the_layer_whose_keys_and_values_are_shared_is_found(name):
         assert {*each.weights} == {"q_proj.weight", "q_norm.weight", "out_proj.weight"}
 
 
-def test_keys_of_another_layer_than_the_configuration_says_contradict_the_rules():
-    """They are those of a layer, so that observation alone accepts them and names it."""
+def test_keys_of_a_layer_other_than_configured_contradict_the_rules():
+    """They belong to a layer, so observation alone accepts them and names it."""
     kinds = ["full_attention"] * 5
     model = model_of("Gemma 3n", kinds)
     heads = heads_of(model.layers[1].self_attn)
-    planted(model, lambda k, v: (heads["k"], heads["v"]))
+    inject(model, lambda k, v: (heads["k"], heads["v"]))
     (layer,) = (each for each in parity.layers_of(model, inputs()) if each.name == f"layers.{SHARED}.self_attn")
     assert layer.identification.spec is not None
     assert layer.identification.inputs["key"] == "the keys of layers.1.self_attn"
@@ -69,7 +69,7 @@ def test_keys_of_another_layer_than_the_configuration_says_contradict_the_rules(
 
 
 def heads_of(module: Any) -> dict[str, torch.Tensor]:
-    """Return the keys and values of a module of Gemma 3n, which each call replaces."""
+    """Return the keys and values of a Gemma 3n module, which each call replaces."""
     heads: dict[str, torch.Tensor] = {}
     rotate = transformers.models.gemma3n.modeling_gemma3n.apply_rotary_pos_emb
 
@@ -82,8 +82,8 @@ def heads_of(module: Any) -> dict[str, torch.Tensor]:
     return heads
 
 
-def planted(model: Any, change: Any) -> None:
-    """Let the last layer attend to other keys and values than it receives."""
+def inject(model: Any, change: Any) -> None:
+    """Make the last layer attend to keys and values other than those it receives."""
 
     def begin(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         states = {kind: change(*heads) for kind, heads in kwargs["shared_kv_states"].items()}
@@ -93,7 +93,7 @@ def planted(model: Any, change: Any) -> None:
 
 
 def rotated(k: torch.Tensor) -> torch.Tensor:
-    """Return keys that are rotated again by their positions."""
+    """Return keys that are rotated by their positions again."""
     angles = torch.arange(k.shape[2])[:, None] * 1e4 ** (-torch.arange(0, k.shape[-1], 2) / k.shape[-1])
     cos, sin = (torch.cat([each, each], dim=-1).float() for each in (angles.cos(), angles.sin()))
     first, second = k.chunk(2, dim=-1)
@@ -126,9 +126,9 @@ ODDITIES = {
 
 @pytest.mark.parametrize("name", rest_thorough(ODDITIES, ["rotated-again", "exchanged", "values-of-the-token-before"]))
 @pytest.mark.parametrize("family", ["Gemma 3n", pytest.param("Gemma 4", marks=pytest.mark.thorough)])
-def test_a_planted_oddity_is_never_accepted(name, family):
+def test_injected_oddity_is_never_accepted(name, family):
     model = model_of(family)
-    planted(model, ODDITIES[name])
+    inject(model, ODDITIES[name])
     found = parity.identify(model, inputs())
     assert all(each.spec is not None for each in found[:SHARED])
     assert found[SHARED].spec is None, str(found[SHARED])
@@ -136,14 +136,14 @@ def test_a_planted_oddity_is_never_accepted(name, family):
 
 
 def test_keys_of_two_layers_are_not_shared():
-    """Keys of one layer and values of another are no layer's."""
+    """Keys of one layer and values of another do not belong to a single layer."""
     model = model_of("Gemma 3n", ["full_attention"] * 5)
     heads = heads_of(model.layers[0].self_attn)
-    planted(model, lambda k, v: (heads["k"], v))
+    inject(model, lambda k, v: (heads["k"], v))
     assert parity.identify(model, inputs())[SHARED].spec is None
 
 
-def test_a_recording_is_judged_by_the_keys_of_the_other_layer():
+def test_recording_is_compared_with_the_keys_of_the_source_layer():
     model = model_of("Gemma 3n")
     specs = {layer.index: layer for layer in parity.specs_of(model.config)}
     with torch.no_grad(), parity.tap(model) as tapped:

@@ -1,4 +1,4 @@
-"""Cases run by several processes: the same report, and no process that is left behind."""
+"""Tests of running cases in several processes: the report is unchanged and no process is left behind."""
 
 import json
 import math
@@ -47,7 +47,7 @@ def is_running(pid):
         return False
 
 
-def test_the_report_is_that_of_one_process():
+def test_report_equals_that_of_one_process():
     cases = [CASES[name] for name in ("textbook", "decode", "nan-visible-causal")]
     alone, together = (
         run_cases(cases, ["torch"], ["float32", "bfloat16"], with_gradients=True, jobs=jobs).to_dict()
@@ -64,7 +64,7 @@ def test_results_are_in_order():
 
 
 @pytest.mark.thorough
-def test_what_costs_most_begins_first(tmp_path):
+def test_most_expensive_item_starts_first(tmp_path):
     paths = [str(tmp_path / name) for name in ("a", "bb", "ccc")]
     assert list(by_processes(os.mkdir, paths, 1, cost=len)) == [None] * 3
     assert [os.stat(path).st_ctime_ns for path in paths] == sorted(
@@ -72,17 +72,17 @@ def test_what_costs_most_begins_first(tmp_path):
     )
 
 
-def test_what_a_process_raises_is_raised_here():
+def test_exception_in_a_process_is_raised_here():
     with pytest.raises(ValueError, match="nonnegative"):
         list(by_processes(math.isqrt, [9, -1], 2, cost=abs))
 
 
-def test_a_process_that_dies_is_an_error_and_no_wait():
+def test_dead_process_raises_instead_of_hanging():
     with pytest.raises(BrokenProcessPool):
         list(by_processes(os._exit, [3], 2, cost=abs))
 
 
-def test_who_stops_asking_leaves_no_process():
+def test_closing_the_iterator_leaves_no_process():
     others = set(multiprocessing.active_children())
     naps = by_processes(time.sleep, [0, 600, 600], 2, cost=lambda nap: -nap)
     next(naps)
@@ -93,7 +93,7 @@ def test_who_stops_asking_leaves_no_process():
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="processes are looked for in /proc")
-def test_who_is_killed_leaves_no_process(tmp_path):
+def test_killed_parent_leaves_no_process(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(LEFT_ALONE)
     with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True) as process:
@@ -108,12 +108,12 @@ def test_who_is_killed_leaves_no_process(tmp_path):
     ("arguments", "jobs"),
     [(["--jobs", "0"], 0), (["--jobs", "2", "--model", "x"], 2)],
 )
-def test_jobs_that_cannot_be_are_refused(arguments, jobs, capsys):
+def test_invalid_jobs_option_fails(arguments, jobs, capsys):
     assert main(["run", "--cases", "textbook", *arguments]) == 2
     assert refuses("--jobs", {"--jobs": jobs}).is_printed_in(capsys.readouterr().err)
 
 
-def test_of_python_too():
+def test_invalid_jobs_argument_raises():
     with refuses("jobs", jobs=0):
         run_cases([CASES["textbook"]], ["torch"], jobs=0)
 
@@ -122,7 +122,7 @@ THREADS = ["OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"]
 
 
 @pytest.mark.parametrize(("own", "expected"), [(None, ["4", "4"]), ("3", ["3", "4"])])
-def test_processes_share_the_cores_unless_somebody_says_otherwise(monkeypatch, own, expected):
+def test_processes_share_the_cores_unless_configured(monkeypatch, own, expected):
     monkeypatch.setattr(os, "cpu_count", lambda: 9)
     monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False) if own is None else monkeypatch.setenv("OMP_NUM_THREADS", own)
@@ -130,7 +130,7 @@ def test_processes_share_the_cores_unless_somebody_says_otherwise(monkeypatch, o
     assert os.environ.get("OMP_NUM_THREADS") == own
 
 
-def test_another_python_takes_its_share_of_the_cores(tmp_path, monkeypatch):
+def test_other_python_gets_its_share_of_the_cores(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 9)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     python = tmp_path / "python"
@@ -140,7 +140,7 @@ def test_another_python_takes_its_share_of_the_cores(tmp_path, monkeypatch):
         elsewhere.wait()
 
 
-# ---- With another Python ---------------------------------------------------------------------------------------------
+# ---- Another Python --------------------------------------------------------------------------------------------------
 
 CASES_ELSEWHERE = ["--cases", "rope-gqa", "--grad", "--dtypes", "float32,bfloat16"]
 
@@ -151,15 +151,15 @@ def run_with(tmp_path, *options):
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def test_a_backend_with_another_python_is_judged_as_it_is_here(tmp_path):  # `make parity` has one, beside --jobs 2
+def test_backend_in_other_python_gives_the_same_results(tmp_path):  # `make parity` runs one, with --jobs 2
     here = run_with(tmp_path, "--backends", "torch", *CASES_ELSEWHERE)
     told = ["--python", f"torch={sys.executable}", "--backends", "torch"]
     elsewhere = run_with(tmp_path, *told, *CASES_ELSEWHERE)
-    assert elsewhere["results"] == here["results"]  # which has each once: torch does not run here as well
+    assert elsewhere["results"] == here["results"]  # each result occurs once: torch does not also run here
     assert {each["backend"] for each in here["results"]} == {"torch"}
 
 
-def test_what_another_python_refuses_is_said_in_a_line(tmp_path, capsys):
+def test_error_of_other_python_is_reported_in_one_line(tmp_path, capsys):
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho 'mha-parity: torch needs torch, not installed here' >&2\nexit 2\n")
     python.chmod(0o755)
@@ -173,12 +173,12 @@ def test_what_another_python_refuses_is_said_in_a_line(tmp_path, capsys):
     ("told", "got"),
     [("torch=nowhere", "nowhere"), ("caffe=python", "caffe")],
 )
-def test_another_python_must_be_one(capsys, told, got):
+def test_other_python_must_exist_and_name_a_backend(capsys, told, got):
     assert main(["run", "--python", told]) == 2
     assert refuses("--python", {"--python": got}).is_printed_in(capsys.readouterr().err)
 
 
-def test_another_python_ends_with_the_run_and_leaves_nothing(tmp_path, monkeypatch):
+def test_other_python_ends_with_the_run_and_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nexec sleep 600\n")

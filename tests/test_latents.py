@@ -332,4 +332,4 @@ def test_a_port_with_another_scale_keeps_what_yarn_multiplies_it_by():
     weights = {name: torch.from_numpy(weight) for name, weight in problem.weights.items()}
     output, _ = mha_torch.multi_head_attention(torch.from_numpy(problem.inputs["query"]), weights, wrong)
     (found,) = parity.diagnose({"output": output.numpy()}, problem).explanations
-    assert found.hypotheses == ("scale-by-value-head-dim",)
+    assert found.bugs == ("scale-by-value-head-dim",)

@@ -1,4 +1,4 @@
-"""Laws: where a stage is wrong and by what law, planted in arrays of every kind; and none where there is none."""
+"""Laws: where a stage is wrong and by what law, injected in arrays of every kind; and none where there is none."""
 
 import json
 import math
@@ -31,9 +31,9 @@ from parity.core.compare import budget
 from parity.core.reference import Arithmetic, Layer
 from parity.core.stages import run_steps
 from parity.core.weights import dtype_named
+from parity.diagnosis.bugs import wrong_layer
 from parity.diagnosis.laws import Findings, describe
 from parity.diagnosis.laws.record import OtherSpec
-from parity.diagnosis.mistakes import wrong_layer
 
 NOISE = 1e-7
 ALLOWED = {"rms": 4e-7, "max": 2e-6}

@@ -1,4 +1,4 @@
-"""Whole models of released families, each attention layer beside ours: encoders, those with decoders, and decoders."""
+"""Tests that each attention layer of whole released models matches ours: encoders, encoder-decoders and decoders."""
 
 from dataclasses import replace
 
@@ -184,7 +184,7 @@ LIKE_GPT = {
     "persimmon": Model("persimmon", {"qk_layernorm": True}),
     "falcon, one head": Model("falcon", {"multi_query": True, "bias": True}),
     "falcon, groups": Model("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
-    # Its eager attention adds the slopes a second time, after the model has added them to the mask.
+    # Its eager attention adds the slopes again, after the model has added them to the mask.
     "falcon, ALiBi": Model("falcon", {"alibi": True, "multi_query": False}, attention="sdpa"),
     "mpt": Model(
         "mpt",
@@ -320,7 +320,7 @@ LIKE_LLAMA |= {
         {**WIDE, **MOE, **TWO, "v_head_dim": 12, "attention_bias": True, "attention_value_scale": 1.0}
         | {"rope_parameters": {"sliding_attention": HALF, "full_attention": {**HALF, "rope_theta": 7e3}}},
     ),
-    "cohere2_moe": Model(  # of which layers without a window rotate in the dense prefix only
+    "cohere2_moe": Model(  # without a window, only layers of the dense prefix rotate
         "cohere2_moe",
         {**WIDE, **MOE, "attention_bias": True, "num_hidden_layers": 3, "sliding_window": 3}
         | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}
@@ -384,7 +384,7 @@ HYBRIDS = {
 GROUPS = {"n_group": 1, "topk_group": 1}
 SMALL_HEADS = {**KV, **MOE, **GROUPS, "head_dim": 8, "n_shared_experts": 1}
 OF_LATENTS = {**RANKS, **MOE, **GROUPS, "num_key_value_heads": 4}
-BY_THEMSELVES = {  # whose layers are beside ours in other tests: here where they are, and what they see
+BY_THEMSELVES = {  # other tests compare these layers with ours; here their paths and masks are checked
     **{
         name: Model(name, SMALL_HEADS)
         for name in (
@@ -413,12 +413,12 @@ ALL = MODELS | BY_THEMSELVES
 
 
 @pytest.mark.parametrize("name", rest_thorough(ALL, first_families(ALL, by=stack_signature)))
-def test_each_layer_of_a_model_is_what_its_configuration_says(name, tmp_path):
+def test_each_layer_of_a_model_matches_its_configuration(name, tmp_path):
     check_model(ALL[name], tmp_path)
 
 
 def other_spec(**fields):
-    """A layer whose specification is another."""
+    """Return a function that changes fields of a layer's specification."""
     return lambda layer: replace(layer, spec=replace(layer.spec, **fields))
 
 
@@ -438,7 +438,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_another_specification_path_or_layout_is_seen(name, tmp_path):
+def test_wrong_specification_path_or_layout_is_detected(name, tmp_path):
     of, wrong = WRONG[name]
     with pytest.raises((AssertionError, ValueError, KeyError)):
         check_model(MODELS[of], tmp_path, lambda values: [wrong(each) for each in specs_of(values) if each.spec])

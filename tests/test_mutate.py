@@ -1,4 +1,4 @@
-"""`mutate`: what is planted in a user's attention, and what is said of their tests."""
+"""`mutate`: what is injected in a user's attention, and what is said of their tests."""
 
 import json
 import os
@@ -22,11 +22,11 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from parity.cli.main import main
-from parity.diagnosis.mistakes import page_by_mistake
-from parity.mutating import plant, record
+from parity.diagnosis.bugs import page_by_bug
+from parity.mutating import inject, record
+from parity.mutating.bugs import BUGS, injections_for, names, page_of
 from parity.mutating.calls import Call
 from parity.mutating.compare import Unfit, same
-from parity.mutating.mistakes import MISTAKES, names, page_of, planted_in
 from parity.mutating.run import Run, Status, Suite, _result_of
 from parity.mutating.view import OTHER_NEEDS, View, view_of
 from parity.reporting.bugs import bug_page
@@ -55,27 +55,27 @@ def qkv(num_queries=5, num_keys=5, num_kv_heads=4):
     return [torch.randn(shape, generator=rng, dtype=torch.float64) for shape in shapes]
 
 
-def planted(name, *args, view=VIEW, function=attention, **kwargs):
-    """What a function gives with a mistake; None where the call does not allow it."""
-    run = planted_in(view)[0][name].make(Call(view, args, kwargs))
+def with_bug(name, *args, view=VIEW, function=attention, **kwargs):
+    """What a function gives with a bug; None where the call does not allow it."""
+    run = injections_for(view)[0][name].make(Call(view, args, kwargs))
     return None if run is None else run(lambda call: function(*call.args, **call.kwargs))
 
 
-# ---- The mistakes ----------------------------------------------------------------------------------------------------
+# ---- The bugs ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", names())
-def test_every_mistake_has_a_page_and_the_name_of_the_catalogue(name):
+def test_every_bug_has_a_page_and_the_name_of_the_catalogue(name):
     assert bug_page(page_of(name))
-    assert name in page_by_mistake()
+    assert name in page_by_bug()
 
 
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
-def test_what_lacks_everything_is_told_why(mistake):
-    bare = View("torch", "" if "layer" in mistake.needs else "BTE", ("x",), roles={"query": "x"})
-    reason = mistake.why_not(bare)
-    assert bool(reason) == bool(mistake.needs)
-    assert all(need in OTHER_NEEDS or bare.lacks(need).startswith("it has no") for need in mistake.needs)
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_what_lacks_everything_is_told_why(bug):
+    bare = View("torch", "" if "layer" in bug.needs else "BTE", ("x",), roles={"query": "x"})
+    reason = bug.why_not(bare)
+    assert bool(reason) == bool(bug.needs)
+    assert all(need in OTHER_NEEDS or bare.lacks(need).startswith("it has no") for need in bug.needs)
 
 
 TRIL = torch.ones(5, 5, dtype=torch.bool).tril()
@@ -107,22 +107,22 @@ WRONG = {
     "heads-not-moved": ({}, lambda: attention(*(x.mT.mT.transpose(1, 2).reshape(x.shape) for x in (Q, K, V)))),
     "heads-not-moved-back": ({}, lambda: attention(Q, K, V).reshape(2, 5, 4, 8).transpose(1, 2)),
 }
-"""What a mistake makes of a call, and the same by hand."""
+"""What a bug makes of a call, and the same by hand."""
 
 
 @pytest.mark.parametrize("axes", ["BNTH", "BTNH"])
 @pytest.mark.parametrize("name", WRONG)
-def test_a_mistake_gives_what_it_gives_when_made_by_hand(name, axes):
+def test_a_bug_gives_what_it_gives_when_made_by_hand(name, axes):
     options, by_hand = WRONG[name]
     if axes == "BNTH":
-        found = planted(name, Q, K, V, **options)
+        found = with_bug(name, Q, K, V, **options)
     else:
 
         def turned(q, k, v, *args, **kwargs):
             return attention(*(x.transpose(1, 2) for x in (q, k, v)), *args, **kwargs).transpose(1, 2)
 
         given = [x.transpose(1, 2) for x in (Q, K, V)]
-        found = planted(name, *given, view=replace(VIEW, axes="BTNH"), function=turned, **options).transpose(1, 2)
+        found = with_bug(name, *given, view=replace(VIEW, axes="BTNH"), function=turned, **options).transpose(1, 2)
     torch.testing.assert_close(found, by_hand(), equal_nan=True)
     assert not same(found, attention(Q, K, V, **options))
 
@@ -130,36 +130,36 @@ def test_a_mistake_gives_what_it_gives_when_made_by_hand(name, axes):
 def test_key_value_heads_are_tiled():
     q, k, v = qkv(num_kv_heads=2)
     torch.testing.assert_close(
-        planted("kv-heads-tiled", q, k, v), attention(q, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1))
+        with_bug("kv-heads-tiled", q, k, v), attention(q, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1))
     )
-    assert planted("kv-heads-tiled", *qkv()) is None
+    assert with_bug("kv-heads-tiled", *qkv()) is None
 
 
 def test_the_causal_mask_is_aligned_to_the_other_end():
     q, k, v = qkv(3, 5)
-    found = planted("causal-bottom-right", q, k, v, is_causal=True)
+    found = with_bug("causal-bottom-right", q, k, v, is_causal=True)
     torch.testing.assert_close(found, attention(q, k, v, torch.ones(3, 5).tril(2).bool()))
-    assert planted("causal-bottom-right", *qkv(), is_causal=True) is None
-    assert "causal-top-left" in planted_in(VIEW)[1]
+    assert with_bug("causal-bottom-right", *qkv(), is_causal=True) is None
+    assert "causal-top-left" in injections_for(VIEW)[1]
 
 
 def test_a_mask_that_is_added_stays_one_that_is_added():
     added = torch.zeros(5, 5, dtype=torch.float64).masked_fill(~TRIL, float("-inf"))
-    torch.testing.assert_close(planted("mask-ignored", Q, K, V, added), attention(Q, K, V))
-    torch.testing.assert_close(planted("mask-flipped", Q, K, V, added), attention(Q, K, V, ~TRIL), equal_nan=True)
-    found = planted("causal-off-by-one", Q, K, V, added)
+    torch.testing.assert_close(with_bug("mask-ignored", Q, K, V, added), attention(Q, K, V))
+    torch.testing.assert_close(with_bug("mask-flipped", Q, K, V, added), attention(Q, K, V, ~TRIL), equal_nan=True)
+    found = with_bug("causal-off-by-one", Q, K, V, added)
     torch.testing.assert_close(found, attention(Q, K, V, torch.ones(5, 5).tril(1).bool()))
 
 
 def test_a_mask_that_is_not_causal_is_not_shifted():
     mask = torch.ones(5, 5, dtype=torch.bool)
     mask[:, 1] = False
-    torch.testing.assert_close(planted("causal-off-by-one", Q, K, V, mask), attention(Q, K, V, mask))
+    torch.testing.assert_close(with_bug("causal-off-by-one", Q, K, V, mask), attention(Q, K, V, mask))
 
 
 def test_ours_does_not_stand_in_for_what_gives_something_else():
     with pytest.raises(Unfit, match="another result than yours"):
-        planted("softmax-over-heads", Q, K, V, function=lambda *given: attention(*given) * 2)
+        with_bug("softmax-over-heads", Q, K, V, function=lambda *given: attention(*given) * 2)
 
 
 @pytest.mark.parametrize(
@@ -179,11 +179,11 @@ def test_padding_is_hidden_elsewhere(name, wrong):
     for true in ("hides", "shows"):
         view = View("torch", "BTE", ("x", "padding"), roles={"query": "x", "padding": "padding"}, padding_true=true)
         given = right if true == "hides" else ~right
-        found = planted(name, torch.zeros(2, 5, 4), given, view=view, function=lambda x, padding: padding)
+        found = with_bug(name, torch.zeros(2, 5, 4), given, view=view, function=lambda x, padding: padding)
         expected = right.flip(-1) if wrong is None else hidden(wrong)
         assert torch.equal(found, expected if true == "hides" else ~expected)
     view = View("torch", "BTE", ("x", "lengths"), roles={"query": "x", "lengths": "lengths"})
-    found = planted(name, torch.zeros(2, 5, 4), torch.tensor([3, 5]), view=view, function=lambda x, lengths: lengths)
+    found = with_bug(name, torch.zeros(2, 5, 4), torch.tensor([3, 5]), view=view, function=lambda x, lengths: lengths)
     assert (None if found is None else found.tolist()) == wrong  # lengths say no side
 
 
@@ -208,9 +208,9 @@ ROPE = {role: role for role in ("query", "positions", "cache", "cos", "sin", "bi
 )
 def test_what_is_given_beside_is_changed(name, given, wrong):
     view = View("torch", "BNTH", ("query",), ("bias", "window", "soft_cap", "sinks"), ROPE)
-    found = planted(name, np.zeros((1, 1, 3, 4)), view=view, function=lambda query, **more: more, **given)
+    found = with_bug(name, np.zeros((1, 1, 3, 4)), view=view, function=lambda query, **more: more, **given)
     np.testing.assert_equal(found, wrong)
-    assert planted(name, np.zeros((1, 1, 3, 4)), view=view, function=lambda query, **more: more) is None
+    assert with_bug(name, np.zeros((1, 1, 3, 4)), view=view, function=lambda query, **more: more) is None
 
 
 COSINES = {"rope-missing": (1.0, 0.0), "rope-reversed": (0.5, -0.8), "rope-sin-cos-exchanged": (0.8, 0.5)}
@@ -222,8 +222,8 @@ def test_cosines_and_sines_are_changed(name):
     pair = View("torch", "BNTH", ("query",), roles={r: r for r in ("query", "position_embeddings")})
     cos, sin = torch.full((3,), 0.5), torch.full((3,), 0.8)
     for found in (
-        planted(name, Q, cos, sin, view=view, function=lambda query, *both: both),
-        planted(
+        with_bug(name, Q, cos, sin, view=view, function=lambda query, *both: both),
+        with_bug(
             name,
             Q,
             position_embeddings=(cos, sin),
@@ -290,11 +290,11 @@ def test_weights_are_changed_wherever_they_lie(carrier, name):
     view = View("torch", "BTE", ("x",), roles={"query": "x"}, projections=True, biases=True)
     x = torch.zeros(1, 3, 4)
     if carrier == "torch":
-        run = planted_in(view)[0][name].make(Call(view, (x,), {}, layer))
+        run = injections_for(view)[0][name].make(Call(view, (x,), {}, layer))
         found = run(lambda call: seen_of_torch(call.owner))
         np.testing.assert_equal(seen_of_torch(layer), weights)
     elif carrier == "nnx":
-        run = planted_in(view)[0][name].make(
+        run = injections_for(view)[0][name].make(
             Call(replace(view, framework="jax"), (jnp.zeros((1, 3, 4)),), {}, jax_layer)
         )
         found = run(seen_of_nnx)
@@ -304,7 +304,7 @@ def test_weights_are_changed_wherever_they_lie(carrier, name):
             "b" + LETTERS[n][1]: weights[f"{n}.bias"] for n in LETTERS
         }
         given = {n: torch.from_numpy(array) for n, array in given.items()}
-        run = planted_in(view)[0][name].make(Call(view, (x,), {**given, "num_heads": 2}))
+        run = injections_for(view)[0][name].make(Call(view, (x,), {**given, "num_heads": 2}))
         found = run(
             lambda call: {
                 f"{n}.{leaf}": call.kwargs[letter + LETTERS[n][1]].numpy()
@@ -317,7 +317,7 @@ def test_weights_are_changed_wherever_they_lie(carrier, name):
         nested = {n: {"kernel": flat[f"{n}.weight"], "bias": flat[f"{n}.bias"]} for n in LETTERS}
         given = flat if carrier == "flat mapping" else nested
         view = replace(view, roles={"query": "x", "weights": "params"})
-        run = planted_in(view)[0][name].make(Call(view, (x,), {"params": given, "num_heads": 2}))
+        run = injections_for(view)[0][name].make(Call(view, (x,), {"params": given, "num_heads": 2}))
 
         def seen(call):
             held = call.kwargs["params"]
@@ -365,7 +365,7 @@ def attention(query, key, value, is_causal=False):
     return scaled_dot_product_attention(query, key, value, is_causal=is_causal)
 """
 
-# Each mistake is a process that imports torch, which takes longer than all else: so few are planted, and no test uses
+# Each bug is a process that imports torch, which takes longer than all else: so few are injected, and no test uses
 # torch.testing, which imports half as much again.
 GOOD = """
 import torch
@@ -417,7 +417,7 @@ def project(tmp_path, monkeypatch):
                 del sys.modules[name]
         path = tmp_path / "found.json"
         found = json.loads(path.read_text())["outcomes"] if path.exists() else []
-        return status, {outcome["mistake"]: outcome for outcome in found}
+        return status, {outcome["bug"]: outcome for outcome in found}
 
     return mutate
 
@@ -507,7 +507,7 @@ def test_bad_usage_is_refused_before_any_test_runs(project, capsys, options, ref
 
 @pytest.mark.parametrize(("options", "argument"), [((), "mine.attention:attention"), (("--skip", "rope*"), "--skip")])
 def test_nothing_that_can_be_planted_is_refused_with_the_reasons(project, capsys, monkeypatch, options, argument):
-    monkeypatch.setattr("parity.mutating.mistakes.planted_in", lambda view: ([], {"mask-ignored": "it has no mask"}))
+    monkeypatch.setattr("parity.mutating.bugs.injections_for", lambda view: ([], {"mask-ignored": "it has no mask"}))
     assert project("", *options, command=("no-such-command",))[0] == 2
     assert refuses(argument, "mask-ignored: it has no mask").is_printed_in(capsys.readouterr().err)
 
@@ -521,52 +521,52 @@ def test_a_command_that_is_not_there_is_refused(project, capsys):
 
 
 @pytest.fixture
-def planting(tmp_path, monkeypatch):
-    """Puts a mistake in the place of a function of a module; what was told meanwhile."""
+def injecting(tmp_path, monkeypatch):
+    """Puts a bug in the place of a function of a module; what was told meanwhile."""
 
-    def plant_in(function, mistake, view):
+    def inject_into(function, bug, view):
         module = types.ModuleType("mine")
         module.attention = function
-        made = {"attribute": "attention", "mistake": mistake, "view": asdict(view), "record": str(tmp_path / "record")}
+        made = {"attribute": "attention", "bug": bug, "view": asdict(view), "record": str(tmp_path / "record")}
         monkeypatch.setattr(record, "order", lambda: made)
-        monkeypatch.setattr(plant, "order", lambda: made)
+        monkeypatch.setattr(inject, "order", lambda: made)
         monkeypatch.setattr(record, "_noted", set())
-        plant.plant(module)
+        inject.inject(module)
         return module.attention, lambda: [event for event, _ in record.events(tmp_path / "record")]
 
-    return plant_in
+    return inject_into
 
 
-def test_a_call_is_compared_without_leaving_anything_behind(planting):
+def test_a_call_is_compared_without_leaving_anything_behind(injecting):
     view = replace(VIEW, order=("q", "k", "v", "cache"), roles={**VIEW.roles, "cache": "cache"})
 
     def with_cache(q, k, v, cache):
         cache.append(k)
         return attention(q, torch.cat(cache, 2), v) + torch.rand(())
 
-    function, told = planting(with_cache, "q-heads-reversed", view)
+    function, told = injecting(with_cache, "q-heads-reversed", view)
     cache = []
     torch.manual_seed(0)
     found = function(Q, K, V, cache)
     torch.manual_seed(0)
     torch.testing.assert_close(found, attention(Q.flip(1), K, V) + torch.rand(()))
     assert len(cache) == 1
-    assert told() == ["planted", "called", "reached", "changed"]
+    assert told() == ["injected", "called", "reached", "changed"]
 
 
-def test_what_cannot_be_copied_is_told(planting):
+def test_what_cannot_be_copied_is_told(injecting):
     class Stuck:
         def __deepcopy__(self, memo):
             raise TypeError("it is locked")
 
     view = replace(VIEW, order=("q", "k", "v", "cache"))
-    function, told = planting(lambda q, k, v, cache: attention(q, k, v), "scale-missing", view)
+    function, told = injecting(lambda q, k, v, cache: attention(q, k, v), "scale-missing", view)
     function(Q, K, V, Stuck())
-    assert told() == ["planted", "called", "uncompared", "reached"]
+    assert told() == ["injected", "called", "uncompared", "reached"]
 
 
-def test_with_no_mistake_it_is_told_which_a_call_allows(planting):
-    function, _ = planting(attention, "", VIEW)
+def test_with_no_bug_it_is_told_which_a_call_allows(injecting):
+    function, _ = injecting(attention, "", VIEW)
     torch.testing.assert_close(function(Q, K, V, is_causal=True), attention(Q, K, V, is_causal=True))
     allowed = {more for event, more in record._noted if event == "fits"}
     assert {"causal-ignored", "causal-off-by-one", "scale-missing"} <= allowed
@@ -617,7 +617,7 @@ def test_a_traced_call_takes_ours_only_where_both_are_equal():
 
     for factor in (1.0, 2.0):
         found = jax.jit(
-            lambda q, f=factor: planted("softmax-over-heads", q, k, v, view=view, function=lambda *a: theirs(*a, f))
+            lambda q, f=factor: with_bug("softmax-over-heads", q, k, v, view=view, function=lambda *a: theirs(*a, f))
         )(q)
         assert same(found, theirs(q, k, v, factor)) == (factor == 2.0)
 
@@ -658,7 +658,7 @@ def test_an_interruption_ends_the_tests_and_changes_nothing(tmp_path):
 
 
 @pytest.mark.thorough
-def test_options_of_pytest_reach_it_and_its_workers_have_the_mistake(project, capsys):
+def test_options_of_pytest_reach_it_and_its_workers_have_the_bug(project, capsys):
     tests = GOOD.replace("test_values", "test_one") + GOOD.replace("test_values", "test_two")
     command = ("pytest", "-x", "-p", "xdist", "-n", "1", "-k", "two", "test_mine.py")
     status, found = project(tests, "--only", "scale-missing", command=command)

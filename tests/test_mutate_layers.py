@@ -12,10 +12,10 @@ from flax import linen
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from parity.mutating.bugs import injections_for
 from parity.mutating.calls import Call
 from parity.mutating.compare import Unfit, same
 from parity.mutating.held import held_in
-from parity.mutating.mistakes import planted_in
 from parity.mutating.view import View
 
 VIEW = View("torch", "BTE", ("x",), roles={"query": "x"}, projections=True, biases=True, is_module=True)
@@ -23,9 +23,9 @@ NAMES = ("q_proj", "k_proj", "v_proj", "out_proj")
 BATCH, TOKENS, WIDTH, HEADS, SIZE = 2, 6, 32, 4, 8
 
 
-def planted(name, layer, x, view=VIEW, **given):
-    """What a layer gives with a mistake; None where the call does not allow it."""
-    run = planted_in(view)[0][name].make(Call(view, (x,), given, layer))
+def inject(name, layer, x, view=VIEW, **given):
+    """What a layer gives with a bug; None where the call does not allow it."""
+    run = injections_for(view)[0][name].make(Call(view, (x,), given, layer))
     if view.framework == "torch":
         return (
             None if run is None else run(lambda call: type(call.owner).forward(call.owner, *call.args, **call.kwargs))
@@ -111,13 +111,13 @@ def test_a_packed_projection_is_taken_apart_as_it_is_put_together(order, num_kv_
     made = 0
     for name in IN_WEIGHTS:
         try:
-            expected = planted(name, apart, x)
+            expected = inject(name, apart, x)
         except Unfit as error:
             with pytest.raises(Unfit, match=f"^{str(error)[:12]}"):
-                planted(name, packed, x)
+                inject(name, packed, x)
             continue
         assert not same(expected, apart(x)), name
-        torch.testing.assert_close(planted(name, packed, x), expected, msg=name)
+        torch.testing.assert_close(inject(name, packed, x), expected, msg=name)
         made += 1
     assert made >= len(IN_WEIGHTS) - 2  # of shared heads: 2 of v are no 3, nor are they tiled where each has its own
 
@@ -127,7 +127,7 @@ def test_a_packed_projection_of_no_customary_order_is_refused():
     packed = Packed(apart, "one after the other").double()
     packed.rows = [np.roll(places, 5) for places in np.split(np.random.default_rng(0).permutation(3 * WIDTH), 3)]
     with pytest.raises(Unfit, match=r"the order of q, k and v in its packed projection \(96, 32\) cannot be detected"):
-        planted("k-v-swapped", packed, x)
+        inject("k-v-swapped", packed, x)
 
 
 def test_nothing_is_left_behind_by_looking_into_a_packed_projection():
@@ -135,7 +135,7 @@ def test_nothing_is_left_behind_by_looking_into_a_packed_projection():
     packed = Packed(apart, "by groups").double()
     before = {name: array.clone() for name, array in packed.state_dict().items()}
     torch.manual_seed(3)
-    planted("k-v-swapped", packed, x)
+    inject("k-v-swapped", packed, x)
     found = torch.rand(())
     torch.manual_seed(3)
     assert found == torch.rand(())
@@ -162,7 +162,7 @@ def test_heads_of_a_layer_are_in_another_order():
     expected = changed(
         layer, q_proj__weight=of_heads(q.weight, [3, 2, 1, 0]), q_proj__bias=of_heads(q.bias, [3, 2, 1, 0])
     )
-    torch.testing.assert_close(planted("q-heads-reversed", layer, x), expected(x))
+    torch.testing.assert_close(inject("q-heads-reversed", layer, x), expected(x))
 
 
 def test_shared_heads_of_a_layer_are_tiled():
@@ -170,7 +170,7 @@ def test_shared_heads_of_a_layer_are_tiled():
     q, k, v = (getattr(layer, name)(x).unflatten(-1, (-1, SIZE)).transpose(1, 2) for name in NAMES[:3])
     q, k = turned(q, 10000.0), turned(k, 10000.0)
     y = scaled_dot_product_attention(q, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1), is_causal=True)
-    torch.testing.assert_close(planted("kv-heads-tiled", layer, x), layer.out_proj(y.transpose(1, 2).flatten(-2)))
+    torch.testing.assert_close(inject("kv-heads-tiled", layer, x), layer.out_proj(y.transpose(1, 2).flatten(-2)))
 
 
 def test_the_scale_of_a_layer_is_applied_after_the_softmax():
@@ -178,7 +178,7 @@ def test_the_scale_of_a_layer_is_applied_after_the_softmax():
     q, k, v = (getattr(layer, name)(x).unflatten(-1, (-1, SIZE)).transpose(1, 2) for name in NAMES[:3])
     q, k = turned(q, 10000.0), turned(k, 10000.0)
     y = scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0) / SIZE**0.5
-    torch.testing.assert_close(planted("scale-after-softmax", layer, x), layer.out_proj(y.transpose(1, 2).flatten(-2)))
+    torch.testing.assert_close(inject("scale-after-softmax", layer, x), layer.out_proj(y.transpose(1, 2).flatten(-2)))
 
 
 # ---- Bugs that are not injected, and why -------------------------------------------------------------------------
@@ -226,13 +226,13 @@ def bare(**attributes):
 )
 def test_what_cannot_be_planted_in_a_layer_says_why(name, layer, reason):
     with pytest.raises(Unfit, match=f"^{reason}"):
-        planted(name, layer(), torch.zeros(BATCH, TOKENS, WIDTH))
+        inject(name, layer(), torch.zeros(BATCH, TOKENS, WIDTH))
 
 
 def test_two_weights_of_one_name_are_not_chosen_between():
     layer = bare(query=nn.Linear(WIDTH, WIDTH))
     with pytest.raises(Unfit, match="two of its weights may be q_proj"):
-        planted("q_proj-transposed", layer, torch.zeros(BATCH, TOKENS, WIDTH))
+        inject("q_proj-transposed", layer, torch.zeros(BATCH, TOKENS, WIDTH))
 
 
 def test_the_projection_of_another_part_is_not_taken_for_that_of_attention():
@@ -285,13 +285,13 @@ class OfEquinox(eqx.Module):
         return jax.vmap(self.output_proj)(jax.nn.dot_product_attention(q, k, v)[0].reshape(x.shape))
 
 
-def linen_with(params, x, mistake=None):
-    """What the layer of flax.linen gives, jitted, with a mistake in its call."""
+def linen_with(params, x, bug=None):
+    """What the layer of flax.linen gives, jitted, with a bug in its call."""
     view = replace(VIEW, framework="jax")
 
     def apply(params, x):
         layer = Linen().bind({"params": params})
-        return layer(x) if mistake is None else planted(mistake, layer, x, view)
+        return layer(x) if bug is None else inject(bug, layer, x, view)
 
     return jax.jit(apply)(params, x)
 
@@ -327,18 +327,18 @@ def test_a_packed_layer_of_linen_is_changed_while_it_is_traced(name):
 def test_what_a_layer_of_linen_writes_is_kept():
     x = jax.random.normal(jax.random.key(0), (BATCH, TOKENS, WIDTH))
     layer = Linen().bind(Linen().init(jax.random.key(1), x), mutable=["intermediates"])
-    planted("k-v-swapped", layer, x, replace(VIEW, framework="jax"))
+    inject("k-v-swapped", layer, x, replace(VIEW, framework="jax"))
     (values,) = layer.variables["intermediates"]["values"]
     assert values.shape == (BATCH, TOKENS, HEADS, SIZE)
 
 
-def test_a_layer_of_equinox_is_another_one_with_a_mistake():
+def test_a_layer_of_equinox_is_another_one_with_a_bug():
     layer, x = OfEquinox(jax.random.key(0)), jax.random.normal(jax.random.key(1), (BATCH, TOKENS, WIDTH))
     view = replace(VIEW, framework="jax")
-    found = jax.vmap(lambda x: planted("k-v-swapped", layer, x, view))(x)
+    found = jax.vmap(lambda x: inject("k-v-swapped", layer, x, view))(x)
     wrong = eqx.tree_at(lambda each: (each.key_proj, each.value_proj), layer, (layer.value_proj, layer.key_proj))
     np.testing.assert_allclose(found, jax.vmap(wrong)(x), rtol=1e-5, atol=1e-6)
-    found = planted("v-heads-reversed", layer, x[0], view)
+    found = inject("v-heads-reversed", layer, x[0], view)
     reversed_ = layer.value_proj.weight.reshape(HEADS, SIZE, -1)[::-1].reshape(WIDTH, -1)
     bias = layer.value_proj.bias.reshape(HEADS, SIZE)[::-1].ravel()
     wrong = eqx.tree_at(lambda each: (each.value_proj.weight, each.value_proj.bias), layer, (reversed_, bias))
@@ -353,7 +353,7 @@ def test_kernels_of_three_axes_are_transposed_as_matrices():
     call = Call(view, (given, jnp.zeros((1, 2, WIDTH))), {})
 
     def made(name):
-        return planted_in(view)[0][name].make(call)(lambda call: call.args[0]["layer"])
+        return injections_for(view)[0][name].make(call)(lambda call: call.args[0]["layer"])
 
     np.testing.assert_array_equal(
         made("k_proj-transposed")["wk"].reshape(WIDTH, WIDTH), params["wk"].reshape(WIDTH, -1).T
@@ -396,7 +396,7 @@ TRIL = torch.ones(8, 8).tril()
 )
 def test_a_causal_mask_in_a_buffer_hides_something_else(mask, name, wrong):
     layer, x = WithMask(mask), torch.zeros(BATCH, TOKENS, WIDTH)
-    found = planted(name, layer, x)
+    found = inject(name, layer, x)
     t, s = torch.arange(TOKENS)[:, None], torch.arange(TOKENS)
     seen, hidden = mask[..., 0, 0].squeeze(), mask[..., 0, 1].squeeze()
     expected = torch.where(wrong(t, s), hidden, seen)
@@ -407,7 +407,7 @@ def test_a_causal_mask_in_a_buffer_hides_something_else(mask, name, wrong):
 
 def test_a_buffer_that_is_no_causal_mask_is_none():
     with pytest.raises(Unfit, match="no causal one among its buffers"):
-        planted("mask-flipped", WithMask(torch.eye(8)), torch.zeros(BATCH, TOKENS, WIDTH))
+        inject("mask-flipped", WithMask(torch.eye(8)), torch.zeros(BATCH, TOKENS, WIDTH))
 
 
 class WithFrequencies(Apart):
@@ -422,10 +422,10 @@ class WithFrequencies(Apart):
 
 def test_rope_has_the_frequencies_of_another_base():
     layer, x = WithFrequencies(), torch.zeros(BATCH, TOKENS, WIDTH)
-    found = planted("rope-theta-500000", layer, x)
+    found = inject("rope-theta-500000", layer, x)
     torch.testing.assert_close(found, 500000.0 ** -(torch.arange(0, SIZE, 2) / SIZE))
     with pytest.raises(Unfit, match="its theta is 10000"):
-        planted("rope-theta-10000", layer, x)
+        inject("rope-theta-10000", layer, x)
 
 
 @pytest.mark.parametrize("how", ["halves", "neighbours", "once"])
@@ -440,12 +440,12 @@ def test_cosines_and_sines_are_those_of_another_base(how, as_pair):
     view = replace(VIEW, order=("x",), roles=roles, is_module=False)
     given = {"pair": table(10000.0)} if as_pair else dict(zip(("cos", "sin"), table(10000.0), strict=True))
     call = Call(view, (torch.zeros(1, TOKENS, WIDTH),), given)
-    make = planted_in(view)[0]["rope-theta-500000"].make
+    make = injections_for(view)[0]["rope-theta-500000"].make
     found = make(call)(lambda call: call.kwargs["pair"] if as_pair else (call.kwargs["cos"], call.kwargs["sin"]))
     for one, other in zip(found, table(500000.0), strict=True):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
     with pytest.raises(Unfit, match="its theta is 10000"):
-        planted_in(view)[0]["rope-theta-10000"].make(call)
+        injections_for(view)[0]["rope-theta-10000"].make(call)
     later = {name: tuple(x[:, 1:] for x in value) if as_pair else value[:, 1:] for name, value in given.items()}
     with pytest.raises(Unfit, match="not those of positions 0, 1, 2"):
         make(Call(view, (torch.zeros(1, TOKENS - 1, WIDTH),), later))
@@ -454,15 +454,17 @@ def test_cosines_and_sines_are_those_of_another_base(how, as_pair):
 def test_a_base_that_is_given_is_another():
     view = View("torch", "BNTH", ("q", "theta"), roles={"query": "q", "theta": "theta"})
     call = Call(view, (torch.zeros(1, 1, 2, 4),), {"theta": 10000.0})
-    assert planted_in(view)[0]["rope-theta-500000"].make(call)(lambda call: call.kwargs["theta"]) == 500000.0
+    assert injections_for(view)[0]["rope-theta-500000"].make(call)(lambda call: call.kwargs["theta"]) == 500000.0
     with pytest.raises(Unfit, match="its theta is 10000"):
-        planted_in(view)[0]["rope-theta-10000"].make(call)
+        injections_for(view)[0]["rope-theta-10000"].make(call)
 
 
 def test_a_mask_that_is_added_needs_no_polarity():
     view = replace(VIEW, order=("x", "mask"), roles={"query": "x", "mask": "mask"})
     added = torch.zeros(TOKENS, TOKENS).masked_fill(torch.ones(TOKENS, TOKENS).triu(1).bool(), -1e9)
-    found = planted_in(view)[0]["causal-excludes-self"].make(Call(view, (torch.zeros(1, TOKENS, WIDTH), added), {}))
+    found = injections_for(view)[0]["causal-excludes-self"].make(Call(view, (torch.zeros(1, TOKENS, WIDTH), added), {}))
     assert torch.equal(found(lambda call: call.args[1]) == 0, torch.ones(TOKENS, TOKENS).tril(-1).bool())
     with pytest.raises(Unfit, match=r"declare it \(--mask-true\)"):
-        planted_in(view)[0]["causal-excludes-self"].make(Call(view, (torch.zeros(1, TOKENS, WIDTH), added == 0), {}))
+        injections_for(view)[0]["causal-excludes-self"].make(
+            Call(view, (torch.zeros(1, TOKENS, WIDTH), added == 0), {})
+        )

@@ -105,12 +105,12 @@ def test_the_same_precision_takes_the_arithmetic():
     parity.assert_parity(cut_to_tf32(output), expected, same_precision=np.array(output), arithmetic="tensix")
 
 
-def test_a_mistake_is_named_in_the_arithmetic():
-    """What TF32 loses is no mistake beside it."""
+def test_a_bug_is_named_in_the_arithmetic():
+    """What TF32 loses is no bug beside it."""
     stages = {name: cut_to_tf32(stage) for name, stage in stages_of("q", "k", "scores").items()}
     stages["scores"] *= np.float32(PROBLEM.spec.head_dim**0.5)
     found = parity.diagnose(stages, PROBLEM, arithmetic="tensix")
-    assert [name for explanation in found.explanations for name in explanation.hypotheses] == ["scale-missing"]
+    assert [name for explanation in found.explanations for name in explanation.bugs] == ["scale-missing"]
     assert not found.unknowns
 
 

@@ -1,4 +1,4 @@
-"""With copied weights the siblings equal the attention layers that the frameworks come with."""
+"""Tests that implementations with copied weights match the attention layers of their frameworks."""
 
 from functools import partial
 from typing import Any
@@ -10,7 +10,7 @@ import parity
 from parity import to_jax, to_numpy, to_torch
 from parity.foreign import load_adapter
 
-# Sums of 64 products of order 1 in float32: over many seeds two orders of summation differ by 1e-7 to 7e-7.
+# Sums of 64 products of order 1 in float32: over many seeds, two summation orders differ by 1e-7 to 7e-7.
 TOLERANCE = 1e-6
 
 SPECS = {
@@ -23,7 +23,7 @@ every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))
 every_path = pytest.mark.parametrize("need_weights", [False, True], ids=["fused", "plain"])
 BIASES = SPECS["biases"]
 PADDING = np.array([[False] * 9, [False] * 5 + [True] * 4])
-RANDOM_MASK = (np.random.default_rng(3).random((2, 8, 7, 9)) < 0.4) & (np.arange(9) > 0)  # no row is empty
+RANDOM_MASK = (np.random.default_rng(3).random((2, 8, 7, 9)) < 0.4) & (np.arange(9) > 0)  # no empty row
 CAUSAL = ~np.tri(7, dtype=bool)[None, None]
 
 
@@ -34,13 +34,13 @@ def weights(spec):
 
 @pytest.fixture
 def inputs(spec, rng):
-    """Seven queries, and nine keys for two sequences."""
+    """Seven queries and nine keys for each of two sequences."""
     query, key = (rng.standard_normal((2, *shape)).astype(np.float32) for shape in ((7, spec.d_in), (9, spec.d_kv)))
     return query, key
 
 
 def ours(sibling, spec, weights, inputs, need_weights=True, **options) -> Any:
-    """Output and attention weights of the sibling's module."""
+    """Return output and attention weights of our module."""
     module = parity.load_into(sibling.module("MultiHeadAttention", spec), weights)
     options = {name: sibling.array(x) for name, x in options.items()}
     results = module(*(sibling.array(x) for x in inputs), need_weights=need_weights, **options)
@@ -48,7 +48,7 @@ def ours(sibling, spec, weights, inputs, need_weights=True, **options) -> Any:
 
 
 def of_peer(name, spec, weights, inputs, **options) -> Any:
-    """Output and attention weights of another library's layer, made and called by its adapter."""
+    """Return output and attention weights of another library's layer, built and called by its adapter."""
     adapter = load_adapter(name)
     convert = to_torch if name.startswith("torch") else to_jax
     layer = parity.load_into(adapter.make(spec), weights)
@@ -68,14 +68,14 @@ of_flax = pytest.mark.parametrize("peer", [of_linen, of_nnx], ids=["linen", "nnx
 
 @every_path
 @every_spec
-def test_output_equals_torch(sibling, spec, weights, inputs, need_weights):
+def test_output_matches_torch(sibling, spec, weights, inputs, need_weights):
     output, _ = ours(sibling, spec, weights, inputs, need_weights)
     expected, _ = of_torch(spec, weights, inputs)
     assert np.abs(output - expected).max() <= TOLERANCE
 
 
 @every_spec
-def test_attention_weights_of_each_head_equal_torch(sibling, spec, weights, inputs):
+def test_attention_weights_per_head_match_torch(sibling, spec, weights, inputs):
     _, attn_weights = ours(sibling, spec, weights, inputs)
     _, expected = of_torch(spec, weights, inputs, need_weights=True)
     assert np.abs(attn_weights - expected).max() <= TOLERANCE
@@ -83,15 +83,15 @@ def test_attention_weights_of_each_head_equal_torch(sibling, spec, weights, inpu
 
 @every_path
 @pytest.mark.parametrize("spec", [BIASES, SPECS["cross"]], ids=["self", "cross"])
-def test_output_with_padding_equals_torch(sibling, spec, weights, inputs, need_weights):
+def test_output_with_padding_matches_torch(sibling, spec, weights, inputs, need_weights):
     output, _ = ours(sibling, spec, weights, inputs, need_weights, mask=PADDING[:, None, None])
-    expected, _ = of_torch(spec, weights, inputs, padding=PADDING)  # True = masked there as well
+    expected, _ = of_torch(spec, weights, inputs, padding=PADDING)  # True also means masked there
     assert np.abs(output - expected).max() <= TOLERANCE
 
 
 @every_path
 @pytest.mark.parametrize("spec", [BIASES], ids=["biases"])
-def test_output_with_a_mask_of_each_head_equals_torch(sibling, spec, weights, inputs, need_weights):
+def test_output_with_mask_per_head_matches_torch(sibling, spec, weights, inputs, need_weights):
     output, _ = ours(sibling, spec, weights, inputs, need_weights, mask=RANDOM_MASK)
     expected, _ = of_torch(spec, weights, inputs, mask=RANDOM_MASK)
     assert np.abs(output - expected).max() <= TOLERANCE
@@ -99,7 +99,7 @@ def test_output_with_a_mask_of_each_head_equals_torch(sibling, spec, weights, in
 
 @every_path
 @pytest.mark.parametrize("spec", [BIASES], ids=["biases"])
-def test_output_with_a_bias_of_each_head_equals_torch(sibling, spec, weights, inputs, need_weights, rng):
+def test_output_with_bias_per_head_matches_torch(sibling, spec, weights, inputs, need_weights, rng):
     bias = rng.standard_normal((2, 8, 7, 9)).astype(np.float32)
     output, _ = ours(sibling, spec, weights, inputs, need_weights, bias=bias)
     expected, _ = of_torch(spec, weights, inputs, mask=bias)
@@ -107,7 +107,7 @@ def test_output_with_a_bias_of_each_head_equals_torch(sibling, spec, weights, in
 
 
 @pytest.mark.parametrize("spec", [BIASES], ids=["biases"])
-def test_causal_self_attention_equals_torch(sibling, spec, weights, inputs):
+def test_causal_self_attention_matches_torch(sibling, spec, weights, inputs):
     query, _ = inputs
     module = parity.load_into(sibling.module("MultiHeadSelfAttention", spec), weights)
 
@@ -123,14 +123,14 @@ def test_causal_self_attention_equals_torch(sibling, spec, weights, inputs):
 @of_flax
 @every_path
 @every_spec
-def test_output_equals_flax(sibling, peer, spec, weights, inputs, need_weights):
+def test_output_matches_flax(sibling, peer, spec, weights, inputs, need_weights):
     output, _ = ours(sibling, spec, weights, inputs, need_weights)
     expected, _ = peer(spec, weights, inputs)
     assert np.abs(output - expected).max() <= TOLERANCE
 
 
 @every_spec
-def test_attention_weights_equal_flax(sibling, spec, weights, inputs):
+def test_attention_weights_match_flax(sibling, spec, weights, inputs):
     _, attn_weights = ours(sibling, spec, weights, inputs)
     _, expected = of_linen(spec, weights, inputs, need_weights=True)
     assert np.abs(attn_weights - expected).max() <= TOLERANCE
@@ -139,7 +139,7 @@ def test_attention_weights_equal_flax(sibling, spec, weights, inputs):
 @of_flax
 @every_path
 @pytest.mark.parametrize("spec", [BIASES], ids=["biases"])
-def test_output_with_a_mask_equals_flax(sibling, peer, spec, weights, inputs, need_weights):
+def test_output_with_mask_matches_flax(sibling, peer, spec, weights, inputs, need_weights):
     output, _ = ours(sibling, spec, weights, inputs, need_weights, mask=RANDOM_MASK)
     expected, _ = peer(spec, weights, inputs, mask=~RANDOM_MASK)  # True = attend there
     assert np.abs(output - expected).max() <= TOLERANCE
@@ -147,7 +147,7 @@ def test_output_with_a_mask_equals_flax(sibling, peer, spec, weights, inputs, ne
 
 @every_path
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
-def test_output_with_grouped_heads_equals_flax(sibling, rng, num_kv_heads, need_weights):
+def test_output_with_grouped_heads_matches_flax(sibling, rng, num_kv_heads, need_weights):
     spec = parity.AttentionSpec(64, 8, num_kv_heads=num_kv_heads)
     weights = parity.random_weights(spec)
     query = rng.standard_normal((2, 7, 64)).astype(np.float32)
@@ -155,13 +155,13 @@ def test_output_with_grouped_heads_equals_flax(sibling, rng, num_kv_heads, need_
     output, _ = ours(sibling, spec, weights, (query,), need_weights)
 
     expected, _ = of_nnx(spec, weights, (query,))  # linen has no grouped heads
-    # Narrower key and value projections are drawn from larger numbers: outputs reach 3, and rounding grows along.
+    # Narrower key and value projections have larger weights: outputs reach 3, and rounding errors scale with them.
     assert np.abs(output - expected).max() <= TOLERANCE * np.abs(expected).max()
 
 
 @of_flax
 @pytest.mark.parametrize("spec", [BIASES], ids=["biases"])
-def test_causal_self_attention_equals_flax(sibling, peer, spec, weights, inputs):
+def test_causal_self_attention_matches_flax(sibling, peer, spec, weights, inputs):
     query, _ = inputs
     module = parity.load_into(sibling.module("MultiHeadSelfAttention", spec), weights)
 
@@ -173,7 +173,7 @@ def test_causal_self_attention_equals_flax(sibling, peer, spec, weights, inputs)
 
 @of_flax
 @pytest.mark.parametrize("spec", [BIASES], ids=["biases"])
-def test_exchanged_projections_differ_from_flax(sibling, peer, spec, weights, inputs):  # the control
+def test_exchanged_projections_differ_from_flax(sibling, peer, spec, weights, inputs):  # control
     exchanged = {**weights, "q_proj.weight": weights["k_proj.weight"], "k_proj.weight": weights["q_proj.weight"]}
     output, _ = ours(sibling, spec, exchanged, inputs)
     expected, _ = peer(spec, weights, inputs)

@@ -14,23 +14,23 @@ from parity.core.reference.arithmetic import MANTISSA
 from parity.core.stages import run_steps, stage_named
 from parity.core.trace import Reference
 from parity.core.weights import dtype_named
-from parity.diagnosis.mistakes import mistakes_for, wrong_layer
-from parity_lab.plants import products_of
-from parity_lab.selftest import SELFTEST_CASES, planted
+from parity.diagnosis.bugs import bugs_for, wrong_layer
+from parity_lab.injections import products_of
+from parity_lab.selftest import SELFTEST_CASES, inject
 
 CASE_OF = {case.name: case for case in SELFTEST_CASES}
 LOSSES = {
-    mistake.name: case
+    bug.name: case
     for case in ("cached", "cross", "gqa-rope-causal", "mha")
-    for mistake in mistakes_for(CASE_OF[case])
-    if mistake.is_loss
+    for bug in bugs_for(CASE_OF[case])
+    if bug.is_loss
 }
 
 
-def exactly(problem, mistakes=()):
-    """The stages of the reference with mistakes in it, in float64, then rounded to float32."""
+def exactly(problem, bugs=()):
+    """The stages of the reference with bugs in it, in float64, then rounded to float32."""
     with np.errstate(all="ignore"):
-        values = run_steps(wrong_layer(problem, "float64", mistakes).steps())
+        values = run_steps(wrong_layer(problem, "float64", bugs).steps())
     return {name: x if stage_named(name).is_exact else x.astype(np.float32) for name, x in values.items()}
 
 
@@ -40,11 +40,11 @@ def outputs(stages):
 
 
 def known(case, name):
-    return next(mistake for mistake in mistakes_for(case) if mistake.name == name)
+    return next(bug for bug in bugs_for(case) if bug.name == name)
 
 
 def names_of(diagnosis):
-    return [name for explanation in diagnosis.explanations for name in explanation.hypotheses]
+    return [name for explanation in diagnosis.explanations for name in explanation.bugs]
 
 
 # ---- One part in a narrower dtype ------------------------------------------------------------------------------------
@@ -57,7 +57,7 @@ def test_what_is_rounded_is_named_from_the_output_alone(name):
     made = known(case, name)
     diagnosis = diagnose(outputs(exactly(problem, [made])), problem, seconds=60.0)
     (explanation,) = diagnosis.explanations
-    assert explanation.hypotheses == (name,) or made.about in explanation.others  # which leaves as little
+    assert explanation.bugs == (name,) or made.about in explanation.others  # which leaves as little
     assert diagnosis.kind == "precision"
 
 
@@ -69,12 +69,12 @@ def test_weights_that_are_rounded_without_their_biases_are_named(projection, onl
     rounded = {name: problem.weights[name].astype(ml_dtypes.bfloat16).astype(np.float32) for name in are_rounded}
     diagnosis = diagnose(only(exactly(replace(problem, weights={**problem.weights, **rounded}))), problem)
     (explanation,) = diagnosis.explanations
-    assert explanation.hypotheses == ("-".join(filter(None, [projection, "weights-bfloat16"])),)
+    assert explanation.bugs == ("-".join(filter(None, [projection, "weights-bfloat16"])),)
     assert explanation.about.endswith(f"rounded to bfloat16, but not {'its bias' if projection else 'the biases'}")
 
 
 @pytest.mark.parametrize("name", ["weights-bfloat16", "scores-float16"])
-def test_lost_precision_is_named_beside_another_mistake(name):
+def test_lost_precision_is_named_beside_another_bug(name):
     case = CASE_OF["gqa-rope-causal"]
     problem = make_problem(case, "float32")
     diagnosis = diagnose(exactly(problem, [known(case, "causal-off-by-one"), known(case, name)]), problem)
@@ -83,7 +83,7 @@ def test_lost_precision_is_named_beside_another_mistake(name):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_scores_in_the_dtype_of_a_narrow_problem_are_no_mistake(dtype):
+def test_scores_in_the_dtype_of_a_narrow_problem_are_no_bug(dtype):
     problem = make_problem(CASES["rope-gqa"], dtype)
     stages = record("torch", Reference(problem)).accumulated
     narrow = {**stages, "scores": stages["scores"].astype(dtype_named(dtype))}
@@ -95,7 +95,7 @@ def test_scores_in_the_dtype_of_a_narrow_problem_are_no_mistake(dtype):
 @pytest.mark.parametrize("case", ["full", "causal"])
 def test_products_that_lose_too_much_are_named_from_the_output_alone(case, kind):
     problem = make_problem(CASES[case], "float32")
-    with planted(products_of(MANTISSA[kind]), problem, "torch") as given:
+    with inject(products_of(MANTISSA[kind]), problem, "torch") as given:
         stages = record("torch", Reference(problem), given).accumulated
     diagnosis = diagnose({"output": stages["output"]}, problem)
     assert (diagnosis.kind, names_of(diagnosis)) == ("precision", [f"precision-{kind}"])
@@ -147,7 +147,7 @@ def test_a_float64_layer_in_float32_is_told():
     assert names_of(diagnose({"output": stages["output"].astype(np.float64)}, problem)) == ["layer-in-float32"]
 
 
-def test_another_mistake_in_a_narrower_dtype_is_not_called_precision():
+def test_another_bug_in_a_narrower_dtype_is_not_called_precision():
     problem = make_problem(CASES["causal"], "float32")
     output = exactly(problem, [known(CASES["causal"], "mask-ignored")])["output"]
     coarse = (1.5 * output).astype(ml_dtypes.bfloat16)
@@ -172,7 +172,7 @@ def test_rows_without_a_key_are_named(name, only):
 @pytest.mark.parametrize("name", ["empty-row-nan", "empty-row-mean", "empty-row-unmasked"])
 @pytest.mark.parametrize("mask", ["mask-flipped", "causal-excludes-self"])
 @pytest.mark.parametrize("case", rest_thorough(["causal", "rope-gqa"], ["causal"]))
-def test_rows_that_a_wrong_mask_empties_are_named_with_its_mistake(case, mask, name):
+def test_rows_that_a_wrong_mask_empties_are_named_with_its_bug(case, mask, name):
     problem = make_problem(CASES[case], "float32")
     stages = exactly(problem, [known(CASES[case], mask), known(CASES[case], name)])
     diagnosis = diagnose(stages, problem, seconds=60.0)
@@ -180,7 +180,7 @@ def test_rows_that_a_wrong_mask_empties_are_named_with_its_mistake(case, mask, n
 
 
 @pytest.mark.parametrize("name", ["empty-row-nan", "empty-row-mean", "empty-row-unmasked"])
-def test_of_an_output_alone_two_mistakes_are_named_only_if_one_leaves_its_mark(name):
+def test_of_an_output_alone_two_bugs_are_named_only_if_one_leaves_its_mark(name):
     problem = make_problem(CASES["causal"], "float32")
     stages = exactly(problem, [known(CASES["causal"], "mask-flipped"), known(CASES["causal"], name)])
     diagnosis = diagnose(outputs(stages), problem)

@@ -1,4 +1,4 @@
-"""Right layers that are recorded in customary other ways, or computed in ways that are no mistake: nothing is wrong."""
+"""Right layers that are recorded in customary other ways, or computed in ways that are no bug: nothing is wrong."""
 
 import json
 import math
@@ -18,9 +18,9 @@ from parity.core.compare import MOST_OVER
 from parity.core.problem import make_problem
 from parity.core.stages import run_steps, stage_named
 from parity.core.weights import dtype_named, save_weights
+from parity.diagnosis.bugs import bugs_for, wrong_layer
 from parity.diagnosis.choices import AS_THE_REFERENCE, LOG_SUM_EXP, SCORES, SOFTMAX
 from parity.diagnosis.diagnose import diagnose
-from parity.diagnosis.mistakes import mistakes_for, wrong_layer
 from parity.diagnosis.readings import BEFORE_ROPE, BEFORE_SCALE
 from parity.diagnosis.replay import Replay, remembering
 from parity.testing.assertion import compare_arrays, judge, message
@@ -85,14 +85,14 @@ def test_what_is_recorded_otherwise_is_a_convention(recorded):
 
 
 @pytest.mark.parametrize("recorded", RECORDED)
-def test_a_mistake_is_named_beside_what_is_recorded_otherwise(recorded):
+def test_a_bug_is_named_beside_what_is_recorded_otherwise(recorded):
     """Here in what follows: the output projection is transposed."""
-    (made,) = (mistake for mistake in mistakes_for(GQA) if mistake.name == "out_proj-transposed")
+    (made,) = (bug for bug in bugs_for(GQA) if bug.name == "out_proj-transposed")
     problem, values = right(GQA, "float32", made)
     diagnosis = diagnose(kept(values, RECORDED[recorded]), problem)
     assert diagnosis.is_wrong
     if recorded not in ("(T, B, E)", "padding zeroed"):  # which are of the wrong stage itself
-        assert [each.hypotheses for each in diagnosis.explanations] == [("out_proj-transposed",)], str(diagnosis)
+        assert [each.bugs for each in diagnosis.explanations] == [("out_proj-transposed",)], str(diagnosis)
 
 
 FILLS = {"-inf": -np.inf, "-1e9": -1e9, "-1e4": -1e4, "the least": float(np.finfo(np.float32).min)}
@@ -100,25 +100,25 @@ FILLS = {"-inf": -np.inf, "-1e9": -1e9, "-1e4": -1e4, "the least": float(np.finf
 
 @pytest.mark.parametrize("fill", FILLS)
 @pytest.mark.parametrize("name", ["scale-by-d-model", "causal-off-by-one", "mask-flipped"])
-def test_scores_recorded_after_the_mask_hide_no_mistake(fill, name):
+def test_scores_recorded_after_the_mask_hide_no_bug(fill, name):
     """Neither one of the scores themselves, nor one of the mask that fills them."""
-    (made, *_) = (mistake for mistake in mistakes_for(GQA) if mistake.name == name)
+    (made, *_) = (bug for bug in bugs_for(GQA) if bug.name == name)
     problem, values = right(GQA, "float32", made)
     shown = ~values["mask"] if name == "mask-flipped" else values["mask"]
     values["scores"] = np.where(shown, FILLS[fill], values["scores"]).astype(np.float32)
     diagnosis = diagnose(values, problem)
-    assert [each.hypotheses for each in diagnosis.explanations] == [(name,)], str(diagnosis)
+    assert [each.bugs for each in diagnosis.explanations] == [(name,)], str(diagnosis)
     assert not diagnosis.unknowns
     assert set(diagnosis.conventions) == {"scores"}
     assert all(each.error_before < 1e6 for each in diagnosis.explanations)
 
 
 def test_a_penalty_in_recorded_scores_is_named_as_from_the_output_alone():
-    (made,) = (mistake for mistake in mistakes_for(GQA) if mistake.name == "mask-penalty-filled")
+    (made,) = (bug for bug in bugs_for(GQA) if bug.name == "mask-penalty-filled")
     problem, values = right(GQA, "float32", made)
     values["scores"] = np.where(values["mask"], np.float32(-10.0), values["scores"])
     for observed in (values, {"output": values["output"]}):
-        assert [each.hypotheses for each in diagnose(observed, problem).explanations] == [("mask-penalty-filled",)]
+        assert [each.bugs for each in diagnose(observed, problem).explanations] == [("mask-penalty-filled",)]
 
 
 def test_scores_that_are_large_everywhere_are_not_masked():
@@ -137,7 +137,7 @@ def test_what_follows_must_bear_a_reading_out(changed):
     assert diagnose(values, problem).kind == "convention"
     assert diagnose({**values, changed: values[changed] * np.float32(1.01)}, problem).is_wrong == (changed == "output")
     alone = diagnose({"q": before["q"]}, problem)
-    assert [each.hypotheses for each in alone.explanations] == [("rope-missing",)]
+    assert [each.bugs for each in alone.explanations] == [("rope-missing",)]
 
 
 def test_scores_may_be_recorded_before_the_scale():
@@ -174,7 +174,7 @@ def test_a_cache_may_grow_and_hold_anything_in_slots_that_nothing_reads():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("choice", [SCORES, SOFTMAX], ids=["scores", "softmax"])
 @pytest.mark.parametrize("stages", ["all", "but scores", "output"])
-def test_scores_in_16_bits_are_no_mistake(dtype, choice, stages):
+def test_scores_in_16_bits_are_no_bug(dtype, choice, stages):
     problem, values = right(GQA, dtype, choice, arithmetic=choice.arithmetic)
     values["scores"] = values["scores"].astype(dtype_named(dtype))
     observed = {
@@ -183,13 +183,13 @@ def test_scores_in_16_bits_are_no_mistake(dtype, choice, stages):
         if stages == "all" or ((stages == "output") == (name == "output") and name != "scores")
     }
     assert not diagnose(observed, problem).is_wrong
-    (made,) = (mistake for mistake in mistakes_for(GQA) if mistake.name == "scale-missing")
+    (made,) = (bug for bug in bugs_for(GQA) if bug.name == "scale-missing")
     problem, wrong = right(GQA, dtype, made, choice, arithmetic=choice.arithmetic)
     diagnosis = diagnose({"output": wrong["output"], "scores": wrong["scores"].astype(dtype_named(dtype))}, problem)
-    assert [each.hypotheses for each in diagnosis.explanations] == [("scale-missing",)]
+    assert [each.bugs for each in diagnosis.explanations] == [("scale-missing",)]
 
 
-def test_a_softmax_by_log_sum_exp_is_no_mistake():
+def test_a_softmax_by_log_sum_exp_is_no_bug():
     problem, values = right(GAIN, "float32", LOG_SUM_EXP)
     diagnosis = diagnose(values, problem)
     assert not diagnosis.is_wrong
@@ -209,7 +209,7 @@ def test_the_reference_with_another_choice_is_computed_anew_but_for_float64():
 
 def test_a_replay_with_another_choice_says_what_it_would_say_alone():
     """Also where the noise is measured again, just beyond the budget, as it was before for another stage."""
-    made = next(mistake for mistake in mistakes_for(GAIN) if mistake.name == "scale-missing")
+    made = next(bug for bug in bugs_for(GAIN) if bug.name == "scale-missing")
     problem, values = right(GAIN, "float32", made)
     rng, alone = np.random.default_rng(0), Replay(problem, values, "ieee", LOG_SUM_EXP)
     noise = {name: rng.standard_normal(values[name].shape) for name in ("attn_weights", "output")}
@@ -236,7 +236,7 @@ def test_the_search_ends_in_time_and_says_what_it_did_not_try():
 
 
 def test_it_goes_on_after_a_stage_that_nothing_explains():
-    (made,) = (mistake for mistake in mistakes_for(GQA) if mistake.name == "out_proj-transposed")
+    (made,) = (bug for bug in bugs_for(GQA) if bug.name == "out_proj-transposed")
     problem, values = right(GQA, "float32", made)
     values["scores"] = values["scores"] + np.random.default_rng(0).standard_normal(values["scores"].shape).astype("f")
     problem, values = problem, dict(values)
@@ -247,7 +247,7 @@ def test_it_goes_on_after_a_stage_that_nothing_explains():
         values |= wrong_layer(problem, "float32", (made,)).output(values)
     diagnosis = diagnose(values, problem)
     assert [unknown.stage for unknown in diagnosis.unknowns] == ["scores"]
-    assert [each.hypotheses for each in diagnosis.explanations] == [("out_proj-transposed",)]
+    assert [each.bugs for each in diagnosis.explanations] == [("out_proj-transposed",)]
 
 
 def test_what_nothing_explains_is_told_with_where_and_by_what_law():
@@ -278,15 +278,15 @@ def test_assert_parity_warns_of_a_convention_and_passes():
         parity.assert_parity(values, problem=problem)
 
 
-def test_the_first_of_two_mistakes_leads_where_axes_differ_too():
+def test_the_first_of_two_bugs_leads_where_axes_differ_too():
     names = ("fused-qkv-read-per-head", "out_proj-bias-missing")
     case = Case("ci", AttentionSpec(32, 4), "no groups", seq_len=6, is_causal=True)
-    known = {each.name: each for each in reversed(mistakes_for(case))}
+    known = {each.name: each for each in reversed(bugs_for(case))}
     problem, values = right(case, "float32", *map(known.get, names))
     values = kept(values, lambda v: {name: v[name].swapaxes(1, 2) for name in ("q", "k", "v", "context")})
     values["scores"] = np.where(values["mask"], -np.inf, values["scores"]).astype(np.float32)
     judged, diagnosis = judge(values, problem=problem)
-    assert [each.hypotheses for each in diagnosis.explanations] == [(name,) for name in names]
+    assert [each.bugs for each in diagnosis.explanations] == [(name,) for name in names]
     assert all(math.isfinite(each.ratio) for each in judged)
     assert message(judged, diagnosis).splitlines()[0] == f"Likely bug 1 of 2: {diagnosis.likely_bug}"
     assert diagnosis.likely_bug == names[0]
@@ -380,8 +380,8 @@ def test_projections_that_are_remembered_are_those_of_each_layer(name):
     case = CASES[name]
     problem = make_problem(case, "float32")
     base = remembering()
-    for mistake in mistakes_for(case):
+    for bug in bugs_for(case):
         with np.errstate(all="ignore"):
-            fresh = run_steps(wrong_layer(problem, "float64", (mistake,)).steps())
-            again = run_steps(wrong_layer(problem, "float64", (mistake, base)).steps())
-        assert all(np.array_equal(fresh[stage], again[stage], equal_nan=True) for stage in fresh), mistake.name
+            fresh = run_steps(wrong_layer(problem, "float64", (bug,)).steps())
+            again = run_steps(wrong_layer(problem, "float64", (bug, base)).steps())
+        assert all(np.array_equal(fresh[stage], again[stage], equal_nan=True) for stage in fresh), bug.name

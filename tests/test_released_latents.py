@@ -1,4 +1,4 @@
-"""Multi-head latent attention, as in the released modules of transformers."""
+"""Multi-head latent attention, compared with the modules released in transformers."""
 
 from dataclasses import replace
 from functools import partial
@@ -25,7 +25,7 @@ spec = partial(AttentionSpec, 32, 4, head_dim=20, value_head_dim=10, qkv_bias=Fa
 
 
 def kimi_linear():
-    """Its layers of full attention, which rotate nothing."""
+    """Return a full-attention layer of Kimi Linear, which has no rotary embedding."""
     config = KimiLinearConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=1, **WITHOUT)
     config._attn_implementation = "eager"
     module = KimiLinearAttention(config, layer_idx=0)

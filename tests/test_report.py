@@ -76,7 +76,7 @@ def test_every_comparison_is_named_whole(terminal):
     assert f"{CASE}:stage{WRONG},dtypefloat32,backendtorch" in text
 
 
-def test_mistakes_that_were_planted_are_named_whole(terminal):
+def test_bugs_that_were_planted_are_named_whole(terminal):
     outcome = Outcome("rope-weights-deinterleaved", CASE, "torch", 0, ("q",), "q", ("rope-missing",), (), "structure")
     print_selftest([outcome] * 12, terminal)
     lines, text = words(terminal)

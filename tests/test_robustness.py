@@ -1,4 +1,4 @@
-"""What a command line meets: signals, places that take no file, absurd numbers, mistakes of its own."""
+"""What a command line meets: signals, places that take no file, absurd numbers, bugs of its own."""
 
 import json
 import os
@@ -124,7 +124,7 @@ def test_a_size_that_no_array_has_is_refused(capsys, flag):
     assert main([*CACHE_SIZE, flag, str(2**63 - 1)]) == 0
 
 
-# ---- Mistakes of our own ---------------------------------------------------------------------------------------------
+# ---- Bugs of our own ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def mistaken(monkeypatch):
 
 
 @pytest.mark.usefixtures("mistaken")
-def test_a_mistake_of_ours_is_one_line_and_no_mismatch(capsys, monkeypatch, tmp_path):
+def test_a_bug_of_ours_is_one_line_and_no_mismatch(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert main(["doctor"]) == 70
     captured = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""Rotary position embedding: on paper, its pairs, and what it leaves unchanged."""
+"""Tests of rotary position embedding: its definition, its pairs and its invariants."""
 
 import math
 
@@ -26,12 +26,12 @@ EPSILON = float(np.finfo(np.float32).eps)
 
 
 def rotated(sibling, x, positions, theta=10000.0):
-    """`apply_rope` of NumPy features (B, N, T, H)."""
+    """Apply `apply_rope` to NumPy features (B, N, T, H)."""
     return sibling.numpy(sibling.package.apply_rope(sibling.array(x), sibling.array(positions), Rope(theta)))
 
 
 def rotated_in_float64(x, positions, theta):
-    """The definition, pair by pair: (a, b) -> (a cos - b sin, b cos + a sin)."""
+    """Rotate by the definition, pair by pair: (a, b) -> (a cos - b sin, b cos + a sin)."""
     half = x.shape[-1] // 2
     angles = np.array(positions)[:, None, :, None] * theta ** (-np.arange(half) / half)
     first, second = x[..., :half].astype(np.float64), x[..., half:].astype(np.float64)
@@ -39,62 +39,62 @@ def rotated_in_float64(x, positions, theta):
     return np.concatenate(turned, axis=-1)
 
 
-def test_frequencies_fall_from_one_by_powers_of_theta():
-    # theta ** (-2 i / H) for i = 0, 1, 2 and H = 6: 1, 1000 ** (-1/3), 1000 ** (-2/3).
-    # In float32 the exponents are rounded (which ln(1000) < 7 multiplies), the powers and their reciprocals.
+def test_frequencies_decrease_from_one_by_powers_of_theta():
+    # theta ** (-2 i / H) for i = 0, 1, 2 and H = 6: 1, 1000 ** (-1/3), 1000 ** (-2/3). In float32, rounding affects the
+    # exponents (multiplied by ln(1000) < 7), the powers and their reciprocals.
     assert Rope(1000.0).frequencies(6) == pytest.approx([1.0, 0.1, 0.01], rel=(7 + 2) * EPSILON / 2)
 
 
 @pytest.mark.parametrize("position", [0, 1, 2, 100])
-def test_two_features_turn_by_their_position(sibling, position):
+def test_two_features_rotate_by_their_position(sibling, position):
     x = np.array([[[[3.0, 4.0]]]], np.float32)
     cos, sin = math.cos(position), math.sin(position)
 
-    # One rounding of each cosine, product and sum, on numbers of at most 5.
+    # Each cosine, product and sum is rounded once; the numbers are at most 5.
     expected = pytest.approx([3 * cos - 4 * sin, 4 * cos + 3 * sin], abs=5 * 3 * EPSILON)
     assert rotated(sibling, x, [[position]])[0, 0, 0] == expected
 
 
 @pytest.mark.parametrize(("feature", "partner", "sign"), [(0, 2, 1), (1, 3, 1), (2, 0, -1), (3, 1, -1)])
-def test_feature_turns_with_the_one_half_a_head_away(sibling, feature, partner, sign):
+def test_feature_rotates_with_the_one_half_a_head_away(sibling, feature, partner, sign):
     x = np.zeros((1, 1, 1, 4), np.float32)
     x[..., feature] = 1.0
     angle = 7 * 100.0 ** (-(feature % 2) / 2)
     expected = np.zeros(4)
     expected[feature], expected[partner] = math.cos(angle), sign * math.sin(angle)
 
-    # float32's rounding of the angle, at most 7, is all there is.
+    # The only error is the float32 rounding of the angle, which is at most 7.
     assert rotated(sibling, x, [[7]], 100.0)[0, 0, 0] == pytest.approx(expected, abs=7 * EPSILON)
 
 
-def test_position_zero_changes_nothing(sibling, rng):
+def test_position_zero_is_identity(sibling, rng):
     x = rng.standard_normal((1, 2, 1, 8)).astype(np.float32)
     assert np.array_equal(rotated(sibling, x, [[0]]), x)
 
 
 @pytest.mark.parametrize("position", [1, 1000, 131071])
-def test_rotation_keeps_the_length(sibling, rng, position):
+def test_rotation_preserves_length(sibling, rng, position):
     x = rng.standard_normal((1, 2, 1, 8)).astype(np.float32)
 
     turned = rotated(sibling, x, [[position]])
 
-    # cos^2 + sin^2 is 1 but for the rounding of each, however large the angle.
+    # cos^2 + sin^2 is 1 up to rounding, however large the angle.
     assert np.linalg.norm(turned, axis=-1) == pytest.approx(np.linalg.norm(x, axis=-1), rel=4 * EPSILON)
 
 
 @pytest.mark.parametrize("position", [0, 1, 63, 5000, 131071])
-def test_rotation_is_the_definition_at_far_positions(sibling, rng, position):
+def test_rotation_matches_definition_at_large_positions(sibling, rng, position):
     x = rng.standard_normal((1, 2, 1, 8)).astype(np.float32)
 
     turned = rotated(sibling, x, [[position]], 500000.0)
 
-    # The angle is rounded to float32 twice, the frequency and the product, so it is off by at most position * epsilon.
+    # float32 rounds the frequency and the product, so the angle is off by at most position * epsilon.
     tolerance = (position + 3) * EPSILON * np.abs(x).max() * 2
     assert np.abs(turned - rotated_in_float64(x, [[position]], 500000.0)).max() <= tolerance
 
 
 @pytest.mark.parametrize("shift", [1, 64, 5000])
-def test_score_depends_on_the_distance_only(sibling, rng, shift):
+def test_score_depends_only_on_distance(sibling, rng, shift):
     query, key = rng.standard_normal((2, 1, 1, 1, 8)).astype(np.float32)
 
     near = rotated(sibling, query, [[5]]) * rotated(sibling, key, [[2]])
@@ -105,7 +105,7 @@ def test_score_depends_on_the_distance_only(sibling, rng, shift):
     assert abs(near.sum() - far.sum()) <= tolerance
 
 
-def test_score_depends_on_the_distance(sibling, rng):
+def test_score_depends_on_distance(sibling, rng):
     query, key = rng.standard_normal((2, 1, 1, 1, 8)).astype(np.float32)
 
     near = rotated(sibling, query, [[5]]) * rotated(sibling, key, [[2]])
@@ -121,18 +121,18 @@ def test_theta_changes_the_result(sibling, rng):
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
-def test_rotation_keeps_the_dtype(sibling, dtype):
+def test_rotation_preserves_dtype(sibling, dtype):
     assert rotated(sibling, np.ones((1, 1, 1, 4), dtype), [[3]]).dtype == dtype
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])
-def test_narrow_features_are_rounded_once(sibling, rng, dtype):
-    # At position 5001 an angle in bfloat16 would be off by 16 radians.
+def test_half_precision_features_are_rounded_once(sibling, rng, dtype):
+    # At position 5001 a bfloat16 angle would be off by 16 radians.
     x = rng.standard_normal((1, 2, 1, 8)).astype(dtype)
     assert np.array_equal(rotated(sibling, x, [[5001]]), rotated(sibling, x.astype(np.float32), [[5001]]).astype(dtype))
 
 
-def test_positions_of_one_sequence_serve_all(sibling, rng):
+def test_positions_of_one_sequence_broadcast(sibling, rng):
     x = rng.standard_normal((2, 2, 3, 4)).astype(np.float32)
     assert np.array_equal(rotated(sibling, x, [[4, 5, 6]]), rotated(sibling, x, [[4, 5, 6], [4, 5, 6]]))
 
@@ -145,7 +145,7 @@ def test_each_sequence_has_its_own_positions(sibling, rng):
     assert np.array_equal(turned[1], rotated(sibling, x, [[9, 0, 2]])[1])
 
 
-# ---- Kinds -----------------------------------------------------------------------------------------------------------
+# ---- Variants --------------------------------------------------------------------------------------------------------
 
 
 def rotated_by(sibling, x, positions, rope):
@@ -163,7 +163,7 @@ def rotated_by(sibling, x, positions, rope):
         (Rope(1.0, scaling=ProportionalScaling(0.7)), [(0, 3), (1, 4)]),
     ],
 )
-def test_each_feature_is_rotated_with_its_partner_or_passes(sibling, rope, partner):
+def test_each_feature_is_rotated_with_its_partner_or_unchanged(sibling, rope, partner):
     # With theta 1 all pairs are rotated by the position, in radians.
     expected = np.eye(6)
     for first, second in partner:
@@ -174,11 +174,11 @@ def test_each_feature_is_rotated_with_its_partner_or_passes(sibling, rope, partn
     assert found == pytest.approx(expected, abs=3 * EPSILON)
 
 
-def test_partial_frequencies_are_those_of_a_smaller_head():
+def test_partial_frequencies_match_a_smaller_head():
     assert np.array_equal(Rope(rotary_dim=8).frequencies(32), Rope().frequencies(8))
 
 
-def test_llama3_divides_slow_pairs_and_keeps_fast_ones():
+def test_llama3_scales_slow_pairs_and_keeps_fast_ones():
     plain, rope = Rope(5e5).frequencies(128), Rope(5e5, scaling=Llama3Scaling(8.0, 8192))
     turns = 8192 * plain / (2 * math.pi)
     ratio = rope.frequencies(128) / plain
@@ -189,7 +189,7 @@ def test_llama3_divides_slow_pairs_and_keeps_fast_ones():
     assert ((ratio[between] > 1 / 8) & (ratio[between] < 1)).all()
 
 
-def test_yarn_turns_as_on_paper():
+def test_yarn_frequencies_match_the_paper():
     # 4096 / (2 pi theta ** (2 i / 128)) is 32 at i = 20.9, and 1 at i = 45.03: the ramp goes from 20 to 46.
     plain, rope = Rope().frequencies(128), Rope(scaling=YarnScaling(4.0, 4096))
     ratio = rope.frequencies(128) / plain
@@ -199,13 +199,13 @@ def test_yarn_turns_as_on_paper():
     assert rope.attention_factor == pytest.approx(0.1 * math.log(4) + 1, rel=1e-15)
 
 
-def test_longrope_has_the_factor_of_its_paper():
+def test_longrope_attention_factor_matches_the_paper():
     rope = Rope(scaling=LongRopeScaling(32.0, 4096, (1.0,), (2.0,)))
     assert rope.attention_factor == pytest.approx(math.sqrt(1 + math.log(32) / math.log(4096)), rel=1e-15)
     assert [rope.frequencies(2, length)[0] for length in (0, 4096, 4097)] == [1.0, 1.0, 0.5]
 
 
-def test_the_attention_factor_lengthens_what_is_rotated_and_nothing_else(sibling, rng):
+def test_attention_factor_scales_only_rotated_features(sibling, rng):
     x = rng.standard_normal((1, 1, 3, 8)).astype(np.float32)
     rope = Rope(scaling=YarnScaling(4.0, 64, attention_factor=1.5), rotary_dim=4)
     turned = rotated_by(sibling, x, [[0, 1, 50]], rope)
@@ -222,7 +222,7 @@ LENGTHS = {
 
 
 @pytest.mark.parametrize("kind", LENGTHS)
-def test_the_last_position_of_each_sequence_counts(sibling, rng, kind):
+def test_frequencies_depend_on_last_position_of_each_sequence(sibling, rng, kind):
     x, rope = rng.standard_normal((2, 1, 3, 8)).astype(np.float32), LENGTHS[kind]
     near, far = [0, 4, 5], [0, 4, 6]
     both = rotated_by(sibling, x, [near, far], rope)
@@ -232,12 +232,12 @@ def test_the_last_position_of_each_sequence_counts(sibling, rng, kind):
 
 
 @pytest.mark.parametrize("kind", LENGTHS)
-def test_no_tokens_have_no_length(sibling, kind):
+def test_empty_sequence_is_rotated(sibling, kind):
     assert rotated_by(sibling, np.ones((2, 1, 0, 8), np.float32), np.ones((1, 0), np.int32), LENGTHS[kind]).size == 0
 
 
 @pytest.mark.parametrize("order", ["contiguous", "interleaved"])
-def test_a_pair_is_rotated_by_the_position_of_its_axis(sibling, rng, order):
+def test_pair_is_rotated_by_the_position_of_its_axis(sibling, rng, order):
     rope = Rope(100.0, sections=(2, 1, 1), section_order=order)
     axes = {"contiguous": [0, 0, 1, 2], "interleaved": [0, 1, 2, 0]}[order]
     x, positions = rng.standard_normal((2, 1, 3, 8)).astype(np.float32), rng.integers(0, 9, (3, 2, 3))
@@ -249,7 +249,7 @@ def test_a_pair_is_rotated_by_the_position_of_its_axis(sibling, rng, order):
 
 @pytest.mark.parametrize("order", ["contiguous", "interleaved"])
 @pytest.mark.parametrize(("series", "exponents"), [("own", [0, 1 / 2, 0, 1 / 2]), ("dealt", [0, 1 / 2, 1 / 4, 3 / 4])])
-def test_an_axis_has_the_frequencies_of_its_series(sibling, rng, series, exponents, order):
+def test_axis_has_the_frequencies_of_its_series(sibling, rng, series, exponents, order):
     rope = Rope(81.0, sections=(2, 2), section_order=order, section_frequencies=series)
     axes = {"contiguous": [0, 0, 1, 1], "interleaved": [0, 1, 0, 1]}[order]
     exponents = exponents if order == "contiguous" else [exponents[pair] for pair in (0, 2, 1, 3)]
@@ -267,21 +267,21 @@ def test_an_axis_has_the_frequencies_of_its_series(sibling, rng, series, exponen
         ((3, 3), refuses("positions", {"positions.shape": (3, 3)})),
     ],
 )
-def test_positions_of_other_axes_are_refused(sibling, shape, refusal):
+def test_positions_with_wrong_axes_raise(sibling, shape, refusal):
     x = np.ones((1, 1, 3, 8), np.float32)
     with refusal:
         rotated_by(sibling, x, np.zeros(shape, np.int32), Rope(sections=(2, 1, 1)))
 
 
-def test_positions_on_axes_want_sections(sibling):
+def test_positions_on_axes_require_sections(sibling):
     with refuses("positions", {"positions.shape": (3, 1, 3)}):
         rotated_by(sibling, np.ones((1, 1, 3, 8), np.float32), np.zeros((3, 1, 3), np.int32), Rope())
 
 
 @pytest.mark.compiles
 @pytest.mark.parametrize("kind", [*LENGTHS, "llama3"])
-def test_ragged_steps_are_those_of_each_sequence_alone(sibling, rng, kind):
-    """Padding in a call makes no sequence longer, nor do the other sequences."""
+def test_ragged_steps_match_each_sequence_alone(sibling, rng, kind):
+    """Neither padding nor the other sequences make a sequence longer."""
     rope = LENGTHS.get(kind, Rope(scaling=Llama3Scaling(4.0, 8)))
     layer = sibling.module("MultiHeadAttentionWithCache", AttentionSpec(16, 2, rope=rope))
     x = rng.standard_normal((2, 9, 16)).astype(np.float32)
@@ -299,7 +299,7 @@ def test_ragged_steps_are_those_of_each_sequence_alone(sibling, rng, kind):
     together = run([0, 1], steps)
     for row in (0, 1):
         for both, alone in zip(together, run([row], steps), strict=True):
-            assert both[row] == pytest.approx(alone[0], abs=8 * EPSILON)  # products of other sizes are summed otherwise
+            assert both[row] == pytest.approx(alone[0], abs=8 * EPSILON)  # other sizes have another summation order
 
 
 def test_layer_counts_positions_from_zero(sibling, rng):
@@ -312,7 +312,7 @@ def test_layer_counts_positions_from_zero(sibling, rng):
     assert np.array_equal(sibling.numpy(default), sibling.numpy(given))
 
 
-def test_layer_uses_the_positions_given(sibling, rng):
+def test_layer_uses_given_positions(sibling, rng):
     module = sibling.module("MultiHeadAttention", AttentionSpec(8, 2, rope=Rope(100.0)))
     x = sibling.array(rng.standard_normal((2, 3, 8)).astype(np.float32))
 
@@ -322,7 +322,7 @@ def test_layer_uses_the_positions_given(sibling, rng):
     assert np.abs(sibling.numpy(default) - sibling.numpy(given)).max() > 1e-3
 
 
-def test_layer_turns_queries_and_keys_but_not_values(sibling, rng):
+def test_layer_rotates_queries_and_keys_but_not_values(sibling, rng):
     q, k, v = (sibling.array(x) for x in rng.standard_normal((3, 1, 3, 8)).astype(np.float32))
 
     def projected(rope):
@@ -374,7 +374,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_rotation_refuses(sibling, name):
+def test_invalid_rotation_raises(sibling, name):
     x, positions, theta, refusal = REFUSALS[name]
     positions = np.array(positions)
     positions = positions.astype({"i": np.int32, "f": np.float32, "b": np.bool_}[positions.dtype.kind])
@@ -382,14 +382,14 @@ def test_rotation_refuses(sibling, name):
         rotated(sibling, x, positions, theta)
 
 
-def test_rotation_refuses_a_number_for_a_rope(sibling):
+def test_number_as_rope_raises(sibling):
     x = sibling.array(np.ones((1, 1, 1, 4), np.float32))
     with refuses_type("rope", rope=10000.0):
         sibling.package.apply_rope(x, sibling.array([[0]]), 10000.0)
 
 
 @pytest.mark.parametrize(("head_dim", "error"), [(3, ValueError), (0, ValueError), (4.0, TypeError)])
-def test_frequencies_refuse(head_dim, error):
+def test_frequencies_of_invalid_head_dim_raise(head_dim, error):
     with refuses("head_dim", head_dim=head_dim).of(error):
         Rope().frequencies(head_dim)
 
@@ -399,7 +399,7 @@ SCALED = [LinearScaling(4.0), Llama3Scaling(8.0, 64), YarnScaling(4.0, 64)]
 
 @pytest.mark.parametrize("scaling", SCALED, ids=lambda scaling: scaling.kind)
 def test_scaled_frequencies_over_head_dim_are_named(scaling, monkeypatch):
-    """Those of a port that makes the table of a whole head, scales it, and takes the first of it."""
+    """A port computes the table for the whole head, scales it, and uses its first entries."""
     spec = AttentionSpec(32, 4, head_dim=32, rope=Rope(500.0, scaling=scaling, rotary_dim=8))
     problem = parity.make_problem(parity.Case("partial", spec, "a part of each head", seq_len=48), "float32")
     wrong = Rope(500.0, scaling=scaling).frequencies(32)[:4]
@@ -408,17 +408,17 @@ def test_scaled_frequencies_over_head_dim_are_named(scaling, monkeypatch):
     output, _ = mha_torch.multi_head_attention(torch.from_numpy(problem.inputs["query"]), weights, spec)
     monkeypatch.undo()
     (found,) = parity.diagnose({"output": output.numpy()}, problem).explanations
-    assert found.hypotheses == ("rope-frequencies-over-head-dim",)
+    assert found.bugs == ("rope-frequencies-over-head-dim",)
 
 
 @pytest.mark.parametrize("name", ["rope-sections", "rope-sections-interleaved"])
-def test_positions_of_text_in_place_of_three_axes_are_named(name):
+def test_text_positions_instead_of_three_axes_are_named(name):
     problem = parity.make_problem(parity.CASES[name], "float32")
     weights = {each: torch.from_numpy(weight) for each, weight in problem.weights.items()}
     x = torch.from_numpy(problem.inputs["query"])
     output, _ = mha_torch.multi_head_attention(x, weights, problem.spec, is_causal=problem.case.is_causal)
     (found,) = parity.diagnose({"output": output.numpy()}, problem).explanations
-    assert found.hypotheses == ("rope-sections-ignored",)
+    assert found.bugs == ("rope-sections-ignored",)
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (1, 1), (5,)])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from test_rank_mistakes import of_heads
+from test_rank_bugs import of_heads
 
 import mha_torch
 import parity

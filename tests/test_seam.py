@@ -1,4 +1,4 @@
-"""The kernel of a layer: a value that users may replace, on every way in, and that checked inputs reach."""
+"""Tests of a layer's kernel: users may replace it on every path, and it receives checked inputs."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +15,7 @@ LATENT = AttentionSpec(16, 4, head_dim=8, latent=Latent(8, 4), rope=Rope(rotary_
 
 
 class Noting:
-    """The plain path as a kernel of the user's own, which notes what it is called with."""
+    """The plain path as a custom kernel that records its arguments."""
 
     def __init__(self, sibling):
         self.stages, self.calls = sibling.package.stages, []
@@ -34,7 +34,7 @@ def tokens(sibling, seq_len=5, spec=SPEC):
     return sibling.array(x.astype(np.float32))
 
 
-def test_a_layer_calls_its_kernel_with_heads_a_mask_and_scores(sibling):
+def test_layer_calls_its_kernel_with_heads_mask_and_scores(sibling):
     layer, x = filled(sibling, "MultiHeadAttention", SPEC), tokens(sibling)
     bias = sibling.array(np.random.default_rng(1).standard_normal((5, 5)).astype(np.float32))
     expected, _ = layer(x, is_causal=True, bias=bias)
@@ -49,7 +49,7 @@ def test_a_layer_calls_its_kernel_with_heads_a_mask_and_scores(sibling):
     assert scores.bias is bias
 
 
-def test_weights_are_asked_of_the_definition_and_not_of_the_kernel(sibling):
+def test_weights_are_computed_without_the_kernel(sibling):
     layer = filled(sibling, "MultiHeadAttention", SPEC)
     layer.kernel = kernel = Noting(sibling)
     assert layer(tokens(sibling), need_weights=True)[1] is not None
@@ -57,7 +57,7 @@ def test_weights_are_asked_of_the_definition_and_not_of_the_kernel(sibling):
 
 
 @pytest.mark.parametrize("kind", ["MultiHeadAttentionWithCache", "MultiHeadLatentAttention"])
-def test_a_layer_with_a_cache_calls_its_kernel_for_prompts_and_steps(sibling, kind):
+def test_cached_layer_calls_its_kernel_for_prompts_and_steps(sibling, kind):
     spec, outputs = LATENT if kind == "MultiHeadLatentAttention" else SPEC, []
     for kernel in (None, Noting(sibling)):
         layer = filled(sibling, kind, spec)
@@ -70,8 +70,8 @@ def test_a_layer_with_a_cache_calls_its_kernel_for_prompts_and_steps(sibling, ki
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_one_new_token_goes_to_the_step_of_a_kernel_that_has_one():
-    """In JAX, whose default kernel reads only the filled part of a cache."""
+def test_one_new_token_uses_the_step_method_of_a_kernel():
+    """In JAX only: its default kernel reads only the filled part of a cache."""
 
     class Stepping(mha_jax.fused.FusedAttention):
         def step(self, query, key, value, mask, scores):
@@ -87,7 +87,7 @@ def test_one_new_token_goes_to_the_step_of_a_kernel_that_has_one():
     assert steps == [((2, 4, 1, 4), [3, 1])]
 
 
-def test_functions_take_a_kernel(sibling):
+def test_functions_accept_a_kernel(sibling):
     layer, x = filled(sibling, "MultiHeadAttention", SPEC), tokens(sibling)
     weights = sibling.weights_of(layer)
     kernel = Noting(sibling)
@@ -97,7 +97,7 @@ def test_functions_take_a_kernel(sibling):
 
 
 @pytest.mark.parametrize("wrong", ["mask", "bias", "lengths"])
-def test_what_does_not_fit_is_refused_before_a_kernel_is_called(sibling, wrong):
+def test_invalid_input_raises_before_the_kernel_is_called(sibling, wrong):
     layer = filled(sibling, "MultiHeadAttention", SPEC)
     layer.kernel = kernel = Noting(sibling)
     options, refusal = {

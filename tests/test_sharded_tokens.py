@@ -1,4 +1,4 @@
-"""Attention of mha_jax whose tokens are divided over virtual devices: what it gives, and what these send and hold."""
+"""mha_jax attention with tokens sharded over virtual devices: results, communication and memory."""
 
 import pytest
 from refusals import refuses
@@ -6,7 +6,7 @@ from shell import found_by
 
 pytestmark = pytest.mark.thorough
 
-SENT = {  # forward, and with gradients: keys and values go on n - 1 times; with halves, to and from these, 8 more
+SENT = {  # forward; with gradients: keys and values move n - 1 times, and halves add 8 transfers
     "heads for tokens": ({"all-to-all": 4}, {"all-to-all": 8}),
     "heads for tokens, all that hides": ({"all-to-all": 6}, {"all-to-all": 11, "all-gather": 4}),
     "ring, causal": ({"collective-permute": 14}, {"collective-permute": 36}),
@@ -16,55 +16,55 @@ SENT = {  # forward, and with gradients: keys and values go on n - 1 times; with
     "ring, chunks": ({}, {}),
     "ring, mask and bias": ({"collective-permute": 6}, {"collective-permute": 20, "all-gather": 1}),
 }
-"""At most: XLA leaves out what is sent and not used. A bias is whole on each device, and so is its gradient."""
+"""Upper bounds, because XLA drops unused transfers. Biases and their gradients are replicated on each device."""
 
 SUMS = {"all-reduce", "all-reduce of flags"}
-"""Gradients of what is whole on each device: sinks, biases; and where mask and bias are looked through."""
+"""Gradients of replicated arrays (sinks and biases), and checks of the contents of mask and bias."""
 
 
 @pytest.fixture(scope="module")
 def found():
-    """What tests/sharded_tokens.py found, in one process."""
+    """Results of tests/sharded_tokens.py, run in one process."""
     return found_by("sharded_tokens.py")
 
 
-# ---- What is computed ------------------------------------------------------------------------------------------------
+# ---- Results ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SENT)
-def test_output_and_gradients_are_those_of_one_device(found, name):
+def test_output_and_gradients_match_one_device(found, name):
     wrong, _, _, _ = found["attended"][name]
     assert wrong is None
 
 
 @pytest.mark.parametrize("name", SENT)
-def test_tokens_in_each_others_place_are_seen(found, name):
+def test_keys_moved_to_wrong_device_are_detected(found, name):
     *_, swapped = found["attended"][name]
     assert "output" in swapped
 
 
-def test_every_stage_and_gradient_of_cases_is_within_the_budget(found):
+def test_all_stages_and_gradients_are_within_tolerance(found):
     assert len(found["judged"]) == 2
     for plan, (passed, wrong) in found["judged"].items():
         assert (wrong, passed > 25) == ([], True), plan
 
 
 @pytest.mark.parametrize("kind", ["automatic", "explicit"])
-def test_a_ragged_prompt_and_32_steps_over_divided_slots(found, kind):
+def test_ragged_prompt_and_32_steps_with_sharded_slots(found, kind):
     wrong, prompt, step = found["generated"][kind]
     assert wrong is None
-    assert prompt == step == {"all-reduce": 2}  # the largest scores; the sums of exponentials, and of values
+    assert prompt == step == {"all-reduce": 2}  # maximum scores; sums of exponentials and values
 
 
 def test_the_users_own_shard_map(found):
-    assert found["mapped"] < 1e-5  # of outputs around 1: a few units of rounding
+    assert found["mapped"] < 1e-5  # a few rounding errors for outputs around 1
 
 
-# ---- What devices send and hold --------------------------------------------------------------------------------------
+# ---- Communication and memory ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SENT)
-def test_devices_send_what_they_need(found, name):
+def test_devices_send_only_necessary_data(found, name):
     _, forward, everything, _ = found["attended"][name]
     for counted, needed in zip((forward, everything), SENT[name], strict=True):
         assert {kind for kind in counted if kind not in SUMS} <= needed.keys()
@@ -73,21 +73,21 @@ def test_devices_send_what_they_need(found, name):
 
 
 @pytest.mark.parametrize("name", ["data", "tensor", "heads for tokens", "ring"])
-def test_bytes_are_those_on_paper(found, name):
+def test_bytes_sent_match_formula(found, name):
     for _, sent, expected in found["grown"][name]:
         assert sent == expected
 
 
 @pytest.mark.parametrize("name", ["data", "tensor", "heads for tokens", "ring"])
-def test_temporary_memory_falls_as_devices_rise(found, name):
+def test_temporary_memory_shrinks_with_more_devices(found, name):
     (two, _, _), (eight, _, _) = found["grown"][name]
     assert eight <= two / 4 * 1.2
 
 
-# ---- What is refused -------------------------------------------------------------------------------------------------
+# ---- Errors ----------------------------------------------------------------------------------------------------------
 
 
-def test_tokens_that_cannot_be_divided_are_refused_by_name(found):
+def test_unshardable_tokens_raise_error_naming_argument(found):
     for name, refusal in {
         "uneven": refuses("keys", "30 and 4"),
         "unknown": refuses("tokens", {"axis": "tokens", "mesh.axis_names": ("sequence",)}),

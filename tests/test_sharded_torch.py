@@ -222,10 +222,10 @@ def test_divided_tokens_give_output_and_gradients_of_one_process(found, size, na
     assert_as_whole(found[size]["ring"]["layers"][name], *rings.calls(RINGS)[name])
 
 
-@pytest.mark.parametrize("mistake", rings.MISTAKES)
-def test_a_mistake_of_dividing_tokens_fails(found, mistake):  # the control of the test above
-    with pytest.raises(AssertionError, match="grad_" if mistake == "local sums backward" else "output"):
-        assert_as_whole(found[2]["ring"]["mistaken"][mistake], *rings.calls(RINGS)["grouped/causal"])
+@pytest.mark.parametrize("bug", rings.BUGS)
+def test_a_bug_of_dividing_tokens_fails(found, bug):  # the control of the test above
+    with pytest.raises(AssertionError, match="grad_" if bug == "local sums backward" else "output"):
+        assert_as_whole(found[2]["ring"]["mistaken"][bug], *rings.calls(RINGS)["grouped/causal"])
 
 
 def test_tokens_are_divided_beside_heads(found):

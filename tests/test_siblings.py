@@ -1,6 +1,6 @@
-"""The siblings say the same: the same files, names, order, parameters and summaries, in each framework's words.
+"""Tests that the implementations agree: in files, names, order, parameters and summaries, in each framework's terms.
 
-They are read as source, for no environment has all three frameworks.
+They are compared as source code, because no environment has all three frameworks.
 """
 
 import ast
@@ -15,16 +15,16 @@ import mha_jax
 import mha_torch
 
 NAMES = ["jax", "torch", "tt"]
-PACKAGES = {"jax": mha_jax, "torch": mha_torch}  # those that are installed beside each other
+PACKAGES = {"jax": mha_jax, "torch": mha_torch}  # installed in one environment
 
-# ---- What one sibling has and the others have not: the whole list ----------------------------------------------------
+# ---- Differences between the implementations: the complete list ------------------------------------------------------
 
 FRAMEWORK = {"jax": {"jax", "flax"}, "torch": {"torch"}, "tt": {"ttnn"}}
 
 LAZY_IMPORTS = {
     ("tt", "mock/shadows.py"): {"torch"},
     ("tt", "mock/goldens.py"): {"torch"},
-}  # ttnn's golden functions are written in it; without values none is needed
+}  # ttnn's golden functions are written in it; without values it is not needed
 
 WORDS = {
     "jax": {"JAX": "the framework", "jnp.": "xp.", "jax.": "xp."},
@@ -34,37 +34,37 @@ WORDS = {
 
 EXTRA_FILES = {  # and folders
     "jax": {
-        "kernels/blockwise.py",  # the fused kernel for a CPU, which the others' frameworks bring,
+        "kernels/blockwise.py",  # the fused CPU kernel, which the other frameworks provide,
         "kernels/blocks.py",  # how it divides its work,
-        "kernels/windows.py",  # and where it leaves out most keys
+        "kernels/windows.py",  # and where it skips most keys
         "kernels/whole.py",  # its form for few scores
         "kernels/library.py",  # the framework's own kernel, for other devices,
         "kernels/splash.py",  # and the one for TPUs
-        "kernels/nonfinite.py",  # keeps what is not finite where it is seen, around kernels that do not
+        "kernels/nonfinite.py",  # keeps non-finite values in visible positions, around kernels that do not
         "compiled.py",  # compiles once for callers who do not
-        "parallel/heads.py",  # heads divided over the devices of a mesh, in the framework's words
-        "parallel/sharding.py",  # how arrays are divided among devices, as their types say
-        "parallel/tokens.py",  # tokens divided over the devices of a mesh: heads are shared out for them,
-        "parallel/ring.py",  # or keys and values go round
+        "parallel/heads.py",  # heads sharded over the devices of a mesh, in the framework's terms
+        "parallel/sharding.py",  # how arrays are sharded among devices, according to their types
+        "parallel/tokens.py",  # tokens sharded over the devices of a mesh: heads are distributed for them,
+        "parallel/ring.py",  # or keys and values circulate
     },
     "torch": {
         "kernels/flex.py",  # a second kernel of the framework's own, for CUDA
         "kernels/sdpa.py",  # the first one, with the cheapest form of a mask,
         "kernels/windows.py",  # and a few queries at a time within windows
-        "kernels/nonfinite.py",  # keeps what is not finite where it is seen, around a kernel that does not
-        "parallel/heads.py",  # heads divided over processes, in the framework's words
-        "parallel/local.py",  # and what one of these has
-        "parallel/ring.py",  # tokens divided over processes
+        "kernels/nonfinite.py",  # keeps non-finite values in visible positions, around a kernel that does not
+        "parallel/heads.py",  # heads sharded over processes, in the framework's terms
+        "parallel/local.py",  # and the part that one of these holds
+        "parallel/ring.py",  # tokens sharded over processes
     },
     "tt": {
-        "device.py",  # which is opened, and where arrays and weights enter it and leave it
+        "device.py",  # opens it, and transfers arrays and weights to and from it
         "layout.py",  # how the features of heads are ordered and padded there
-        "recording.py",  # what a program did on a device, given back where there is none
-        "mock/",  # boards that do not exist, and what operations compute on them
-        "kernels/nonfinite.py",  # keeps what is not finite where it is seen, around kernels that do not
-        "parallel/heads.py",  # heads divided over the chips of a mesh, in the framework's words
-        "parallel/local.py",  # and what one of these has
-        "decode/",  # a step that needs nothing of the host, and a cache in pages
+        "recording.py",  # operations recorded on a device, replayed without one
+        "mock/",  # simulated boards and the results of operations on them
+        "kernels/nonfinite.py",  # keeps non-finite values in visible positions, around kernels that do not
+        "parallel/heads.py",  # heads sharded over the chips of a mesh, in the framework's terms
+        "parallel/local.py",  # and the part that one of these holds
+        "decode/",  # a step that runs without the host, and a paged cache
     },
 }
 
@@ -73,24 +73,24 @@ EXTRA_PARAMETERS = {
         "rngs",  # randomness is explicit,
         "rng",
         "dropout_rng",
-        *("dtype", "param_dtype"),  # these are the words of flax for the dtypes of the work and of the weights;
-        "kernel",  # of `fused`: the one for a CPU is its own, which is told how to divide its work
+        *("dtype", "param_dtype"),  # flax's names for the dtypes of computation and of weights;
+        "kernel",  # of `fused`: the CPU kernel is its own and has options for dividing its work
     },
-    "torch": {"device", "dtype"},  # where tensors lie, and torch's word for a dtype
+    "torch": {"device", "dtype"},  # placement of tensors, and torch's name for a dtype
     "tt": {
-        "device",  # where tensors lie; there is no default one
+        "device",  # placement of tensors; there is no default device
         "dtype",  # of inputs and outputs, and of a module's cache,
-        "weight_dtype",  # which differ: weights may be bfloat8_b where inputs are not
-        "compute_kernel_config",  # the arithmetic of the device is chosen for each operation
+        "weight_dtype",  # which differ: weights may be bfloat8_b if inputs are not
+        "compute_kernel_config",  # the arithmetic of the device is chosen per operation
         "rng",  # of NumPy: draws weights and seeds,
-        "seed",  # for the device draws from a seed
+        "seed",  # because the device draws from a seed
         "slots",  # of `apply_norm`, and
-        "head_dim",  # of `apply_rope`: heads are padded to whole tiles, so that their shape does not tell it
-        *("page_size", "page_table"),  # of a cache in pages, and of the kernel for it
+        "head_dim",  # of `apply_rope`: heads are padded to whole tiles, so their shape does not determine it
+        *("page_size", "page_table"),  # of a paged cache and its kernel
     },
 }
 
-COMMON_PARAMETERS = {  # some of these words mean the same in all siblings
+COMMON_PARAMETERS = {  # some of these words mean the same in all implementations
     "multi_head_attention": {"kernel"},
     "multi_head_attention_with_cache": {"kernel"},
     "multi_head_attention_with_static_cache": {"kernel"},
@@ -103,14 +103,14 @@ COMMON_PARAMETERS = {  # some of these words mean the same in all siblings
     "kv_cache_nbytes": {"dtype", "head_dim"},
 }
 
-OTHER_DEFAULTS = {  # what the fused kernels take, where others say float32
+OTHER_DEFAULTS = {  # accepted by the fused kernels; the others have float32
     ("tt", "init_cache", "dtype"): "xp.bfloat16",
     ("tt", "init_latent_cache", "dtype"): "xp.bfloat16",
 }
 
 OTHER_AXES = {"kv_rank N*(H+Hv)": "N*(H+Hv) kv_rank"}  # torch keeps weights as (out, in), the others as (in, out)
 
-CACHE_PARTS = {  # what attention takes of a cache, whose lengths are known elsewhere: on the host, in a graph, or not
+CACHE_PARTS = {  # arguments from a cache, whose lengths are known elsewhere: on the host, in a graph, or not
     "jax": {"append_checked", "num_added", "token_positions", "has_room"},
     "torch": {"append_checked", "has_room", "Mask.block", "Scores.block", "block_of"},
     "tt": {"append_checked", "num_added", "write_rows", "Scores.block", "block_of"},
@@ -118,89 +118,89 @@ CACHE_PARTS = {  # what attention takes of a cache, whose lengths are known else
 
 EXTRA_NAMES = {
     "jax": {
-        "to_scores_rank",  # strict rank promotion is kept, so ranks are made equal by hand
+        "to_scores_rank",  # strict rank promotion is kept, so ranks are aligned by hand
         "Projection",  # nnx.Linear rounds to the narrow dtype before it adds the bias, torch's after
-        "FusedAttention",  # the default kernel with block sizes of one's own
-        "attend_without_weights",  # compiled by itself, a result that nobody asked for would be stored
+        "FusedAttention",  # the default kernel with custom block sizes
+        "attend_without_weights",  # compiled by itself, an unused result would be stored
         "AttentionLayer.dropout_rng",  # torch draws from a global generator instead
         *("FunctionalLayer.dropout_rng", "Scores.dropout_rng"),
-        "Scores.has_dropout",  # no kernel has any
-        "Mask.as_arrays",  # which compiled functions take
-        "Mask.is_trivial",  # a gradient is kept from what is hidden
+        "Scores.has_dropout",  # no kernel supports it
+        "Mask.as_arrays",  # arguments of compiled functions
+        "Mask.is_trivial",  # hidden positions get no gradient
         "cast",  # torch has autocast
-        "platform_of",  # arrays lie on one, or on none yet where they are traced
-        "linear",  # sums in float32, also where a bias is added
+        "platform_of",  # arrays have one platform, or none yet while traced
+        "linear",  # sums in float32, also with a bias
         "NormLayer",  # a module that holds the parameters of a norm
-        "MultiHeadLatentAttention.kv_b_proj",  # a type for what its base sets by name
+        "MultiHeadLatentAttention.kv_b_proj",  # a type for an attribute that its base sets by name
         *CACHE_PARTS["jax"],
     },
     "torch": {
-        "AttentionLayer.reset_parameters",  # torch's hook to draw the weights again; nnx makes a new module
+        "AttentionLayer.reset_parameters",  # torch's hook to redraw the weights; nnx builds a new module
         "AttentionLayer.extra_repr",  # torch's hook into its own `__repr__`, which documents it
         "NormLayer",  # a module that holds the parameters of a norm
-        *("values_of", "is_graph"),  # are known or not by more than a type
+        *("values_of", "is_graph"),  # known or not by more than a type
         "constant",  # a copy to a GPU waits for it
         "is_transformed",  # vmap and fake tensors have no values
-        "without_autocast",  # which would take sums in half precision
+        "without_autocast",  # which would sum in half precision
         "is_autocast_on",  # and narrowed or not by more than their own dtype
-        *("Rotation", "rotation_of"),  # JAX's compiler shares what queries and keys have in common
+        *("Rotation", "rotation_of"),  # JAX's compiler shares the common computations of queries and keys
         *("is_distributed", "replicate_like"),  # a tensor may be a DTensor,
-        "needs_gradient",  # or one that asks for a gradient,
+        "needs_gradient",  # or require a gradient,
         "check_features",  # and a projection may return one, or some of its features
         *("AttentionLayer.find_nonfinite", "FunctionalLayer.find_nonfinite"),  # on any process
-        "apply_norm_by_mean",  # of all processes
-        "hooks_of",  # a module may do more than its weights say
-        "check_device",  # tensors lie on several,
-        "as_lengths",  # and lengths are taken to theirs
-        "Mask.is_trivial",  # a gradient is kept from what is hidden
-        "cache_dtype",  # under autocast it is not that of the weights
-        "MultiHeadLatentAttention.kv_b_proj",  # a type for what its base sets by name
+        "apply_norm_by_mean",  # over all processes
+        "hooks_of",  # a module may do more than its weights determine
+        "check_device",  # tensors lie on several devices,
+        "as_lengths",  # and lengths are moved to theirs
+        "Mask.is_trivial",  # hidden positions get no gradient
+        "cache_dtype",  # under autocast it differs from the weights' dtype
+        "MultiHeadLatentAttention.kv_b_proj",  # a type for an attribute that its base sets by name
         *CACHE_PARTS["torch"],
     },
     "tt": {
         "as_dtype",  # converts on the device
-        "MASKED",  # stands for -inf, of which the kernel makes NaN,
-        "LOWEST_BIAS",  # and what a bias of the user's is raised to, so as to stay above it
-        "DeviceMask",  # masks are made on the host, and uploaded once for many calls,
+        "MASKED",  # stands for -inf, which the kernel turns into NaN,
+        "LOWEST_BIAS",  # and the lower limit of a user's bias, to stay above it
+        "DeviceMask",  # masks are built on the host, and uploaded once for many calls,
         "on_host",
         "on_device",  # or for one
         "bias_on_device",
         "CausalMask",
-        "Rotation",  # turns are computed on the host, in float64, and uploaded once for many calls
+        "Rotation",  # rotations are computed on the host, in float64, and uploaded once for many calls
         "rotation_of",
-        "positions_and_rotation",  # for all that is projected in a call,
-        *("rotated_head", "cos_and_sin"),  # or as a table, of which the device picks
-        *("HeadWeights", "weights_of_heads"),  # a weight is taken apart once for many calls
-        "project_absorbed",  # and queries are put together once
-        "sinks_of_step",  # made once for many steps
-        "attend_to_cache",  # one new token of each sequence has a kernel of its own
-        *("LARGEST_CHUNK", "WIDE"),  # of the fused kernel, which is told how to divide its work
-        *("HALF_TILE", "STEP_FEATURES"),  # up to which the one of a step approximates, and is right
-        *("FusedAttention", "attend"),  # a kernel is made for an arithmetic of the device,
+        "positions_and_rotation",  # for all projections in a call,
+        *("rotated_head", "cos_and_sin"),  # or as a table that the device indexes
+        *("HeadWeights", "weights_of_heads"),  # a weight is split once for many calls
+        "project_absorbed",  # and queries are combined once
+        "sinks_of_step",  # computed once for many steps
+        "attend_to_cache",  # one new token per sequence has its own kernel
+        *("LARGEST_CHUNK", "WIDE"),  # of the fused kernel, which has options for dividing its work
+        *("HALF_TILE", "STEP_FEATURES"),  # limits of the step kernel: for its approximation, and for correct results
+        *("FusedAttention", "attend"),  # a kernel is built for an arithmetic of the device,
         *("supports", "step_supports"),  # and the framework's do not support every call
-        "may_zero_rows",  # whether the one of prompts does, at logits of tens of thousands
-        "MOST_KV_HEADS",  # more would be written wrongly, and unasked
+        "may_zero_rows",  # True if the prompt kernel does so, at logits of tens of thousands
+        "MOST_KV_HEADS",  # more would be written incorrectly, without an error
         "AttentionLayer.load_weights",  # torch's state dict and nnx's state do this,
         "AttentionLayer.train",  # and their modules have these two
         "AttentionLayer.eval",
-        "check_on_device",  # several operations crash on a tensor that lies on the host,
-        "check_input_dtype",  # keep apart the dtype of inputs and that of weights, which differ here,
-        "check_dtype",  # take three dtypes only,
-        "check_head_dim",  # see the padding of heads as features,
+        "check_on_device",  # several operations crash on a tensor on the host,
+        "check_input_dtype",  # distinguishes the dtype of inputs from that of weights, which differ here,
+        "check_dtype",  # only three dtypes are supported,
+        "check_head_dim",  # padding of heads counts as features,
         *("check_heads", "check_pair_order"),  # whose order depends on the layer,
-        "check_cache_holds",  # write into a cache before anything else would tell that it is another layer's,
-        "check_cached_step",  # and have a kernel for one new token of each sequence
-        "Cache.places",  # are counted on the device
-        *("Cache.pages", "Cache.page_table", "Cache.is_within"),  # a cache may lie in pages
+        "check_cache_holds",  # writing into a cache precedes any other sign that it belongs to another layer,
+        "check_cached_step",  # and one new token per sequence has its own kernel
+        "Cache.places",  # counted on the device
+        *("Cache.pages", "Cache.page_table", "Cache.is_within"),  # a cache may be paged
         "PagedKVCache",
-        *("KVCache.capacity", "LatentCache.capacity"),  # the slots are padded: their shape does not tell it
+        *("KVCache.capacity", "LatentCache.capacity"),  # the slots are padded: their shape does not determine it
         "AttentionLayer.check_input",  # an input has the dtype of the module; dropout is drawn in bfloat16 only,
-        "drop",  # for attention weights and outputs alike,
+        "drop",  # for both attention weights and outputs,
         *("Scores.seed", "FunctionalLayer.seed"),  # from a seed
-        "FunctionalLayer.compute_kernel_config",  # the arithmetic of the device is chosen for each layer
-        "FunctionalLayer.kept",  # steps keep what they make,
-        *("AttentionLayer.plain_weights", "FunctionalLayer.plain_weights"),  # for one, of the weights as they are
-        "upload_weights",  # weights are padded on their way to the device
+        "FunctionalLayer.compute_kernel_config",  # the arithmetic of the device is chosen per layer
+        "FunctionalLayer.kept",  # steps keep their results,
+        *("AttentionLayer.plain_weights", "FunctionalLayer.plain_weights"),  # such as the unmodified weights
+        "upload_weights",  # weights are padded during upload
         "download_weights",
         *CACHE_PARTS["tt"],
     },
@@ -209,9 +209,9 @@ EXTRA_NAMES = {
 OTHERWISE = {
     ("jax", "attend"),  # of `fused`, a kernel with the default block sizes
     ("jax", "Mask.check"),  # arrays are whole sequences on one mesh
-    ("tt", "Cache.capacity"),  # the slots are padded to whole tiles, so that their shape does not tell it
-    *(("tt", "Mask.check"), ("tt", "Scores.check")),  # a mask lies on the host, and a bias is converted
-    ("tt", "Mask.to_bool"),  # gives a mask with its forms on the device
+    ("tt", "Cache.capacity"),  # the slots are padded to whole tiles, so their shape does not determine it
+    *(("tt", "Mask.check"), ("tt", "Scores.check")),  # a mask is on the host, and a bias is converted
+    ("tt", "Mask.to_bool"),  # returns a mask with its forms on the device
 }
 
 OTHER_SUMMARIES = {("tt", "check_bias")}  # a bias of any floating dtype is converted, on the host or on the device
@@ -219,7 +219,7 @@ OTHER_SUMMARIES = {("tt", "check_bias")}  # a bias of any floating dtype is conv
 CALL = {"__call__": "call", "forward": "call"}
 
 
-# ---- Reading the sources ---------------------------------------------------------------------------------------------
+# ---- Reading the source code -----------------------------------------------------------------------------------------
 
 
 def folder(name):
@@ -228,7 +228,7 @@ def folder(name):
 
 @cache
 def paths_of(name):
-    """The files of a sibling, those in its folders too, by their place in it."""
+    """Return the paths of an implementation's files, including those in folders, relative to it."""
     paths = [path for path in sorted(folder(name).rglob("*")) if path.is_file() and path.parent.name != "__pycache__"]
     return {path.relative_to(folder(name)).as_posix(): path for path in paths}
 
@@ -243,17 +243,17 @@ def files_of(name):
 
 
 def is_shared(name, file):
-    """Tell if the others have a file, too; what a folder re-exports is of its sibling."""
+    """Return True if the others must also have the file, unlike listed files and the `__init__.py` of a folder."""
     return not file.endswith("/__init__.py") and not any(_is_in(file, extra) for extra in EXTRA_FILES[name])
 
 
 def _is_in(file, place):
-    """Tell if a place is that of a file, or of a folder that it lies in."""
+    """Return True if a path is a file, or a folder that contains it."""
     return file == place or (place.endswith("/") and file.startswith(place))
 
 
 def all_of(name):
-    """What a package lists as its public names."""
+    """Return the public names that a package lists."""
     return next(
         ast.literal_eval(node.value)
         for node in parse(name, "__init__.py").body
@@ -266,7 +266,7 @@ def is_public(name):
 
 
 def targets(node):
-    """The names that a statement binds by itself."""
+    """Return the names that a statement binds itself."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return [node.name]
     found = [*getattr(node, "targets", []), getattr(node, "target", None)]
@@ -275,9 +275,9 @@ def targets(node):
 
 @cache
 def definitions(name, file):
-    """The public functions, classes, constants, methods and fields of a file by name, in order.
+    """Return the public functions, classes, constants, methods and fields of a file by name, in order.
 
-    `forward` and `__call__` are both called `call`.
+    Both `forward` and `__call__` are named `call`.
     """
     found = {}
     for node in parse(name, file).body:
@@ -292,13 +292,13 @@ def functions(name, file):
 
 
 def is_extra(name, public):
-    """Whether a name, or the class that it belongs to, is in the list, or defined in a file that is."""
+    """Return True if a name, its class or its file is in the list."""
     own = EXTRA_NAMES[name].union(*(definitions(name, file) for file in files_of(name) if not is_shared(name, file)))
     return not own.isdisjoint({public, public.partition(".")[0]})
 
 
 def constructor(name, kind):
-    """The constructor of a class, its own or that of its base."""
+    """Return the constructor of a class, its own or inherited."""
     found = definitions(name, "mha.py") | definitions(name, "cache_mha.py")
     while f"{kind}.__init__" not in found:
         kind = found[kind].bases[0].id
@@ -306,7 +306,7 @@ def constructor(name, kind):
 
 
 def parameters(name, public, function):
-    """The parameters that siblings share, in order, each as (kind, name, default, axes of its annotation)."""
+    """Return the common parameters in order, each as (kind, name, default, axes of its annotation)."""
     arguments = function.args
     positional, keyword = [*arguments.posonlyargs, *arguments.args], arguments.kwonlyargs
     defaults = [None] * (len(positional) - len(arguments.defaults)) + arguments.defaults + arguments.kw_defaults
@@ -320,13 +320,13 @@ def parameters(name, public, function):
 
 
 def with_other_defaults(name, public, expected):
-    """Parameters with the defaults that a sibling has in their place."""
+    """Return parameters with the implementation's own defaults."""
     others = {argument: default for (*where, argument), default in OTHER_DEFAULTS.items() if where == [name, public]}
     return [(kind, argument, others.get(argument, default), axes) for kind, argument, default, axes in expected]
 
 
 def axes(annotation):
-    """The axis strings of an annotation, such as `B N T H`."""
+    """Return the axis strings of an annotation, such as `B N T H`."""
     if annotation is None or isinstance(annotation, ast.Constant):  # a class in quotes has none
         return []
     found = re.findall(r"'([^']*)'", ast.unparse(annotation))
@@ -340,12 +340,12 @@ def in_neutral_words(name, text):
 
 
 def summary(name, node):
-    """The first line of a docstring."""
+    """Return the first line of a docstring."""
     return in_neutral_words(name, (ast.get_docstring(node) or "").partition("\n")[0])
 
 
 def imports(tree):
-    """The packages that a file imports when it is imported itself, and those that it imports later or never."""
+    """Return the packages that a file imports at import time, and those that it imports later or never."""
     late = set()
     for node in ast.walk(tree):
         is_for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
@@ -364,7 +364,7 @@ def imports(tree):
 
 FILES = [file for file in files_of("torch") if is_shared("torch", file)]
 OWN_FILES = [(name, file) for name in NAMES for file in files_of(name)]
-OTHERS = [name for name in NAMES if name != "torch"]  # torch's is what the others are compared with
+OTHERS = [name for name in NAMES if name != "torch"]  # the others are compared with torch
 SHARED = [
     (name, file, public, node)
     for file in FILES
@@ -373,7 +373,7 @@ SHARED = [
     for name in OTHERS
     if (name, public) not in OTHERWISE
 ]
-PUBLIC = [  # all but the checks, which no user calls
+PUBLIC = [  # all but the checks, which users do not call
     pytest.param(name, file, public, id=f"{name}-{file.removesuffix('.py')}-{public}")
     for name, file, public, node in SHARED
     if not public.startswith("check_") and isinstance(node, ast.FunctionDef)
@@ -394,20 +394,20 @@ every_own_file = pytest.mark.parametrize(("name", "file"), OWN_FILES)
 
 
 @every_other
-def test_siblings_have_the_same_files(name):
+def test_implementations_have_same_files(name):
     shared = {sibling: {file for file in paths_of(sibling) if is_shared(sibling, file)} for sibling in NAMES}
     assert shared[name] == shared["torch"]
     assert [extra for extra in EXTRA_FILES[name] if not any(_is_in(file, extra) for file in paths_of(name))] == []
 
 
 @every_other
-def test_siblings_have_the_same_public_names(name):
+def test_implementations_have_same_public_names(name):
     extra = {Path(file).stem for file in [*EXTRA_FILES[name], *files_of(name)] if not is_shared(name, file)}
     assert [public for public in all_of(name) if public not in extra and not is_extra(name, public)] == all_of("torch")
 
 
 @every_sibling
-def test_public_names_are_defined_where_they_are_imported_from(name):
+def test_public_names_are_defined_in_imported_modules(name):
     imported = set()
     for node in parse(name, "__init__.py").body:
         if isinstance(node, ast.ImportFrom):
@@ -421,7 +421,7 @@ def test_public_names_are_defined_where_they_are_imported_from(name):
 
 @every_other
 @every_file
-def test_definitions_have_the_same_names_in_the_same_order(name, file):
+def test_definitions_have_same_names_and_order(name, file):
     names = {
         sibling: [public for public in definitions(sibling, file) if not is_extra(sibling, public)] for sibling in NAMES
     }
@@ -429,7 +429,7 @@ def test_definitions_have_the_same_names_in_the_same_order(name, file):
 
 
 @every_sibling
-def test_what_the_list_names_is_there(name):
+def test_listed_names_exist(name):
     found = [definitions(name, file) for file in files_of(name)]
     arguments = {
         argument.arg
@@ -446,14 +446,14 @@ def test_what_the_list_names_is_there(name):
 
 
 @pytest.mark.parametrize(("name", "file", "public"), PUBLIC)
-def test_parameters_have_the_same_names_kinds_defaults_and_axes(name, file, public):
+def test_parameters_have_same_names_kinds_defaults_and_axes(name, file, public):
     expected = parameters("torch", public, functions("torch", file)[public])
     expected = with_other_defaults(name, public, expected)
     assert parameters(name, public, functions(name, file)[public]) == expected
 
 
 @pytest.mark.parametrize(("name", "file", "public"), PUBLIC)
-def test_results_have_the_same_axes(name, file, public):
+def test_results_have_same_axes(name, file, public):
     assert axes(functions(name, file)[public].returns) == axes(functions("torch", file)[public].returns)
 
 
@@ -462,12 +462,12 @@ def test_results_have_the_same_axes(name, file, public):
 
 @every_other
 @every_file
-def test_files_have_the_same_summary(name, file):
+def test_files_have_same_summary(name, file):
     assert summary(name, parse(name, file)) == summary("torch", parse("torch", file))
 
 
 @pytest.mark.parametrize(("name", "file", "public"), SUMMARISED)
-def test_definitions_have_the_same_summary(name, file, public):
+def test_definitions_have_same_summary(name, file, public):
     assert summary(name, definitions(name, file)[public]) == summary("torch", definitions("torch", file)[public])
 
 
@@ -477,7 +477,7 @@ def test_every_public_definition_has_a_docstring(name, file):
         public
         for public, node in definitions(name, file).items()
         if isinstance(node, ast.FunctionDef | ast.ClassDef)
-        and not public.endswith(("__init__", "extra_repr"))  # a constructor's is its class's, the hook's is torch's
+        and not public.endswith(("__init__", "extra_repr"))  # the class documents its constructor, and torch the hook
         and not ast.get_docstring(node)
     ]
     assert not bare
@@ -487,7 +487,7 @@ def test_every_public_definition_has_a_docstring(name, file):
 
 
 @every_own_file
-def test_sibling_imports_only_its_framework_numpy_and_itself(name, file):
+def test_implementation_imports_only_its_framework_numpy_and_itself(name, file):
     at_once, lazily = imports(parse(name, file))
     allowed = FRAMEWORK[name] | {f"mha_{name}", "mha_spec", "numpy", "jaxtyping"}
     assert at_once <= allowed

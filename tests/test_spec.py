@@ -1,4 +1,4 @@
-"""The specification of a layer, and the list of cases."""
+"""Tests of the layer specification, the list of cases and the stage names."""
 
 import copy
 import json
@@ -36,17 +36,17 @@ from parity.core.stages import STAGES, Stage, stage_named
 from parity.core.weights import load_tensors, weight_shapes
 
 
-def test_spec_fills_in_the_sizes_left_out():
+def test_spec_derives_omitted_sizes():
     spec = AttentionSpec(32, 4)
     assert (spec.num_kv_heads, spec.head_dim, spec.d_in, spec.d_kv, spec.value_head_dim) == (4, 8, 32, 32, 8)
     assert AttentionSpec(32, 4, head_dim=12).value_head_dim == 12
 
 
-def test_spec_takes_the_key_width_from_the_query_width():
+def test_key_width_defaults_to_query_width():
     assert AttentionSpec(32, 4, d_in=24).d_kv == 24
 
 
-def test_spec_keeps_plain_numbers():
+def test_spec_stores_plain_numbers():
     numbers = {"window_size": np.int64(4), "scale": np.float32(0.5), "rope": Rope(sections=np.array([2, 1, 1]))}
     spec = AttentionSpec(np.int64(32), 4, sinks=np.bool_(True), **numbers)
     same = AttentionSpec(32, 4, window_size=4, scale=0.5, rope=Rope(sections=(2, 1, 1)), sinks=True)
@@ -54,7 +54,7 @@ def test_spec_keeps_plain_numbers():
     assert AttentionSpec(32, 4, chunk_size=np.int32(3)).to_json() == AttentionSpec(32, 4, chunk_size=3).to_json()
 
 
-def test_replace_derives_again_the_sizes_left_out():
+def test_replace_rederives_omitted_sizes():
     spec = AttentionSpec(512, 8)
     assert spec.replace(d_model=1024) == AttentionSpec(1024, 8)
     assert spec.replace(num_heads=4) == AttentionSpec(512, 4)
@@ -63,7 +63,7 @@ def test_replace_derives_again_the_sizes_left_out():
     assert spec.replace(d_model=30, head_dim=12).q_width == 96
 
 
-def test_a_layer_of_shared_keys_holds_no_weights_of_its_own_ones():
+def test_layer_with_shared_keys_has_no_key_value_weights():
     spec = AttentionSpec(8, 2, num_kv_heads=1, shared_kv=True, qk_norm=Norm(), rope=Rope())
     assert list(spec.weight_shapes) == [
         "q_proj.weight",
@@ -76,7 +76,7 @@ def test_a_layer_of_shared_keys_holds_no_weights_of_its_own_ones():
     assert not AttentionSpec.from_json('{"d_model": 8, "num_heads": 2}').shared_kv
 
 
-def test_replace_keeps_what_is_given():
+def test_replace_keeps_given_fields():
     sizes = {"num_kv_heads": 2, "head_dim": 32, "d_in": 256, "d_kv": 128, "value_head_dim": 16}
     spec = AttentionSpec(512, 8, **sizes, dropout=0.1, gate=Gate())
     assert spec.replace(d_model=1024, num_heads=16) == AttentionSpec(1024, 16, **sizes, dropout=0.1, gate=Gate())
@@ -96,21 +96,21 @@ COPIES = {
 
 
 @pytest.mark.parametrize("name", COPIES)
-def test_a_copy_of_a_spec_does_the_same(name):
-    """A size counts as left out by its value, so equal specifications cannot differ in what they do."""
+def test_copy_of_a_spec_behaves_the_same(name):
+    """Sizes count as omitted by value, so equal specifications cannot behave differently."""
     spec = AttentionSpec(512, 8)
     again = COPIES[name](spec)
     assert (again, hash(again), repr(again)) == (spec, hash(spec), "AttentionSpec(512, 8)")
     assert again.replace(d_model=1024) == spec.replace(d_model=1024) == AttentionSpec(1024, 8)
 
 
-def test_replace_of_nothing_is_the_same_spec():
+def test_replace_without_arguments_returns_equal_spec():
     specs = [case.spec for case in CASES.values()]
     assert [spec.replace() for spec in specs] == specs
     assert [hash(spec.replace()) for spec in specs] == [hash(spec) for spec in specs]
 
 
-def test_a_record_has_replace_too():
+def test_records_have_replace():
     rope = Rope(500.0, scaling=LinearScaling(8.0))
     assert rope.replace(theta=1e4) == Rope(scaling=LinearScaling(8.0))
     assert rope.scaling.replace(factor=2) == LinearScaling(2.0)
@@ -126,12 +126,12 @@ def test_a_record_has_replace_too():
         ({"heads": 4}, pytest.raises(TypeError, match="'heads'")),
     ],
 )
-def test_replace_refuses_what_a_spec_refuses(changes, refusal):
+def test_invalid_replace_raises(changes, refusal):
     with refusal:
         AttentionSpec(512, 8).replace(**changes)
 
 
-def test_the_repr_of_a_spec_makes_it():
+def test_repr_round_trips():
     specs = [case.spec for case in CASES.values()] + [random_case(seed).spec for seed in range(100)]
     specs += [AttentionSpec(16, 2, rope=rope) for rope in ROPES]
     assert [spec for spec in specs if eval(repr(spec), {**vars(mha_spec)}) != spec] == []
@@ -161,15 +161,15 @@ def test_the_repr_of_a_spec_makes_it():
     ],
     ids=str,
 )
-def test_repr_shows_what_is_given(record, text):
+def test_repr_shows_given_fields(record, text):
     assert repr(record) == text
 
 
-def test_spec_never_derives_a_head_dim_that_is_given():
+def test_given_head_dim_is_kept():
     assert AttentionSpec(30, 4, head_dim=12).q_width == 48
 
 
-def test_values_of_another_width_have_projections_of_their_own_width():
+def test_values_of_another_width_have_their_own_projection_width():
     spec = AttentionSpec(32, 4, num_kv_heads=2, value_head_dim=12, v_norm=Norm(), gate=Gate())
     assert (spec.q_width, spec.k_width, spec.v_width, spec.context_width, spec.output_width) == (32, 16, 24, 48, 32)
     assert weight_shapes(spec) | {"v_norm.weight": (12,)} == weight_shapes(spec)
@@ -305,7 +305,7 @@ LATENT = {"d_model": 8, "num_heads": 2, "latent": Latent(6, 2)}
         ),
     ],
 )
-def test_spec_refuses_what_does_not_fit(keywords, refusal):
+def test_invalid_spec_raises(keywords, refusal):
     with refusal:
         AttentionSpec(**keywords)
 
@@ -326,12 +326,12 @@ def test_spec_refuses_what_does_not_fit(keywords, refusal):
         ({"after_rope": True, "over": "width"}, refuses("after_rope", after_rope=True, over="width")),
     ],
 )
-def test_a_norm_refuses_what_contradicts_itself(keywords, refusal):
+def test_invalid_norm_raises(keywords, refusal):
     with refusal:
         Norm(**keywords)
 
 
-def test_norms_have_the_parameters_that_they_ask_for():
+def test_norms_have_their_parameters():
     norm = Norm("layer", per_head=True, bias=True)
     spec = AttentionSpec(48, 6, num_kv_heads=2, qk_norm=norm, v_norm=Norm(over="width"))
     assert spec.parameters == {
@@ -354,19 +354,19 @@ def test_norms_have_the_parameters_that_they_ask_for():
         ({"length": 4, "first_position": -1}, refuses("first_position", first_position=-1)),
     ],
 )
-def test_a_temperature_refuses_what_is_none(keywords, refusal):
+def test_invalid_temperature_raises(keywords, refusal):
     with refusal:
         Temperature(**keywords)
 
 
-def test_a_temperature_is_kept_in_json():
+def test_temperature_survives_json():
     spec = AttentionSpec(8, 2, temperature=Temperature(4, 0.5, first_position=1))
     assert AttentionSpec.from_json(spec.to_json()) == spec
     assert spec.has_positions
     assert not AttentionSpec(8, 2).has_positions
 
 
-def test_a_gate_adds_a_projection():
+def test_gate_adds_a_projection():
     spec = AttentionSpec(8, 2, num_kv_heads=1, d_in=6, gate=Gate(bias=True))
     assert weight_shapes(spec)["gate_proj.weight"] == (8, 6)
     assert weight_shapes(spec)["gate_proj.bias"] == (8,)
@@ -376,14 +376,14 @@ def test_a_gate_adds_a_projection():
         Gate(per_head=1)
 
 
-def test_sinks_are_a_number_for_each_query_head():
+def test_sinks_are_one_number_per_query_head():
     spec = AttentionSpec(8, 4, num_kv_heads=2, qk_norm=Norm(), sinks=True)
     assert list(spec.parameters.items())[-1] == ("sinks", (4,))
     assert AttentionSpec.from_json(spec.to_json()) == spec
     assert "sinks" not in weight_shapes(AttentionSpec(8, 4))
 
 
-def test_latents_have_projections_and_norms_of_their_own():
+def test_latents_have_their_own_projections_and_norms():
     spec = AttentionSpec(
         *(16, 2),
         head_dim=6,
@@ -419,7 +419,7 @@ def test_latents_have_projections_and_norms_of_their_own():
         ({"q_factor": 2.0}, refuses("q_factor", q_factor=2.0)),
     ],
 )
-def test_factors_of_latents_that_are_none_are_refused(keywords, refusal):
+def test_invalid_latent_factors_raise(keywords, refusal):
     with refusal:
         Latent(6, 2, **keywords)
 
@@ -432,17 +432,17 @@ def test_absorbed_is_attention_over_latents():
         AttentionSpec(16, 2).absorbed  # noqa: B018
 
 
-def test_latents_are_absorbed_where_that_costs_less():
+def test_latents_are_absorbed_if_that_costs_less():
     deepseek = AttentionSpec(7168, 128, head_dim=192, value_head_dim=128, latent=Latent(512, 64, q_rank=1536))
     assert deepseek.absorbs(1)
     assert deepseek.absorbs(170)
     assert not deepseek.absorbs(171)
-    assert deepseek.absorbs(171, 172)  # of which one slot is empty, for all that is known
+    assert deepseek.absorbs(171, 172)  # one slot is empty, as far as the specification knows
     assert deepseek.absorbs(2048, 32768)
     assert not deepseek.absorbs(4096, 32768)
 
 
-def test_slopes_of_alibi_are_those_of_the_paper():
+def test_alibi_slopes_match_the_paper():
     assert Alibi().slopes(8) == tuple(2.0**-n for n in range(1, 9))
     assert Alibi().slopes(6) == tuple(2.0**-n for n in (2, 4, 6, 8, 1, 3))
     assert Alibi().slopes(1) == (2.0**-8,)
@@ -460,12 +460,12 @@ def test_slopes_of_alibi_are_those_of_the_paper():
         ({"scaled": 1}, refuses_type("scaled", scaled=1)),
     ],
 )
-def test_alibi_refuses_what_does_not_fit(keywords, refusal):
+def test_invalid_alibi_raises(keywords, refusal):
     with refusal:
         Alibi(**keywords)
 
 
-def test_a_relative_bias_has_a_number_for_each_bucket_and_head():
+def test_relative_bias_has_one_number_per_bucket_and_head():
     spec = AttentionSpec(8, 4, num_kv_heads=2, sinks=True, relative_bias=RelativeBias(6, 5, bidirectional=False))
     assert list(spec.parameters.items()) == [("sinks", (4,)), ("relative_bias", (6, 4))]
     assert AttentionSpec.from_json(spec.to_json()) == spec
@@ -475,7 +475,7 @@ def test_a_relative_bias_has_a_number_for_each_bucket_and_head():
     assert {name for name in weight_shapes(AttentionSpec(8, 4)) if "relative" in name} == set()
 
 
-def test_a_grid_bias_has_a_number_for_each_difference_of_places():
+def test_grid_bias_has_one_number_per_offset():
     spec = AttentionSpec(8, 4, relative_bias=GridBias(2, 3))
     assert list(spec.parameters.items()) == [("relative_bias", (15, 4))]
     assert AttentionSpec.from_json(spec.to_json()) == spec
@@ -493,12 +493,12 @@ def test_a_grid_bias_has_a_number_for_each_difference_of_places():
         ({"height": 2, "width": 2, "class_token": 1}, refuses_type("class_token", class_token=1)),
     ],
 )
-def test_a_grid_bias_refuses_what_does_not_fit(keywords, refusal):
+def test_invalid_grid_bias_raises(keywords, refusal):
     with refusal:
         GridBias(**keywords)
 
 
-def test_relative_products_have_vectors_for_each_bucket_of_distances():
+def test_relative_products_have_vectors_per_distance_bucket():
     spec = AttentionSpec(8, 4, relative_products=RelativeProducts(2, 1))
     assert list(spec.parameters.items()) == [("relative_keys", (4, 2))]
     assert AttentionSpec.from_json(spec.to_json()) == spec
@@ -509,7 +509,7 @@ def test_relative_products_have_vectors_for_each_bucket_of_distances():
     assert RelativeProducts(0, 2).buckets().tolist() == [0, 0, 0, 1, 2]
 
 
-def test_steps_of_the_logarithm_begin_after_the_distances_with_vectors_of_their_own():
+def test_logarithmic_buckets_begin_after_exact_distances():
     """From 4 on, 3 steps of factor (9 / 4) ** (1 / 3) = 1.31: distances up to 5.2, 6.9 and 9."""
     found = RelativeProducts(7, 8, num_exact=4, max_distance=10).buckets() - 7
     assert found[10:].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 7, 7, 8]
@@ -540,13 +540,13 @@ def test_steps_of_the_logarithm_begin_after_the_distances_with_vectors_of_their_
         ),
     ],
 )
-def test_relative_products_refuse_what_does_not_fit(keywords, refusal):
+def test_invalid_relative_products_raise(keywords, refusal):
     with refusal:
         RelativeProducts(**keywords)
 
 
-def test_buckets_grow_with_the_logarithm_of_the_distance():
-    """Of 4 in a direction: 0, 1, then 2 from 2 and 3 from 4 = sqrt(2 * 8) on."""
+def test_buckets_grow_logarithmically_with_distance():
+    """With 4 buckets per direction: 0, 1, then 2 from distance 2 and 3 from 4 = sqrt(2 * 8)."""
     before = [3, 3, 3, 3, 3, 2, 2, 1, 0]
     assert RelativeBias(4, 8, bidirectional=False).buckets().tolist() == [*before, *[0] * 8]
     assert RelativeBias(8, 8).buckets().tolist() == [*before, 5, 6, 6, 7, 7, 7, 7, 7]
@@ -567,12 +567,12 @@ def test_buckets_grow_with_the_logarithm_of_the_distance():
         ({"bidirectional": 1}, refuses_type("bidirectional", bidirectional=1)),
     ],
 )
-def test_a_relative_bias_refuses_what_does_not_fit(keywords, refusal):
+def test_invalid_relative_bias_raises(keywords, refusal):
     with refusal:
         RelativeBias(**keywords)
 
 
-def test_three_biases_are_kept_as_one_where_they_are_equal():
+def test_three_equal_biases_are_stored_as_one():
     assert AttentionSpec(8, 2, qkv_bias=(True, True, True)) == AttentionSpec(8, 2)
     assert AttentionSpec(8, 2, qkv_bias=(False, False, False)).qkv_bias is False
     spec = AttentionSpec(8, 2, qkv_bias=(True, False, True))
@@ -605,7 +605,7 @@ def test_spec_of_numpy_scalars_survives_json():
     assert type(spec.rope.theta) is float
 
 
-def test_spec_reads_the_json_of_files_from_before_rope():
+def test_spec_reads_json_from_before_rope():
     old = '{"d_model": 8, "num_heads": 2, "rope_theta": %s}'
     assert AttentionSpec.from_json(old % "500.0") == AttentionSpec(8, 2, rope=Rope(500.0))
     assert AttentionSpec.from_json(old % "null") == AttentionSpec(8, 2)
@@ -626,12 +626,12 @@ def test_spec_is_hashable_and_equal_by_value():
         ('{"d_model": 8, "num_heads": 2, "rope": {"base": 1}}', refuses("rope", unexpected=["base"])),
     ],
 )
-def test_spec_refuses_json_that_is_no_spec(text, refusal):
+def test_json_of_invalid_spec_raises(text, refusal):
     with refusal:
         AttentionSpec.from_json(text)
 
 
-def test_spec_refuses_what_is_no_json():
+def test_invalid_json_raises():
     with pytest.raises(json.JSONDecodeError):
         AttentionSpec.from_json("{")
 
@@ -650,14 +650,14 @@ ROPES = [
 
 
 @pytest.mark.parametrize("rope", ROPES, ids=str)
-def test_spec_with_a_kind_of_rope_survives_json_and_is_hashable(rope):
+def test_spec_with_each_rope_survives_json_and_is_hashable(rope):
     spec = AttentionSpec(16, 2, rope=rope)
     again = AttentionSpec.from_json(spec.to_json())
     assert (again, hash(again)) == (spec, hash(spec))
     assert {type(each) for each in (again.rope.sections, spec.rope.sections)} <= {tuple, type(None)}
 
 
-def test_a_rope_shows_its_base_and_what_is_not_the_default():
+def test_rope_repr_shows_theta_and_non_default_fields():
     assert repr(Rope(500)) == "Rope(theta=500.0)"
     rope = Rope(scaling=LinearScaling(8.0), rotary_dim=4, pairs="interleaved")
     assert repr(rope) == "Rope(theta=10000.0, scaling=LinearScaling(factor=8.0), rotary_dim=4, pairs='interleaved')"
@@ -677,7 +677,7 @@ def test_every_kind_of_scaling_survives_json():
         ('{"kind": "linear", "factor": 2, "beta": 1}', refuses("scaling", unexpected=...)),
     ],
 )
-def test_spec_refuses_json_of_no_scaling(scaling, refusal):
+def test_json_of_invalid_scaling_raises(scaling, refusal):
     with refusal:
         AttentionSpec.from_json(f'{{"d_model": 8, "num_heads": 2, "rope": {{"theta": 1e4, "scaling": {scaling}}}}}')
 
@@ -731,7 +731,7 @@ def test_spec_refuses_json_of_no_scaling(scaling, refusal):
         (lambda: ProportionalScaling(1.5), refuses("fraction", fraction=1.5)),
     ],
 )
-def test_a_kind_of_rope_refuses_what_does_not_fit(make, refusal):
+def test_invalid_rope_raises(make, refusal):
     with refusal:
         make()
 
@@ -750,7 +750,7 @@ def test_a_kind_of_rope_refuses_what_does_not_fit(make, refusal):
         ),
     ],
 )
-def test_spec_refuses_a_rope_that_its_heads_do_not_fit(rope, refusal):
+def test_rope_that_does_not_fit_heads_raises(rope, refusal):
     with refusal:
         AttentionSpec(16, 2, rope=rope)
 
@@ -767,26 +767,26 @@ def test_trained_case_has_the_spec_of_its_file(name):
     assert case.is_cached or case.is_causal == (metadata["is_causal"] == "true")
 
 
-def test_every_cached_case_uses_all_its_tokens_and_fits():
+def test_cached_cases_use_all_tokens_and_fit_capacity():
     cached = [case for case in CASES.values() if case.is_cached]
     assert cached
     assert all(sum(case.chunks) == case.seq_len for case in cached)
     assert all(max(case.lengths_before(len(case.chunks))) <= case.capacity for case in cached)
 
 
-def test_random_case_is_the_same_every_time():
+def test_random_case_is_deterministic():
     assert random_case(3) == random_case(3)
     assert random_case(3) != random_case(4)
 
 
 @pytest.mark.thorough
-def test_every_random_case_is_one():
-    """As many as `run --random` takes: what a draw puts together must fit."""
+def test_every_random_case_is_valid_and_unique():
+    """Draw as many as `run --random` accepts: each combination must be valid."""
     assert len({random_case(seed).name for seed in range(MOST_RANDOM)}) == MOST_RANDOM
 
 
 def test_random_cases_draw_every_feature():
-    """Those after the first six, which are among the cases and stay what they were."""
+    """The first six are among the cases and stay unchanged; the later ones vary every feature."""
     features = {field.name for field in fields(AttentionSpec)} - {"d_model", "dropout", "output_dropout"}
     plain, drawn = ([random_case(seed).spec for seed in seeds] for seeds in (range(6), range(6, 80)))
     assert {name for name in features if len({getattr(spec, name) for spec in drawn}) > 1} == features
@@ -794,12 +794,12 @@ def test_random_cases_draw_every_feature():
     assert {(spec.qk_norm, spec.gate, spec.temperature, spec.window_size) for spec in plain} == {(None,) * 4}
 
 
-def test_a_case_is_found_by_its_name():
+def test_case_is_found_by_name():
     assert case_named("rope-gqa") is CASES["rope-gqa"]
     assert case_named("random-7") == random_case(7)
 
 
-def test_an_unknown_case_is_refused_with_the_nearest_names():
+def test_unknown_case_raises_with_nearest_names():
     with refuses("case", case="ropegqa"):
         case_named("ropegqa")
 
@@ -808,7 +808,7 @@ def has_scaling(case):
     return case.spec.rope is not None and case.spec.rope.scaling is not None
 
 
-def test_cases_cover_what_attention_can_do():
+def test_cases_cover_all_attention_features():
     cases = CASES.values()
     covered = {
         "causal": any(case.is_causal for case in cases),
@@ -927,17 +927,17 @@ def test_cases_cover_what_attention_can_do():
         ("", Stage("")),
     ],
 )
-def test_stage_is_read_from_its_name_and_says_it_again(name, stage):
+def test_stage_name_round_trips(name, stage):
     assert stage_named(name) == stage
     assert str(stage) == name
 
 
-def test_stage_knows_what_rounding_does_not_touch():
+def test_exact_stages_are_mask_and_cache_lengths():
     exact = [name for name in STAGES if stage_named(name).is_exact]
     assert exact == ["mask", "cache.lengths", "module.cache.lengths"]
 
 
-def test_stage_names_know_their_step_and_axes():
+def test_stage_name_determines_kind_and_axes():
     assert stage_named("step12.cache.keys").kind == "cache.keys"
     assert stage_named("step12.cache.keys").axes == STAGES["cache.keys"]
     assert stage_named("fused.grad.q_proj.weight").axes == ("out", "in")
@@ -945,7 +945,7 @@ def test_stage_names_know_their_step_and_axes():
     assert stage_named("fused.grad.query").axes == stage_named("blocks.grad.query").axes == ("B", "T", "d_in")
 
 
-def test_stage_names_know_their_path():
+def test_stage_name_includes_its_path():
     assert stage_named("blocks.grad.q_proj.weight").path == stage_named("step3.blocks.output").path == "blocks"
     assert stage_named("step3.module.cache.keys").path == "module"
     assert stage_named("cache.keys").path == stage_named("grad.query").path == stage_named("step3.scores").path == ""

@@ -1,4 +1,4 @@
-"""JAX's splash attention behind the seam: interpreted on a CPU, and lowered for a TPU that is not there."""
+"""JAX's splash attention as a kernel: interpreted on a CPU and lowered for an absent TPU."""
 
 from functools import partial
 
@@ -20,7 +20,7 @@ NUM_HEADS, HEAD_DIM = 4, 16
 EPS = float(np.finfo(np.float32).eps)
 LENGTHS = {"key_padding_lengths": [0, 50]}
 
-CASES = {  # queries, keys, what hides keys, and fields of the layer
+CASES = {  # number of queries, number of keys, mask options, layer fields
     "causal-padding": (140, 140, {"is_causal": True, **LENGTHS}, {"num_kv_heads": 2}),
     "window-soft-cap": (130, 260, {}, {"num_kv_heads": 1, "window_size": 30, "soft_cap": 2.0}),
     "nothing": (128, 128, {}, {}),
@@ -34,7 +34,7 @@ QUICK = ("causal-padding", "window-soft-cap")
 
 
 def problem(name, dtype=np.float32):
-    """The mask and the layer of a case; its split heads, sinks and a cotangent."""
+    """Return the mask, the specification and the arrays (heads, sinks and a cotangent) of a case."""
     num_queries, num_keys, hides, fields = CASES[name]
     spec = AttentionSpec(NUM_HEADS * HEAD_DIM, NUM_HEADS, **fields)
     rng = np.random.default_rng(7)
@@ -50,7 +50,7 @@ def problem(name, dtype=np.float32):
 
 
 def results(attend, mask, spec, arrays):
-    """The context and the gradients."""
+    """Return the context and the gradients."""
     inputs = {name: x for name, x in arrays.items() if name != "cotangent"}
 
     def function(inputs):
@@ -65,11 +65,11 @@ interpreted = partial(splash.attend, interpret=True)
 
 
 @pytest.mark.parametrize("name", rest_thorough(CASES, QUICK))
-def test_context_and_gradients_are_those_of_the_plain_path(name):
+def test_context_and_gradients_match_plain_path(name):
     mask, spec, arrays = problem(name)
     found = results(interpreted, mask, spec, arrays)
     expected = results(stages.attend_without_weights, mask, spec, arrays)
-    for key, x in expected.items():  # each adds a few hundred numbers, in another order
+    for key, x in expected.items():  # each sums a few hundred numbers in a different order
         np.testing.assert_allclose(found[key], x, rtol=0, atol=16 * EPS * float(abs(x).max()), err_msg=key)
     hidden = mask.to_bool(*CASES[name][:2])
     if hidden is not None:
@@ -80,7 +80,7 @@ def test_context_and_gradients_are_those_of_the_plain_path(name):
 
 
 @pytest.mark.thorough
-def test_bfloat16_rounds_its_queries_once_more():
+def test_bfloat16_differs_only_by_rounding():
     mask, spec, arrays = problem("causal-padding", jnp.bfloat16)
     found = results(interpreted, mask, spec, arrays)
     expected = results(stages.attend_without_weights, mask, spec, arrays)
@@ -94,8 +94,8 @@ def test_nan_stays_where_it_is_seen():
     mask, spec, arrays = problem("causal-padding")
     expected = results(interpreted, mask, spec, arrays)
     spoilt = dict(arrays)
-    spoilt["key"] = arrays["key"].at[1, 0, 40].set(np.nan).at[1, 1, 60].set(np.nan)  # the second one is padding
-    spoilt["value"] = arrays["value"].at[0].set(np.nan)  # a sequence that is padding alone
+    spoilt["key"] = arrays["key"].at[1, 0, 40].set(np.nan).at[1, 1, 60].set(np.nan)  # the second is padding
+    spoilt["value"] = arrays["value"].at[0].set(np.nan)  # a sequence of padding only
     found = results(interpreted, mask, spec, spoilt)
     is_nan = np.isnan(found["context"]).any(axis=-1)
     sees_it = np.zeros_like(is_nan)
@@ -108,7 +108,7 @@ def test_nan_stays_where_it_is_seen():
         np.testing.assert_array_equal(found[name][1, heads], expected[name][1, heads], err_msg=name)
 
 
-# ---- Where it is chosen ----------------------------------------------------------------------------------------------
+# ---- Kernel selection ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def on_a_tpu(monkeypatch):
 
 
 def lowered(function, *arrays):
-    """A program for a TPU, as text."""
+    """Return the program lowered for a TPU, as text."""
     return jax.jit(function).trace(*arrays).lower(lowering_platforms=("tpu",)).as_text()
 
 
@@ -130,12 +130,12 @@ def heads(seq_len=130, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct((2, NUM_HEADS, seq_len, HEAD_DIM), dtype)
 
 
-def test_fused_attention_takes_it_on_a_tpu_and_its_gradient(on_a_tpu):
+def test_fused_attention_and_gradient_use_splash_on_tpu(on_a_tpu):
     def loss(x, lengths):
         return fused(x, is_causal=True, key_padding_lengths=lengths).astype(np.float32).sum()
 
     text = lowered(jax.grad(loss), heads(), jax.ShapeDtypeStruct((2,), np.int32))
-    assert text.count("@tpu_custom_call") == 3  # forward, and for queries and keys
+    assert text.count("@tpu_custom_call") == 3  # forward, query gradient and key gradient
 
 
 def of_layer(**fields):
@@ -154,11 +154,11 @@ def of_layer(**fields):
     ],
     ids=["few-tokens", "float16", "mask", "bias", "alibi", "chunks-both-ways"],
 )
-def test_what_it_does_not_support_goes_on_as_on_other_accelerators(on_a_tpu, x, keywords):
+def test_unsupported_calls_do_not_use_splash(on_a_tpu, x, keywords):
     assert "@tpu_custom_call" not in lowered(partial(fused, **keywords), x)
 
 
-def test_it_is_left_out_where_devices_may_share_the_work(on_a_tpu, monkeypatch):
+def test_splash_is_not_used_if_devices_may_share_work(on_a_tpu, monkeypatch):
     mesh = jax.make_mesh((1,), ("devices",))
     is_taken = []
 

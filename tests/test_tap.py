@@ -1,4 +1,4 @@
-"""Live models tapped: nothing changes, everything is judged right, and a mistake in one layer is found and named."""
+"""Live models tapped: nothing changes, everything is judged right, and a bug in one layer is found and named."""
 
 import json
 import os
@@ -17,7 +17,7 @@ import pytest
 import torch
 import transformers
 from flax import linen, nnx
-from planted import MISTAKES, planted
+from injections import BUGS, inject
 from refusals import refuses, refuses_type
 from rich.console import Console
 from selection import first_families, rest_thorough, stack_signature
@@ -35,7 +35,7 @@ from parity.running.taps import layers_in
 from parity.tapping.record import TappedCall
 
 TRIALS = int(os.environ.get("PARITY_TAP_TRIALS", "8"))
-"""How many mistakes are planted, one after the other; 200 take two minutes."""
+"""How many bugs are injected, one after the other; 200 take two minutes."""
 
 # ---- Models ----------------------------------------------------------------------------------------------------------
 
@@ -363,13 +363,13 @@ def test_scores_in_16_bits_are_allowed_to_eager_attention_alone():
         ["no scale", "theta", "tiled", "v heads", "window wide", "no cap", "sinks of 0"], ["theta", "no cap"]
     ),
 )
-def test_a_mistake_is_found_in_16_bits(what):
-    mistake = MISTAKES[what]
+def test_a_bug_is_found_in_16_bits(what):
+    bug = BUGS[what]
     name = {"window wide": "gemma2", "no cap": "gemma2", "sinks of 0": "gpt_oss"}.get(what, "llama")
-    verdict = judged(of_six_layers(name).to(torch.bfloat16), mistake, 2)
+    verdict = judged(of_six_layers(name).to(torch.bfloat16), bug, 2)
     assert [each.index for each in verdict.layers if each.difference is not None] == [2]
     (found,) = verdict.first.diagnosis.explanations
-    assert found.hypotheses[0] in mistake.names
+    assert found.bugs[0] in bug.names
 
 
 @pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}])
@@ -484,7 +484,7 @@ def test_cross_attention_with_and_without_a_cache(options, tmp_path):
     assert all("key_input" in layer.errors for layer in difference.layers if "encoder_attn" in layer.names[0])
 
 
-def test_mistakes_in_cross_attention(tmp_path):
+def test_bugs_in_cross_attention(tmp_path):
     model = encoder_decoder("bart")
     module = model.model.decoder.layers[1].encoder_attn
     model.save_pretrained(tmp_path)
@@ -498,9 +498,9 @@ def test_mistakes_in_cross_attention(tmp_path):
         return stage_named(found.difference.stage).quantity, found.diagnosis
 
     with ExitStack() as stack:
-        MISTAKES["k and v"].plant(model, module, stack)
+        BUGS["k and v"].inject(model, module, stack)
         stage, diagnosis = wrong()
-    assert (stage, diagnosis.explanations[0].hypotheses) == ("k", ("k-v-swapped",))
+    assert (stage, diagnosis.explanations[0].bugs) == ("k", ("k-v-swapped",))
 
     def unmasked(_, args, kwargs):
         return args, {**kwargs, "attention_mask": None}
@@ -508,7 +508,7 @@ def test_mistakes_in_cross_attention(tmp_path):
     handle = module.register_forward_pre_hook(unmasked, with_kwargs=True)
     stage, diagnosis = wrong()
     handle.remove()
-    assert (stage, diagnosis.explanations[0].hypotheses) == ("mask", ("mask-ignored",))
+    assert (stage, diagnosis.explanations[0].bugs) == ("mask", ("mask-ignored",))
 
     def forgetful(_, args, kwargs):
         cached = kwargs["past_key_values"].cross_attention_cache.layers[1]
@@ -585,49 +585,49 @@ def test_of_berts_layers_the_context_is_the_last_stage():
     assert (first.index, first.difference.stage) == (1, "v")
 
 
-# ---- Mistakes --------------------------------------------------------------------------------------------------------
+# ---- Bugs --------------------------------------------------------------------------------------------------------
 
 
 @cache
 def trials():
-    """Models, layers and mistakes, in an order of chance."""
+    """Models, layers and bugs, in an order of chance."""
     rng = random.Random(0)
     found = []
     for name in SIX_LAYERS:
         layers = specs_of(of_six_layers(name).config.to_dict())
-        for what, mistake in MISTAKES.items():
-            if fitting := [layer.index for layer in layers if mistake.fits(layer.spec)]:
+        for what, bug in BUGS.items():
+            if fitting := [layer.index for layer in layers if bug.fits(layer.spec)]:
                 found.append((name, what, rng.choice(fitting)))
     rng.shuffle(found)
     return (found * (1 + TRIALS // len(found)))[:TRIALS]
 
 
-def judged(model, mistake=None, layer=0):
+def judged(model, bug=None, layer=0):
     specs = specs_of(model.config.to_dict())
     module = model.model.layers[layer].self_attn
     with parity.tap(model) as tapped:
         pass
     weights = weights_in(model, tapped, specs)
-    if mistake is None:
+    if bug is None:
         with parity.tap(model) as tapped:
             generate(model)
     else:
-        with planted(mistake, model, module), parity.tap(model) as tapped:
+        with inject(bug, model, module), parity.tap(model) as tapped:
             generate(model)
     return parity.judge_tap(tapped, specs, weights)
 
 
 @pytest.mark.thorough
-def test_a_mistake_in_one_layer_of_six_is_found_with_its_stage_and_its_name():
+def test_a_bug_in_one_layer_of_six_is_found_with_its_stage_and_its_name():
     missed = []
     for seed, (name, what, layer) in enumerate(trials()):
-        mistake = MISTAKES[what]
-        verdict = judged(of_six_layers(name, seed=seed), mistake, layer)
+        bug = BUGS[what]
+        verdict = judged(of_six_layers(name, seed=seed), bug, layer)
         wrong = [each.index for each in verdict.layers if each.difference is not None]
         first = verdict.first
-        names = [each for found in first.diagnosis.explanations for each in found.hypotheses] if first else []
+        names = [each for found in first.diagnosis.explanations for each in found.bugs] if first else []
         stage = stage_named(first.difference.stage).quantity if first else ""
-        if wrong != [layer] or len(names) != 1 or names[0] not in mistake.names or stage not in mistake.stages:
+        if wrong != [layer] or len(names) != 1 or names[0] not in bug.names or stage not in bug.stages:
             missed.append((name, what, layer, wrong, stage, names))
     assert len(missed) <= 0.05 * TRIALS, missed
     print(f"{TRIALS - len(missed)} of {TRIALS} found")
@@ -642,13 +642,13 @@ def test_none_is_named_where_none_is_planted(name):
 
 
 def test_what_a_verdict_says():
-    verdict = judged(of_six_layers("gemma2"), MISTAKES["window wide"], 4)
+    verdict = judged(of_six_layers("gemma2"), BUGS["window wide"], 4)
     lines = ["First wrong layer: layer 4 (sliding_attention)", "Likely bug: window-one-too-wide"]
     assert str(verdict).splitlines()[:2] == lines
     assert "First wrong stage: mask, which should be exact" in str(verdict)
     told = verdict.to_dict()
     assert [layer["passed"] for layer in told["layers"]] == [True] * 4 + [False, True]
-    assert told["layers"][4]["diagnosis"]["explanations"][0]["hypotheses"] == ["window-one-too-wide"]
+    assert told["layers"][4]["diagnosis"]["explanations"][0]["bugs"] == ["window-one-too-wide"]
 
 
 # ---- Two recordings --------------------------------------------------------------------------------------------------
@@ -681,12 +681,12 @@ def test_the_layer_that_explains_a_difference_is_found_without_weights(what):
     model, tokens = of_six_layers("llama"), prompts(12)["input_ids"]
     with parity.tap(model) as one:
         model(tokens)
-    with planted(MISTAKES[what], model, model.model.layers[3].self_attn), parity.tap(model) as other:
+    with inject(BUGS[what], model, model.model.layers[3].self_attn), parity.tap(model) as other:
         in_steps(model, tokens, 4)
     difference = parity.judge_taps(one, other)
     assert difference.first is not None
     assert difference.first.layer == "layer 3"
-    assert difference.first.stage in MISTAKES[what].stages
+    assert difference.first.stage in BUGS[what].stages
     assert not difference.agrees
     assert str(difference).startswith(f"layer 3, stage {difference.first.stage}: ")
 
@@ -781,7 +781,7 @@ def test_our_own_modules():
     weights[1] = {**weights[1], "q_proj.weight": weights[1]["q_proj.weight"].T.copy()}
     verdict = parity.judge_tap(tapped, dict.fromkeys(range(2), spec), weights)
     assert verdict.first.index == 1
-    assert verdict.first.diagnosis.explanations[0].hypotheses == ("q_proj-transposed",)
+    assert verdict.first.diagnosis.explanations[0].bugs == ("q_proj-transposed",)
 
 
 def test_torch_layers_are_seen_also_on_their_fast_path():
@@ -900,7 +900,7 @@ def test_linen_modules_are_intercepted(rng):
     weights[1] = {**weights[1], "k_proj.weight": weights[1]["k_proj.weight"].T.copy()}
     first = judged_in_flax(tapped, weights).first
     assert (first.index, first.difference.stage) == (1, "k")
-    assert first.diagnosis.explanations[0].hypotheses == ("k_proj-transposed",)
+    assert first.diagnosis.explanations[0].bugs == ("k_proj-transposed",)
 
 
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow")  # which stays without a capture
@@ -1033,14 +1033,14 @@ def test_a_compiled_flax_model_is_refused(rng):
 
 @pytest.fixture(scope="module")
 def recordings(tmp_path_factory):
-    """A model's folder, and recordings of it as it is and with a mistake in layer 4."""
+    """A model's folder, and recordings of it as it is and with a bug in layer 4."""
     folder = tmp_path_factory.mktemp("recordings")
     model = of_six_layers("gemma2")
     model.save_pretrained(folder / "model")
     with parity.tap(model) as tapped:
         generate(model, 6)
     tapped.save(folder / "right.safetensors")
-    with planted(MISTAKES["window wide"], model, model.model.layers[4].self_attn), parity.tap(model) as tapped:
+    with inject(BUGS["window wide"], model, model.model.layers[4].self_attn), parity.tap(model) as tapped:
         generate(model, 6)
     tapped.save(folder / "wrong.safetensors")
     return {name: str(folder / name) for name in ("model", "right.safetensors", "wrong.safetensors")}.values()

@@ -1,4 +1,4 @@
-"""The right ports of tests/wild are right and the mistakes are mistakes, by plain arithmetic, without the diagnosis."""
+"""The right ports of tests/wild are right and the bugs are bugs, by plain arithmetic, without the diagnosis."""
 
 import json
 import os
@@ -15,9 +15,9 @@ from wild.audit import is_right, measured
 from wild.how import How
 from wild.rates import Job, first_said, is_caught, is_clean, is_placed, jobs, judge, judged_names
 from wild.records import STYLES, Right, half, port_of
-from wild.sets import CASES, MISTAKES, RIGHTS
+from wild.sets import BUGS, CASES, RIGHTS
 
-from parity.diagnosis.mistakes import mistakes_for, page_by_mistake
+from parity.diagnosis.bugs import bugs_for, page_by_bug
 
 pytestmark = pytest.mark.thorough
 
@@ -32,26 +32,26 @@ def style(request):
 
 def test_there_are_enough_of_them():
     assert len(RIGHTS) >= 500
-    assert len(MISTAKES) >= 280
-    by_style = Counter(mistake.style for mistake in MISTAKES.values())
+    assert len(BUGS) >= 280
+    by_style = Counter(bug.style for bug in BUGS.values())
     assert len(STYLES) >= 9
     assert sum(number >= 25 for number in by_style.values()) >= 6
-    for ids in (RIGHTS, MISTAKES):
+    for ids in (RIGHTS, BUGS):
         known = sum(half(each) == "known" for each in ids)
         assert 0.4 < known / len(ids) < 0.6
 
 
-def test_every_mistake_is_where_its_record_says(style):
+def test_every_bug_is_where_its_record_says(style):
     differ = {}
-    for mistake in MISTAKES.values():
-        if mistake.style != style:
+    for bug in BUGS.values():
+        if bug.style != style:
             continue
-        assert is_right(Right(style, mistake.case, 0, mistake.dtype, How(), "plain")), mistake.case
-        found = measured(mistake)
-        said = (mistake.stage, dict(mistake.limited), mistake.in_output)
-        shown = (found.stage, {axis: found.limited.get(axis) for axis in mistake.limited}, found.in_output)
+        assert is_right(Right(style, bug.case, 0, bug.dtype, How(), "plain")), bug.case
+        found = measured(bug)
+        said = (bug.stage, dict(bug.limited), bug.in_output)
+        shown = (found.stage, {axis: found.limited.get(axis) for axis in bug.limited}, found.in_output)
         if said != shown:
-            differ[mistake.id] = (said, shown)
+            differ[bug.id] = (said, shown)
     assert not differ
 
 
@@ -65,9 +65,9 @@ def test_right_ports_raise_no_alarm(style):
 
 
 @pytest.mark.parametrize("which", ["known", "apart"])
-def test_mistakes_are_caught_by_their_stages_and_most_of_them_named_or_placed(which):
+def test_bugs_are_caught_by_their_stages_and_most_of_them_named_or_placed(which):
     """Judge some of all; `tools/diagnosis-rates` judges all. Of the half `apart` the numbers alone are told."""
-    of_stages = [job for job in jobs([which]) if job.id in MISTAKES and not job.output_only]
+    of_stages = [job for job in jobs([which]) if job.id in BUGS and not job.output_only]
     verdicts = list(map(judge, of_stages[::24]))
     missed, placed = [verdict for verdict in verdicts if not is_caught(verdict)], sum(map(is_placed, verdicts))
     assert [verdict["id"] for verdict in missed if which == "known"] == []
@@ -78,11 +78,11 @@ def test_mistakes_are_caught_by_their_stages_and_most_of_them_named_or_placed(wh
     assert judgements["to be judged"] == 0
 
 
-def test_an_edit_that_changes_nothing_is_no_mistake():
+def test_an_edit_that_changes_nothing_is_no_bug():
     same = ("att = att * (1.0 / math.sqrt(hs))", "att = att / math.sqrt(hs)")
-    mistake = replace(MISTAKES["nanogpt-no-scale"], edit=same)
+    bug = replace(BUGS["nanogpt-no-scale"], edit=same)
     with pytest.raises(AssertionError, match="nanogpt-no-scale"):
-        measured(mistake)
+        measured(bug)
 
 
 def test_an_edit_must_find_its_place():
@@ -109,19 +109,19 @@ def test_a_verdict_says_what_was_caught():
     assert first_said("step1.q", ["step0.output"]) == "step0.output"
 
 
-def test_every_mistake_has_its_accepted_names():
-    assert list(ACCEPTED) == list(MISTAKES)
-    assert set().union(*ACCEPTED.values()) <= page_by_mistake().keys()
+def test_every_bug_has_its_accepted_names():
+    assert list(ACCEPTED) == list(BUGS)
+    assert set().union(*ACCEPTED.values()) <= page_by_bug().keys()
 
 
 def named(which, *explanations):
     """What is judged of a verdict: names, and what they cannot be told from."""
-    said = {"explanations": [{"hypotheses": names, "others": others} for names, others in explanations]}
+    said = {"explanations": [{"bugs": names, "others": others} for names, others in explanations]}
     return judged_names({"id": which, "names": [name for names, _ in explanations for name in names], "said": said})
 
 
 def test_names_of_a_verdict_are_judged():
-    abouts = {each.name: each.about for each in mistakes_for(MISTAKES["nanogpt-no-scale"].problem.case)}
+    abouts = {each.name: each.about for each in bugs_for(BUGS["nanogpt-no-scale"].problem.case)}
     scale, squared = abouts["scale-missing"], abouts["scale-squared"]
     assert named("nanogpt-no-scale") == "none given"
     assert named("nanogpt-no-scale", (["scale-missing"], [])) == "right"
@@ -130,12 +130,12 @@ def test_names_of_a_verdict_are_judged():
     assert named("nanogpt-no-scale", (["scale-squared"], [scale])) == "one of several"
     assert named("nanogpt-no-scale", (["scale-squared"], [scale]), (["mask-ignored"], [])) == "wrong"
     assert named("nanogpt-head-3-louder", (["scale-missing"], [scale])) == "wrong"
-    assert named("a mistake of tomorrow", (["scale-missing"], [])) == "to be judged"
+    assert named("a bug of tomorrow", (["scale-missing"], [])) == "to be judged"
 
 
 def test_two_names_of_a_verdict_are_judged_together():
     which = "nanogpt-strict-causal"
-    abouts = {each.name: each.about for each in mistakes_for(MISTAKES[which].problem.case)}
+    abouts = {each.name: each.about for each in bugs_for(BUGS[which].problem.case)}
     strict, empty, scale = (abouts[name] for name in ("causal-excludes-self", "empty-row-nan", "scale-missing"))
     assert named(which, (["empty-row-nan"], []), (["causal-excludes-self"], [])) == "right"
     assert named(which, (["scale-missing"], [f"{empty} and {strict}"])) == "one of several"
@@ -155,7 +155,7 @@ def test_the_tool_prints_rates_and_writes_verdicts(tmp_path):
     command = [sys.executable, ROOT / "tools" / "diagnosis-rates", *given, "--json", tmp_path / "verdicts.json"]
     run = subprocess.run(command, capture_output=True, text=True, check=False, env=dict(os.environ))
     assert run.returncode == 0, run.stderr
-    assert "mistakes by style" in run.stdout
+    assert "bugs by style" in run.stdout
     assert "right ports by recording" in run.stdout
     verdicts = json.loads((tmp_path / "verdicts.json").read_text())
     found = {(each["id"], each["output_only"]): each["verdict"] for each in verdicts}

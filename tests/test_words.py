@@ -1,4 +1,4 @@
-"""Idioms of translated English do not occur in pages, docstrings, comments and messages."""
+"""Pages, docstrings, comments and messages contain no idioms of translated English."""
 
 import re
 from pathlib import Path
@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("parity", "mha_spec", "mha_jax", "mha_torch", "mha_tt")
+FOLDERS = ("parity", "parity_lab", "mha_spec", "mha_jax", "mha_torch", "mha_tt", "benchmarks", "examples", "tools")
 GENERATED = {"models.md"}
-"""Pages that tools write, from docstrings and tests."""
+"""Pages that tools generate from docstrings and tests."""
+RECORDED = {"cut-pretrained"}
+"""Programs with words that files repeat bit for bit."""
 
 NOUN = r"(?:a|an|the|each|every|no|any|its|one|another)"
 
@@ -97,7 +99,7 @@ IDIOMS = {
         "American spelling",
     ),
 }
-"""Each pattern of an idiom, and what to write instead."""
+"""Patterns of idioms and their replacements."""
 
 PATTERNS = {name: re.compile(pattern, re.MULTILINE) for name, (pattern, _) in IDIOMS.items()}
 
@@ -110,14 +112,14 @@ LEXEME = re.compile(
 
 
 def prose(page: str) -> str:
-    """The paragraphs of a page, a line each, without blocks of code, inline code and the targets of links."""
+    """Return the paragraphs of a page, one per line, without code blocks, inline code and link targets."""
     page = re.sub(r"^ *```.*?^ *```$", "", page, flags=re.MULTILINE | re.DOTALL)
     page = re.sub(r"`[^`\n]*`", "``", re.sub(r"\]\([^)\s]*\)", "]", page))
     return re.sub(r"(?<=\S)[ \t]*\n[ \t]*(?=[^\s|#>*-])", " ", page)
 
 
 def lexemes(source: str) -> dict[str, str]:
-    """Docstrings with comments, and strings of three words at least, of a module."""
+    """Return the docstrings with comments of a module, and its strings of at least three words."""
     texts: dict[str, list[str]] = {"docstrings": [], "messages": []}
     for found in LEXEME.finditer(source):
         text = found[0].strip().strip("\"'# \t")
@@ -135,13 +137,16 @@ def texts() -> dict[str, str]:
     pages = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md")]
     pages += [*(ROOT / "docs").rglob("*.md"), *(ROOT / "parity" / "bugs").glob("*.md")]
     found = {path: prose(path.read_text("utf-8")) for path in pages if path.name not in GENERATED}
-    for package in PACKAGES:
-        for path in (ROOT / package).rglob("*.py"):
-            found[path] = "\n\n".join(lexemes(path.read_text("utf-8")).values())
+    modules = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    programs = [
+        path for path in (ROOT / "tools").iterdir() if path.is_file() and not path.suffix and path.name not in RECORDED
+    ]
+    for path in (*modules, *programs, ROOT / "Makefile", ROOT / ".ci" / "run"):
+        found[path] = "\n\n".join(lexemes(path.read_text("utf-8")).values())
     return {str(path.relative_to(ROOT)): text for path, text in found.items()}
 
 
-def test_no_idiom_occurs():
+def test_prose_has_no_idioms():
     hits = [
         f"{path}: …{' '.join(text[max(0, hit.start() - 40) : hit.end() + 30].split())}…: write {IDIOMS[name][1]}"
         for path, text in texts().items()
@@ -169,12 +174,12 @@ def test_no_idiom_occurs():
         ("normalise", "neighbours are normalised", "neighbors are normalized, and precise"),
     ],
 )
-def test_patterns_find_the_idiom_and_let_correct_english_pass(name, wrong, right):
+def test_patterns_find_idiom_and_accept_correct_english(name, wrong, right):
     assert PATTERNS[name].search(prose(wrong))
     assert not PATTERNS[name].search(prose(right))
 
 
-def test_code_and_short_strings_are_no_prose():
+def test_code_and_short_strings_are_not_prose():
     source = '"""A mistake."""\nx = "mistake"  # a `mistake`\ny = f"this is a mistake {x}"\n'
     read = lexemes(source)
     assert PATTERNS["mistake"].findall(read["docstrings"]) == ["mistake"]

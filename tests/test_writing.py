@@ -238,7 +238,7 @@ def test_sections_without_positions_are_one_axis(framework):
     parity.assert_parity({"jax": JAX, "torch": TORCH}[framework].outputs(module, problem), problem=problem)
 
 
-def test_a_cache_that_is_full_is_no_silent_mistake():
+def test_a_cache_that_is_full_is_no_silent_bug():
     for spec in (AttentionSpec(32, 4), AttentionSpec(32, 4, latent=Latent(16, 4))):
         module = module_of(source_of(spec, "torch", cache="static"))
         layer, x = module.Attention().eval(), torch.ones(1, 4, 32)

@@ -1,4 +1,4 @@
-"""Output that the book prints for the case `textbook`."""
+"""Output printed in the book for the case `textbook`."""
 
 TEXTBOOK_OUTPUT = [
     [-0.3132, -0.2272, 0.4772, 0.1063],

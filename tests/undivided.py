@@ -1,6 +1,7 @@
-"""A program: layers of mha_jax that shard nothing, traced before this process made a mesh and after it.
+"""A program that traces unsharded layers of mha_jax before and after the process creates a mesh.
 
-It prints what tests/test_undivided_jax.py asks about, as JSON. A process of its own, in which no mesh was made before.
+It prints the results that tests/test_undivided_jax.py checks, as JSON. It runs in its own process, without an earlier
+mesh.
 """
 
 import json
@@ -30,7 +31,7 @@ X = jnp.ones((2, 16, 64))
 
 
 def layer_of(spec):
-    """A layer that computes in blocks, and one with a cache."""
+    """Return a layer that computes in blocks, and one with a cache."""
     cached = mha_jax.MultiHeadAttentionWithCache if spec.latent is None else mha_jax.MultiHeadLatentAttention
     layers = [kind(spec, rngs=nnx.Rngs(0)) for kind in (mha_jax.MultiHeadAttention, cached)]
     for layer in layers:
@@ -39,7 +40,7 @@ def layer_of(spec):
 
 
 def calls_of(spec):
-    """Functions of x: each path of a layer, its gradient, a prompt and a step; of others than "gqa" two of them."""
+    """Return functions of x: each path of a layer, its gradient, a prompt and a step; only two unless "gqa"."""
     layer, cached = layer_of(spec)
 
     def output(x, **options):
@@ -56,18 +57,18 @@ def calls_of(spec):
 
 
 def programs():
-    """What each of them is traced to, and what XLA is given of it."""
+    """Return the jaxpr of each function and its input to XLA."""
     found = {}
     for name, spec in SPECS.items():
         for what, call in calls_of(spec).items():
             traced = jax.jit(call).trace(X)
-            jaxpr = re.sub(r"0x[0-9a-f]+", "", str(traced.jaxpr))  # where an object lies in memory
+            jaxpr = re.sub(r"0x[0-9a-f]+", "", str(traced.jaxpr))  # memory address of an object
             found[f"{name} {what}"] = [jaxpr, traced.lower().as_text()]
     return found
 
 
 def divided():
-    """The same of layers that are divided, which must tell: by tokens, and by heads with explicit axes."""
+    """Return the same for sharded layers, which must differ: by tokens, and by heads with explicit axes."""
     found = {}
     for what, kind, along in (("tokens", AxisType.Auto, (None, "d")), ("heads", AxisType.Explicit, ())):
         mesh = jax.make_mesh((2,), ("d",), axis_types=(kind,))

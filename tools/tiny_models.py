@@ -669,10 +669,10 @@ KEYS = (
     *("kv", "memory", "values", "value", "value_states", "v", "value_hidden_states", "cross_attention_states"),
     *("text_features", "image_features"),
 )
-"""Names of the tokens that it makes keys and values of."""
+"""Names of the tokens from which it makes keys and values."""
 
 PLACES = ("position_embeddings", "rotary_pos_emb", "cos", "sin", "object_queries")
-"""Names of what tells the places of tokens, which layers may do without."""
+"""Names of arguments with positions of tokens, which are optional."""
 
 AROUND = 3
 """Modules that are tried for a layer: itself, and those around it."""
@@ -693,7 +693,7 @@ def calls_alone(model, names):
 
 
 def _call_alone(model, part):
-    """Return a call of a module that is no model, with inputs by the names of its parameters; None if all fail."""
+    """Return a call of a module that is not a model, with inputs by the names of its parameters; None if all fail."""
     called, made = model.get_submodule(part), []
     for seed in (1, 2):
         made.append(list(islice(_inputs_alone(model, part, torch.Generator().manual_seed(seed)), TRIALS)))
@@ -705,7 +705,7 @@ def _call_alone(model, part):
 
 
 def _inputs_alone(model, part, generator):
-    """Yield functions that make keywords for a module that is no model, the likeliest first."""
+    """Yield functions that make keywords for a module that is not a model, the likeliest first."""
     called = model.get_submodule(part)
     parameters = inspect.signature(called.forward).parameters
     makers = _makers_alone(model, part, generator)
@@ -724,7 +724,7 @@ def _inputs_alone(model, part, generator):
 
 
 def _makers_alone(model, part, generator):
-    """Return functions that make an input of a module that is no model, by its name."""
+    """Return functions that make an input of a module that is not a model, by its name."""
     called = model.get_submodule(part)
     linears = [x for x in called.modules() if getattr(getattr(x, "weight", None), "ndim", 0) in (2, 4)]
     widths = list(dict.fromkeys(x.weight.shape[type(x).__name__ != "Conv1D"] for x in linears)) or [64]

@@ -25,7 +25,7 @@ class Backend(NamedTuple):  # a dataclass would take a tenth of the time of --he
         needs: other required packages.
         arrays: module of functions on its arrays; for tensors on a device, on those of masks.
         paths: supported paths of a module, from `parity.core.stages`.
-        has_all_mistakes: all known bugs can be injected, not only those in masks.
+        has_all_bugs: all known bugs can be injected, not only those in masks.
         wheels: platforms with wheels of its packages, if not all.
         divided: module of this package that runs cases on a mesh of devices; empty without one.
         why_no_cache_files: reason why its caches cannot be saved; empty if they can.
@@ -38,7 +38,7 @@ class Backend(NamedTuple):  # a dataclass would take a tenth of the time of --he
     needs: tuple[str, ...]
     arrays: str
     paths: tuple[str, ...] = ("module", "fused")
-    has_all_mistakes: bool = True
+    has_all_bugs: bool = True
     wheels: Mapping[str, str] = MappingProxyType({})
     divided: str = ""
     why_no_cache_files: str = ""
@@ -54,7 +54,7 @@ _BACKENDS = (
         "mha_tt",
         ("ttnn",),
         "numpy",
-        has_all_mistakes=False,
+        has_all_bugs=False,
         wheels={"ttnn": "CPython 3.10 and 3.12 on x86-64 Linux"},
         why_no_cache_files="its caches are padded to device tiles",
         divided="tt_mesh",

@@ -223,7 +223,7 @@ def _words_of(diagnosis: Diagnosis) -> str:
     """Return the result under another assumption, if it leaves nothing unexplained."""
     if not diagnosis.is_wrong:
         return "nothing differs"
-    names = [name for explanation in diagnosis.explanations for name in explanation.hypotheses]
+    names = [name for explanation in diagnosis.explanations for name in explanation.bugs]
     return "" if diagnosis.unknowns or not names else f"known bugs explain every difference: {', '.join(names)}"
 
 

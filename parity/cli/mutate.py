@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> Result:
     """Inject the bugs, run the tests, and print the outcomes."""
     from parity.conformance.discover import load_params
-    from parity.mutating.mistakes import planted_in
+    from parity.mutating.bugs import injections_for
     from parity.mutating.run import Status, Suite, mutate
     from parity.mutating.view import view_of
     from parity.reporting.console import console, progress_bar
@@ -60,15 +60,15 @@ def run(options: argparse.Namespace) -> Result:
     params = None if options.params is None else load_params(options.params)
     claimed = {**{name: getattr(options, name) for name in claims}, "causal": options.causal_alignment}
     view = view_of(options.subject, params=params, **claimed)
-    fit, reasons = planted_in(view)
+    fit, reasons = injections_for(view)
     names = [name for name in fit if name in wanted]
     left_out = {name: reason for name, reason in reasons.items() if name in wanted}
     if not names:
         raise _nothing(options, left_out)
     tests = Suite(options.subject, view, options.tests, options.timeout)
-    with progress_bar(1 + len(names)) as on_mistake:
-        outcomes = list(mutate(tests, names, jobs=options.jobs, on_mistake=on_mistake))
-    left_out |= {outcome.mistake: outcome.by for outcome in outcomes if outcome.status is Status.NOT_INJECTED}
+    with progress_bar(1 + len(names)) as on_bug:
+        outcomes = list(mutate(tests, names, jobs=options.jobs, on_bug=on_bug))
+    left_out |= {outcome.bug: outcome.by for outcome in outcomes if outcome.status is Status.NOT_INJECTED}
     outcomes = [outcome for outcome in outcomes if outcome.status is not Status.NOT_INJECTED]
     if not outcomes:
         raise _nothing(options, left_out)
@@ -88,7 +88,7 @@ def _nothing(options: argparse.Namespace, left_out: Mapping[str, str]) -> Refusa
 
 def _wanted(only: list[str] | None, skip: list[str] | None) -> set[str]:
     """Return the names of the requested bugs."""
-    from parity.mutating.mistakes import names
+    from parity.mutating.bugs import names
 
     known, lister = names(), "mha-parity bugs --all"
     return {*matching("--only", only or ["*"], known, lister)} - {*matching("--skip", skip or [], known, lister)}

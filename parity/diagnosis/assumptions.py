@@ -10,14 +10,14 @@ from functools import partial
 from typing import Any
 
 from parity.core.stages import stage_named
+from parity.diagnosis.bugs import Bug
+from parity.diagnosis.bugs.record import Change, Override
 from parity.diagnosis.laws.record import Law
-from parity.diagnosis.mistakes import Mistake
-from parity.diagnosis.mistakes.record import Change, Override
-from parity.diagnosis.replay import Mistakes, Replay
+from parity.diagnosis.replay import Bugs, Replay
 from parity.diagnosis.verdicts import Unknown
 
 
-def assumption(replay: Replay, unknown: Unknown, found: Mistakes) -> Mistakes:
+def assumption(replay: Replay, unknown: Unknown, found: Bugs) -> Bugs:
     """Turn the pattern of a stage into a bug of the layer.
 
     Args:
@@ -35,7 +35,7 @@ def assumption(replay: Replay, unknown: Unknown, found: Mistakes) -> Mistakes:
     right = [stage for stage in of_path if stage not in wrong]
     for law in () if unknown.findings is None else unknown.findings.found:
         for change in _changes(law, quantity):
-            made = (*found, _mistake(law, change))
+            made = (*found, _bug(law, change))
             if replay.judgement(unknown.stage, made).ratio <= 1.0 and not replay.wrong(right, made):
                 return made[len(found) :]
     return ()
@@ -65,6 +65,6 @@ class _Alone:
         self.in_reference: dict[str, Override] = {"turned": turned}
 
 
-def _mistake(law: Law, change: Change) -> Mistake:
+def _bug(law: Law, change: Change) -> Bug:
     """Return the pattern as a bug without a name, which no report mentions."""
-    return Mistake(law.name, law.words, change.in_reference, fix="", page="", stages=())
+    return Bug(law.name, law.words, change.in_reference, fix="", page="", stages=())

@@ -81,7 +81,7 @@ def diagnosed_by_first_call(first: Whole | None, judge: Judge, judge_all: JudgeA
             search = _Search(first, judge, Work(CONFIRMS * seconds))
             found = search.over(first.parts()) or (search.mixed() if search.first is not None else None)
             if found is not None and found.explanations:
-                names = {name for each in found.explanations for name in (*each.hypotheses, *each.others)}
+                names = {name for each in found.explanations for name in (*each.bugs, *each.others)}
                 again = judge_all(Scope(only=frozenset(names), is_quick=True), Work(work.left))
                 if again.explanations and not again.unknowns:
                     return replace(again, sample=f"the first call ({found.sample}), confirmed by all calls")
@@ -141,7 +141,7 @@ class _Search:
 
     def confirmed(self, diagnosis: Diagnosis) -> Diagnosis | None:
         """Return the diagnosis of a sample if it also explains another one."""
-        self.found |= {"\n".join(each.hypotheses): each for each in diagnosis.explanations}
+        self.found |= {"\n".join(each.bugs): each for each in diagnosis.explanations}
         if not diagnosis.explanations:
             return None
         refused = []
@@ -158,16 +158,14 @@ class _Search:
     @property
     def _names(self) -> frozenset[str]:
         """The names of the bugs found so far, and descriptions of their alternatives."""
-        names = {name for each in self.found.values() for name in each.hypotheses}
+        names = {name for each in self.found.values() for name in each.bugs}
         return frozenset(names | {words for each in self.found.values() for words in each.others})
 
     def _merged(self, diagnosis: Diagnosis, again: Diagnosis, words: str) -> Diagnosis:
         """Return the joint diagnosis of samples; among alternatives the confirming sample, which is larger, decides."""
-        by_name = self.found | {"\n".join(each.hypotheses): each for each in again.explanations}
-        confirmed_names = {each.hypotheses for each in again.explanations}
-        explanations = [
-            each for each in by_name.values() if each.hypotheses in confirmed_names or not _is_other(each, again)
-        ]
+        by_name = self.found | {"\n".join(each.bugs): each for each in again.explanations}
+        confirmed_names = {each.bugs for each in again.explanations}
+        explanations = [each for each in by_name.values() if each.bugs in confirmed_names or not _is_other(each, again)]
         kind = "precision" if diagnosis.kind == again.kind == "precision" else "structure"
         first, shown = self.first if self.first is not None else (None, diagnosis)
         words = f"{first.words}, {words}" if first is not None else words

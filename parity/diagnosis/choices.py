@@ -14,7 +14,7 @@ import numpy as np
 
 from parity.core.reference import Layer
 from parity.core.stages import Values, stage_named
-from parity.diagnosis.mistakes.record import Override
+from parity.diagnosis.bugs.record import Override
 
 HALF = ("bfloat16", "float16")
 

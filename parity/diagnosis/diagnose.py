@@ -196,7 +196,7 @@ def _search(replay: Replay, work: Work) -> SearchResult:
     """Search for bugs. If a stage has NaN of its own, also search with NaN in rows without a key."""
     with work.counted():
         found = search(replay, work)
-    begin = tuple(mistake for mistake in replay.known if mistake.name == "empty-row-nan")
+    begin = tuple(bug for bug in replay.known if bug.name == "empty-row-nan")
     if not found.unknowns or not begin or not any(_has_nan_of_its_own(replay, stage) for stage in replay.stages):
         return found
     again = Work(work.seconds / 2)
@@ -215,8 +215,8 @@ def _has_nan_of_its_own(replay: Replay, stage: str) -> bool:
 def _conclude(view: _View, found: SearchResult, untried: str) -> Diagnosis:
     """Return the diagnosis that follows from a search."""
     explanations, unknowns = found.explanations, found.unknowns
-    losses = {mistake.name for mistake in view.replay.known if mistake.is_loss}
-    are_losses = all({*explanation.hypotheses} <= losses for explanation in explanations)
+    losses = {bug.name for bug in view.replay.known if bug.is_loss}
+    are_losses = all({*explanation.bugs} <= losses for explanation in explanations)
     is_short = not unknowns and len(explanations) == 1
     if are_losses and not is_short and (whole := lost_in_dtype(view.replay, view.before, view.wrong)):
         return view.diagnosis("precision", explanations=[whole])

@@ -15,7 +15,7 @@ import numpy as np
 from parity.core.compare import FACTOR, SAME_PRECISION, Judgement, judged, norms_of, unit_of_rounding
 from parity.core.stages import stage_named
 from parity.core.weights import dtype_named, is_floating
-from parity.diagnosis.mistakes import FIDELITIES, PRECISIONS, Mistake
+from parity.diagnosis.bugs import FIDELITIES, PRECISIONS, Bug
 from parity.diagnosis.replay import Replay
 from parity.diagnosis.verdicts import Explanation
 
@@ -50,8 +50,8 @@ def lost_in_products(replay: Replay, before: Mapping[str, Judgement], wrong: Seq
         wrong: the stages that differ.
     """
 
-    def loss(mistake: Mistake, stages: Sequence[str], ratio: float) -> Explanation:
-        record = ((mistake.name,), mistake.about, (mistake.fix,), (mistake.page,))
+    def loss(bug: Bug, stages: Sequence[str], ratio: float) -> Explanation:
+        record = ((bug.name,), bug.about, (bug.fix,), (bug.page,))
         first = before[wrong[0]]
         return Explanation(stages[0], tuple(stages), *record, first.error, first.error, ratio, first.ratio)
 

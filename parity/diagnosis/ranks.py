@@ -14,9 +14,9 @@ from parity.core.compare import SAME_PRECISION, Comparison, Label, compare
 from parity.core.problem import Problem
 from parity.core.stages import Values, run_steps
 from parity.core.trace import Reference
-from parity.diagnosis.mistakes import wrong_layer
-from parity.diagnosis.mistakes.ranks import RankMistake, SharedProblem, rank_mistakes, without_widths
-from parity.diagnosis.mistakes.record import Changed
+from parity.diagnosis.bugs import wrong_layer
+from parity.diagnosis.bugs.ranks import RankBug, SharedProblem, rank_bugs, without_widths
+from parity.diagnosis.bugs.record import Changed
 from parity.diagnosis.verdicts import FINDING, Line, text_of
 from parity.sharding.shard import ShardPlan, shard_spec
 from parity.sharding.stages import part_of
@@ -31,11 +31,11 @@ class RankDiagnosis:
 
     Attributes:
         wrong: the first wrong stage of each wrong rank, compared.
-        mistakes: known bugs that explain the stages of all ranks; empty if none does, or nothing is wrong.
+        bugs: known bugs that explain the stages of all ranks; empty if none does, or nothing is wrong.
     """
 
     wrong: dict[int, Comparison]
-    mistakes: tuple[RankMistake, ...] = ()
+    bugs: tuple[RankBug, ...] = ()
 
     @property
     def is_wrong(self) -> bool:
@@ -45,7 +45,7 @@ class RankDiagnosis:
     @property
     def likely_bug(self) -> str:
         """The name of the first bug; empty if there is none."""
-        return self.mistakes[0].name if self.mistakes else ""
+        return self.bugs[0].name if self.bugs else ""
 
     @property
     def first_wrong_stage(self) -> str:
@@ -55,17 +55,17 @@ class RankDiagnosis:
     @property
     def evidence(self) -> str:
         """A statement that the bug explains all ranks; empty without one."""
-        return "with this bug, all ranks match the reference" if self.mistakes else ""
+        return "with this bug, all ranks match the reference" if self.bugs else ""
 
     @property
     def fix(self) -> str:
         """The fix of the first bug; empty if there is none."""
-        return self.mistakes[0].fix if self.mistakes else ""
+        return self.bugs[0].fix if self.bugs else ""
 
     @property
     def more(self) -> str:
         """The command that prints more; empty if there is no page."""
-        return f"mha-parity bugs {self.mistakes[0].page}" if self.mistakes else ""
+        return f"mha-parity bugs {self.bugs[0].page}" if self.bugs else ""
 
     def __str__(self) -> str:
         return text_of(self.lines())
@@ -76,20 +76,20 @@ class RankDiagnosis:
             yield "", "nothing differs by more than rounding on any rank"
             return
         yield "Likely bug", self.likely_bug or "unknown: no known bug of divided layers explains all ranks"
-        for number, mistake in enumerate(self.mistakes if verbose else self.mistakes[:2]):
-            other = f"  or {mistake.name}, {mistake.about}: the observed stages cannot distinguish them"
-            yield "", other if number else f"  {mistake.about}"
+        for number, bug in enumerate(self.bugs if verbose else self.bugs[:2]):
+            other = f"  or {bug.name}, {bug.about}: the observed stages cannot distinguish them"
+            yield "", other if number else f"  {bug.about}"
         for rank, each in self.wrong.items():
             yield f"First wrong stage of rank {rank}", f"{each.stage}, {each.ratio:.2g} times its budget"
-        if self.mistakes:
+        if self.bugs:
             yield from (("Evidence", self.evidence), ("Fix", self.fix), ("More", self.more))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the diagnosis as values of JSON."""
-        mistakes = [{"name": each.name, "about": each.about, "fix": each.fix} for each in self.mistakes]
+        bugs = [{"name": each.name, "about": each.about, "fix": each.fix} for each in self.bugs]
         wrong = [{"rank": rank, **each.to_dict()} for rank, each in self.wrong.items()]
         finding = {name: getattr(self, name) for name in FINDING}
-        return {"is_wrong": self.is_wrong, **finding, "wrong": wrong, "mistakes": mistakes}
+        return {"is_wrong": self.is_wrong, **finding, "wrong": wrong, "bugs": bugs}
 
 
 def diagnose_ranks(
@@ -127,7 +127,7 @@ def diagnose_ranks(
     wrong = {rank: found for rank, stages in enumerate(given) if (found := right.first_wrong(stages, rank)) is not None}
     if not wrong:
         return RankDiagnosis({})
-    explain = [mistake for mistake in rank_mistakes(problem, right.plan, tokens) if right.is_explained(given, mistake)]
+    explain = [bug for bug in rank_bugs(problem, right.plan, tokens) if right.is_explained(given, bug)]
     return RankDiagnosis(wrong, tuple(explain))
 
 
@@ -144,19 +144,19 @@ class _RankStages:
     def _changed(self, changed: Changed) -> Values:
         return run_steps(wrong_layer(self.problem, "float64", [changed]).steps())
 
-    def first_wrong(self, observed: Values, rank: int, mistake: RankMistake | None = None) -> Comparison | None:
+    def first_wrong(self, observed: Values, rank: int, bug: RankBug | None = None) -> Comparison | None:
         """Return the first stage of a rank that differs from its right values, or from those with a bug."""
         right, noisy = self._own(rank, self.reference.accumulated, np.float64), self._noisy(rank)
         exact = right
-        if mistake is not None:
-            computed = mistake.computed(self.ranks, rank)
-            exact = right | {name: computed[name] for name in mistake.stages if name in computed}
+        if bug is not None:
+            computed = bug.computed(self.ranks, rank)
+            exact = right | {name: computed[name] for name in bug.stages if name in computed}
         judged = (self._judged(name, observed[name], exact, noisy, rank, right) for name in exact if name in observed)
         return next((each for each in judged if not each.passed), None)
 
-    def is_explained(self, given: Sequence[Values], mistake: RankMistake) -> bool:
+    def is_explained(self, given: Sequence[Values], bug: RankBug) -> bool:
         """Return True if the stages of every rank match a bug, as far as the bug predicts them."""
-        return all(self.first_wrong(observed, rank, mistake) is None for rank, observed in enumerate(given))
+        return all(self.first_wrong(observed, rank, bug) is None for rank, observed in enumerate(given))
 
     def _judged(
         self, name: str, actual: np.ndarray, exact: Values, noisy: Values, rank: int, right: Values

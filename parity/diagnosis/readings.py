@@ -17,7 +17,7 @@ import numpy as np
 
 from parity.core.stages import STAGES, Stage, stage_named
 from parity.core.weights import is_floating
-from parity.diagnosis.mistakes.record import Changed, instead
+from parity.diagnosis.bugs.record import Changed, instead
 from parity.diagnosis.replay import Replay
 
 PENALTY = -100.0

@@ -27,14 +27,14 @@ from parity.core.reference import Remembered
 from parity.core.stages import Stage, Step, stage_named
 from parity.core.trace import RECOUNTS, Reference, nudged, nudged_values
 from parity.core.work import run, spend_on
+from parity.diagnosis.bugs import Bug, bugs_for, low_products, permuted_heads, wrong_layer
+from parity.diagnosis.bugs.record import Change, Changed
 from parity.diagnosis.choices import AS_THE_REFERENCE, Choice
 from parity.diagnosis.flow import Flow, flow_of
 from parity.diagnosis.laws import Findings, describe
 from parity.diagnosis.laws.record import OtherSpec
-from parity.diagnosis.mistakes import Mistake, low_products, mistakes_for, permuted_heads, wrong_layer
-from parity.diagnosis.mistakes.record import Change, Changed
 
-Mistakes = tuple[Mistake, ...]
+Bugs = tuple[Bug, ...]
 Changes = tuple[Change, ...]
 Form = Callable[[np.ndarray], np.ndarray]
 
@@ -192,9 +192,9 @@ class Replay:
         return [name for name in self.values if name in self.observed and (judged is None or name in judged)]
 
     @cached_property
-    def known(self) -> list[Mistake]:
+    def known(self) -> list[Bug]:
         """The bugs that could affect them."""
-        known = [*mistakes_for(self.problem.case), *permuted_heads(self.values, self.observed)]
+        known = [*bugs_for(self.problem.case), *permuted_heads(self.values, self.observed)]
         known += low_products() if len(self.stages) == 1 else []  # with more, the size of the noise decides
         if (only := self.scope.only) is not None:
             known = [each for each in known if each.name in only or each.about in only]
@@ -295,9 +295,9 @@ class Replay:
             self._bytes = sum(x.nbytes for steps in kept.values() for step in steps.values() for x in step.values())
         self._found.setdefault(layer, {})[index] = found
 
-    def cost(self, index: int, mistake: Mistake) -> int:
+    def cost(self, index: int, bug: Bug) -> int:
         """Return the share of a layer that a bug makes necessary to compute again: fewer steps are cheaper."""
-        touched = (not flow.methods.isdisjoint(mistake.in_reference) for flow in self._flow[: index + 1])
+        touched = (not flow.methods.isdisjoint(bug.in_reference) for flow in self._flow[: index + 1])
         return next((index - step for step, is_touched in enumerate(touched) if is_touched and step > 0), 0)
 
     @cached_property

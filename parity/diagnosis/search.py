@@ -14,9 +14,9 @@ from parity.core.compare import Judgement, norms_of
 from parity.core.stages import stage_named
 from parity.core.work import Work
 from parity.diagnosis.assumptions import assumption
+from parity.diagnosis.bugs import Bug
 from parity.diagnosis.laws import Findings
-from parity.diagnosis.mistakes import Mistake
-from parity.diagnosis.replay import Mistakes, Replay, Scope
+from parity.diagnosis.replay import Bugs, Replay, Scope
 from parity.diagnosis.verdicts import EVERYWHERE, Explanation, Unknown
 
 PARTS = {
@@ -28,14 +28,14 @@ PARTS = {
 """Parts of a trace that may have bugs of their own, with a description: "" is the stage functions, the others are paths
 of a module."""
 
-MOST_MISTAKES = 4  # searched at the same time
+MOST_BUGS = 4  # searched at the same time
 MOST_BRANCHES = 6  # ways to explain a stage that are followed
 NEARLY = 10.0  # the remaining error of one bug, over the tolerance, below which a second bug only fits noise
 CHANCE = 0.5  # the share of an error that a bug may leave and still explain it
 SMALL = 0.25  # the largest share of a stage that lost precision may change
 CHEAP = 0.1  # the share of the work that a bug may take before it is postponed until the others were tried
 FOR_LOSSES = 0.6  # of the work in a sample, including earlier work: other samples may show more
-FOR_MISTAKES = 0.7  # of the work; the rest describes stages that no bug explains
+FOR_BUGS = 0.7  # of the work; the rest describes stages that no bug explains
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class SearchResult:
         return len(self.unknowns), self.count
 
 
-def search(replay: Replay, work: Work, begin: Mistakes = ()) -> SearchResult:
+def search(replay: Replay, work: Work, begin: Bugs = ()) -> SearchResult:
     """Search for the bugs that explain all stages that differ, as far as possible.
 
     Args:
@@ -68,21 +68,21 @@ def search(replay: Replay, work: Work, begin: Mistakes = ()) -> SearchResult:
     """
     explanations: list[Explanation] = []
     unknowns: list[Unknown] = []
-    of_stages, made = begin, list[Mistake]()
+    of_stages, made = begin, list[Bug]()
     count = len(begin)
     for part, words in PARTS.items():
         of_part = [stage for stage in replay.stages if stage_named(stage).path == part]
         # A path of a module shares the bugs of the stage functions that both use.
         counts = range(len(of_stages), -1, -1)
-        shared: list[Mistakes] = [some for number in counts for some in itertools.combinations(of_stages, number)]
-        found: Mistakes = min(shared, key=lambda mistakes: len(replay.wrong(of_part, mistakes)))
+        shared: list[Bugs] = [some for number in counts for some in itertools.combinations(of_stages, number)]
+        found: Bugs = min(shared, key=lambda bugs: len(replay.wrong(of_part, bugs)))
         while True:
             path = _path(replay, of_part, found, work)
             for choice in path.choices:
                 explanations.append(_explanation(replay, of_part, found, choice, words))
-                found = (*found, *choice.mistakes)
-                made += [mistake for mistake in choice.mistakes if mistake not in made]
-                count += len(choice.mistakes)
+                found = (*found, *choice.bugs)
+                made += [bug for bug in choice.bugs if bug not in made]
+                count += len(choice.bugs)
             if not path.unexplained:
                 break
             unknown = _unknown(replay, path.unexplained, found, work)
@@ -99,7 +99,7 @@ def search(replay: Replay, work: Work, begin: Mistakes = ()) -> SearchResult:
     return _with_begin(replay, found_all, begin, tuple(made)) if begin else found_all
 
 
-def _with_begin(replay: Replay, found: SearchResult, begin: Mistakes, others: Mistakes) -> SearchResult:
+def _with_begin(replay: Replay, found: SearchResult, begin: Bugs, others: Bugs) -> SearchResult:
     """Return a result with the assumed bugs and the stages that they explain; without them if there are none."""
     wrong = replay.wrong(replay.stages, others)
     still = replay.wrong(wrong, (*begin, *others))
@@ -117,8 +117,8 @@ class _Choice:
     """Bugs that explain a stage, and alternatives."""
 
     stage: str
-    mistakes: Mistakes
-    others: tuple[Mistakes, ...] = ()
+    bugs: Bugs
+    others: tuple[Bugs, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -130,28 +130,28 @@ class _Path:
 
     @property
     def length(self) -> int:
-        return sum(len(choice.mistakes) for choice in self.choices)
+        return sum(len(choice.bugs) for choice in self.choices)
 
 
-def _path(replay: Replay, stages: Sequence[str], found: Mistakes, work: Work) -> _Path:
+def _path(replay: Replay, stages: Sequence[str], found: Bugs, work: Work) -> _Path:
     """Return the shortest way to explain all stages, or one that reaches far: single bugs first, then also pairs."""
     best = _walk(replay, stages, found, work, most=1)
     if replay.scope.is_quick:
         return best
-    if best.unexplained and not work.is_over("pairs of bugs", FOR_MISTAKES):
+    if best.unexplained and not work.is_over("pairs of bugs", FOR_BUGS):
         other = _walk(replay, stages, found, work, most=2)
         if not other.unexplained or stages.index(other.unexplained) > stages.index(best.unexplained):
             return other
     return best
 
 
-def _walk(replay: Replay, stages: Sequence[str], found: Mistakes, work: Work, *, most: int) -> _Path:
+def _walk(replay: Replay, stages: Sequence[str], found: Bugs, work: Work, *, most: int) -> _Path:
     left = replay.wrong(stages, found)
     if not left:
         return _Path()
     best = _Path(unexplained=left[0])
     for at_once in range(1, most + 1):
-        if len(found) + at_once > MOST_MISTAKES:
+        if len(found) + at_once > MOST_BUGS:
             break
         ways = {
             added: _walk(replay, stages, (*found, *added), work, most=most)
@@ -168,9 +168,7 @@ def _walk(replay: Replay, stages: Sequence[str], found: Mistakes, work: Work, *,
     return best
 
 
-def _explain(
-    replay: Replay, stages: Sequence[str], stage: str, found: Mistakes, work: Work, *, at_once: int
-) -> list[Mistakes]:
+def _explain(replay: Replay, stages: Sequence[str], stage: str, found: Bugs, work: Work, *, at_once: int) -> list[Bugs]:
     """Return the bugs that explain a stage in addition to those found, the best first; no correct stage gets worse.
 
     A bug that affects every call must also show in earlier and later calls, with the observed values. Pairs are not
@@ -193,27 +191,27 @@ def _explain(
         return []
     expected, before = replay.stage(stage, found), replay.judgement(stage, found)
     words = "pairs of bugs"
-    most = 1.0 if replay.scope.is_quick else FOR_MISTAKES
+    most = 1.0 if replay.scope.is_quick else FOR_BUGS
 
-    def changes(mistake: Mistake) -> bool:
-        return not np.array_equal(expected, replay.stage(stage, (*found, mistake)), equal_nan=True)
+    def changes(bug: Bug) -> bool:
+        return not np.array_equal(expected, replay.stage(stage, (*found, bug)), equal_nan=True)
 
-    def explains(added: Mistakes) -> bool:
-        mistakes = (*found, *added)
+    def explains(added: Bugs) -> bool:
+        bugs = (*found, *added)
         # The budget of each wrong layer is expensive; that of the right layer is close to it. Not so for lost
         # precision, but a bug that explains much less than nearly all may be the loss in another part.
-        if replay.judgement(stage, mistakes, quick=True).ratio > 100.0:
+        if replay.judgement(stage, bugs, quick=True).ratio > 100.0:
             return False
         if at_once > 1 and any(replay.judgement(stage, (*found, one)).ratio <= NEARLY for one in added):
             return False
-        after = replay.judgement(stage, mistakes)
-        if after.ratio > 1.0 or not _is_less(after, before, added) or replay.wrong(right, mistakes):
+        after = replay.judgement(stage, bugs)
+        if after.ratio > 1.0 or not _is_less(after, before, added) or replay.wrong(right, bugs):
             return False
         return all(replay.is_same(replay.step_of[each], found, added, [each]) for each in earlier)
 
     may_lose = at_once == 1 and _is_small(replay, stage, found)
     known = [each for each in replay.known if each not in found and (may_lose or not each.is_loss)]
-    fitting = list[Mistakes]()
+    fitting = list[Bugs]()
     if at_once == 1:
         in_order = sorted(known, key=lambda each: replay.cost(index, each))
         fitting = _alone(in_order, work, lambda each: changes(each) and explains((each,)), most, replay.scope)
@@ -226,61 +224,59 @@ def _explain(
                 with work.inside(words, most):
                     if explains(added):
                         fitting.append(added)
-    place = {mistake: number for number, mistake in enumerate(known)}
+    place = {bug: number for number, bug in enumerate(known)}
     fitting = sorted(fitting, key=lambda added: place[added[0]]) if at_once == 1 else fitting
-    fitting = list({frozenset(mistake.name for mistake in added): added for added in reversed(fitting)}.values())[::-1]
+    fitting = list({frozenset(bug.name for bug in added): added for added in reversed(fitting)}.values())[::-1]
     return sorted(fitting, key=lambda added: len(replay.wrong(stages, (*found, *added)))) if fitting[1:] else fitting
 
 
-def _alone(
-    known: Sequence[Mistake], work: Work, fits: Callable[[Mistake], bool], most: float, scope: Scope
-) -> list[Mistakes]:
+def _alone(known: Sequence[Bug], work: Work, fits: Callable[[Bug], bool], most: float, scope: Scope) -> list[Bugs]:
     """Return the bugs that fit, each alone, within a share of the work; bugs that only lose precision come last."""
-    fitting = list[Mistakes]()
+    fitting = list[Bugs]()
     for is_loss in (False, True):
         if is_loss and fitting and scope.is_quick:
             break  # a full explanation is not lost precision
-        tried = [mistake for mistake in known if mistake.is_loss == is_loss]
+        tried = [bug for bug in known if bug.is_loss == is_loss]
         share = most * FOR_LOSSES if is_loss and scope.is_quick else most
         for limit in (CHEAP * work.seconds, math.inf):  # expensive bugs are postponed
             if limit == math.inf and fitting and scope.is_quick and scope.only is None:
                 break  # another sample has to confirm the result
-            put_off = list[Mistake]()
-            for mistake in tried:
+            put_off = list[Bug]()
+            for bug in tried:
                 try:
                     with work.inside("single bugs", share, limit):
-                        if fits(mistake):
-                            fitting.append((mistake,))
+                        if fits(bug):
+                            fitting.append((bug,))
                 except TimeoutError:
-                    put_off.append(mistake)
+                    put_off.append(bug)
             tried = put_off
     return fitting
 
 
-def _orders(known: Sequence[Mistake], at_once: int) -> Iterator[Mistakes]:
+def _orders(known: Sequence[Bug], at_once: int) -> Iterator[Bugs]:
     """Yield combinations of bugs, usual ones first; in every order if they override the same method."""
     for places in sorted(itertools.combinations(range(len(known)), at_once), key=lambda places: places[::-1]):
         some = tuple(known[place] for place in places)
-        overridden = [method for mistake in some for method in mistake.in_reference]
+        overridden = [method for bug in some for method in bug.in_reference]
         yield from itertools.permutations(some) if len({*overridden}) < len(overridden) else [some]
 
 
-def _is_less(after: Judgement, before: Judgement, added: Mistakes) -> bool:
+def _is_less(after: Judgement, before: Judgement, added: Bugs) -> bool:
     """Return True if an error falls by far. A wrong bug also moves rounded values, so a small gain is chance.
 
     Lost precision leaves errors of the same size; it explains them because they are within the tolerance.
     """
-    return any(mistake.is_loss for mistake in added) or not after.error > CHANCE * before.error
+    return any(bug.is_loss for bug in added) or not after.error > CHANCE * before.error
 
 
-def _is_made_in_sight(replay: Replay, index: int, found: Mistakes, mistake: Mistake) -> bool:
+def _is_made_in_sight(replay: Replay, index: int, found: Bugs, bug: Bug) -> bool:
     """Return True if a bug changes no step before which nothing was observed. Two bugs in unobserved steps explain too
     much, and an unknown bug looks like two known ones."""
     unseen = (i for i in range(index) if not any(name in replay.observed for name in replay.steps[i]))
-    return all(replay.is_same(i, found, (mistake,)) for i in unseen)
+    return all(replay.is_same(i, found, (bug,)) for i in unseen)
 
 
-def _is_small(replay: Replay, stage: str, found: Mistakes) -> bool:
+def _is_small(replay: Replay, stage: str, found: Bugs) -> bool:
     """Return True if the error of a stage is so small that lost precision may cause it."""
     expected = replay.stage(stage, found)
     if stage_named(stage).is_exact:
@@ -288,7 +284,7 @@ def _is_small(replay: Replay, stage: str, found: Mistakes) -> bool:
     return replay.judgement(stage, found).error <= SMALL * norms_of(expected, np.isfinite(expected))["rms"]
 
 
-def _unknown(replay: Replay, stage: str, found: Mistakes, work: Work) -> Unknown:
+def _unknown(replay: Replay, stage: str, found: Bugs, work: Work) -> Unknown:
     """Describe a stage that no bug explains: where it differs, by which pattern, and the bugs that reduce its error
     most."""
     verdict, may_lose = replay.judgement(stage, found), _is_small(replay, stage, found)
@@ -299,10 +295,10 @@ def _unknown(replay: Replay, stage: str, found: Mistakes, work: Work) -> Unknown
         findings = _of_sample(findings)
     nearest = []
     with suppress(TimeoutError):
-        for mistake in replay.known:
-            if mistake not in found and (may_lose or not mistake.is_loss):
+        for bug in replay.known:
+            if bug not in found and (may_lose or not bug.is_loss):
                 with work.inside("the nearest bugs"):
-                    nearest.append((mistake.about, replay.judgement(stage, (*found, mistake), quick=True).error))
+                    nearest.append((bug.about, replay.judgement(stage, (*found, bug), quick=True).error))
     nearest = sorted((each for each in nearest if each[1] < 0.5 * verdict.error), key=lambda each: each[1])
     return Unknown(stage, verdict.error, verdict.ratio, findings, tuple(nearest[:3]))
 
@@ -313,22 +309,22 @@ def _of_sample(findings: Findings) -> Findings | None:
     return Findings(findings.place, laws) if laws and findings.place.words == EVERYWHERE else None
 
 
-def _explanation(replay: Replay, stages: Sequence[str], found: Mistakes, choice: _Choice, words: str) -> Explanation:
-    def made_in(mistake: Mistake) -> int:
+def _explanation(replay: Replay, stages: Sequence[str], found: Bugs, choice: _Choice, words: str) -> Explanation:
+    def made_in(bug: Bug) -> int:
         """Return the first step that a bug changes."""
         steps = range(len(replay.steps))
-        return next((step for step in steps if not replay.is_same(step, found, (mistake,))), len(steps))
+        return next((step for step in steps if not replay.is_same(step, found, (bug,))), len(steps))
 
-    added = tuple(sorted(choice.mistakes, key=made_in)) if len(choice.mistakes) > 1 else choice.mistakes
-    before, after = replay.judgement(choice.stage, found), replay.judgement(choice.stage, (*found, *choice.mistakes))
-    still = replay.wrong(stages, (*found, *choice.mistakes))
+    added = tuple(sorted(choice.bugs, key=made_in)) if len(choice.bugs) > 1 else choice.bugs
+    before, after = replay.judgement(choice.stage, found), replay.judgement(choice.stage, (*found, *choice.bugs))
+    still = replay.wrong(stages, (*found, *choice.bugs))
     return Explanation(
         choice.stage,
         tuple(stage for stage in replay.wrong(stages, found) if stage not in still),
-        tuple(mistake.name for mistake in added),
+        tuple(bug.name for bug in added),
         words + _words(added),
-        tuple(dict.fromkeys(mistake.fix for mistake in added)),
-        tuple(dict.fromkeys(mistake.page for mistake in added)),
+        tuple(dict.fromkeys(bug.fix for bug in added)),
+        tuple(dict.fromkeys(bug.page for bug in added)),
         before.error,
         after.error,
         after.ratio,
@@ -337,5 +333,5 @@ def _explanation(replay: Replay, stages: Sequence[str], found: Mistakes, choice:
     )
 
 
-def _words(mistakes: Mistakes) -> str:
-    return ", and ".join(mistake.about for mistake in mistakes)
+def _words(bugs: Bugs) -> str:
+    return ", and ".join(bug.about for bug in bugs)

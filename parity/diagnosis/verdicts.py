@@ -41,7 +41,7 @@ class Explanation(JsonRecord):
     Attributes:
         stage: the first stage that they explain.
         stages: all stages that they explain, in order.
-        hypotheses: names of the bugs, ordered by the step that they change; for a pattern, its page.
+        bugs: names of the bugs, ordered by the step that they change; for a pattern, its page.
         about: a description, such as `the scores are not scaled`.
         fixes: a fix for each.
         docs: their pages in parity/bugs.
@@ -55,7 +55,7 @@ class Explanation(JsonRecord):
 
     stage: str
     stages: tuple[str, ...]
-    hypotheses: tuple[str, ...]
+    bugs: tuple[str, ...]
     about: str
     fixes: tuple[str, ...]
     docs: tuple[str, ...]
@@ -71,7 +71,7 @@ class Explanation(JsonRecord):
     @property
     def likely_bug(self) -> str:
         """The names of the bugs."""
-        return ", ".join(self.hypotheses)
+        return ", ".join(self.bugs)
 
     @property
     def first_wrong_stage(self) -> str:
@@ -87,7 +87,7 @@ class Explanation(JsonRecord):
     @property
     def evidence(self) -> str:
         """How the error changes with the bugs in the reference."""
-        with_it = f"with {'this bug' if len(self.hypotheses) == 1 else 'these bugs'} in the reference"
+        with_it = f"with {'this bug' if len(self.bugs) == 1 else 'these bugs'} in the reference"
         error = f"the error of {_some(self.stages)}"
         if self.error is None:
             return f"{with_it}, {error} falls from {self.error_before:.2g} to rounding"

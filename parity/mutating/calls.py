@@ -120,7 +120,7 @@ def with_call(change: Callable[[Call], Call | None]) -> Callable[[Call], Run | N
 
 
 @dataclass(frozen=True)
-class Planted:
+class Injection:
     """A known bug, in a form that can be injected into a user's attention.
 
     Attributes:

@@ -24,7 +24,7 @@ def pytest_runtest_logreport(report: Any) -> None:
     """Record a test that failed, or whose setup failed."""
     if report.failed:
         note("failed", report.nodeid)
-        if order()["mistake"] and is_noted("changed"):
+        if order()["bug"] and is_noted("changed"):
             _sessions[0].shouldfail = "the injected bug was noticed"
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "MHA_PARITY_MUTATE"
-"""Environment variable with the order: `module`, `attribute`, `mistake`, `view`, and the file `record`."""
+"""Environment variable with the order: `module`, `attribute`, `bug`, `view`, and the file `record`."""
 
 Event = tuple[str, str]
-"""An event and its details: `planted`, called, fits (a bug), reached, changed, raised, unfit, uncompared, or failed (a
+"""An event and its details: `injected`, called, fits (a bug), reached, changed, raised, unfit, uncompared, or failed (a
 test)."""
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from mha_spec import Refusal
 from parity.core.records import JsonRecord
-from parity.mutating.mistakes import about_of, page_of
+from parity.mutating.bugs import about_of, page_of
 from parity.mutating.record import VARIABLE, Event, events
 from parity.mutating.view import View
 
@@ -51,7 +51,7 @@ class Outcome(JsonRecord):
     """Result of one injected bug.
 
     Attributes:
-        `mistake`: name of the bug.
+        `bug`: name of the bug.
         about: its description.
         page: its page in `mha-parity bugs`.
         status: the result.
@@ -59,7 +59,7 @@ class Outcome(JsonRecord):
         seconds: duration of the tests.
     """
 
-    mistake: str
+    bug: str
     about: str
     page: str
     status: Status
@@ -111,7 +111,7 @@ class Suite:
         self.running: set[subprocess.Popen[bytes]] = set()
         self.is_over = False
 
-    def run(self, mistake: str = "", *, is_hooked: bool = True) -> Run:
+    def run(self, bug: str = "", *, is_hooked: bool = True) -> Run:
         """Run the tests with a bug, or with none.
 
         Raises:
@@ -121,7 +121,7 @@ class Suite:
             record, printed = Path(folder) / "record", Path(folder) / "printed"
             environment = self._environment(folder)
             if is_hooked:
-                told = {"module": self.module, "attribute": self.attribute, "mistake": mistake}
+                told = {"module": self.module, "attribute": self.attribute, "bug": bug}
                 environment[VARIABLE] = json.dumps({**told, "view": asdict(self.view), "record": str(record)})
                 _prepend(environment, "PYTHONPATH", str(STARTUP), os.pathsep)
                 _prepend(environment, "PYTEST_PLUGINS", "parity.mutating.pytest_plugin", ",")
@@ -194,7 +194,7 @@ def baseline(tests: Suite) -> Run:
         alone = tests.run(is_hooked=False)
         how = "also by themselves" if alone.status else f"only while {target} is wrapped"
         raise Refusal("the tests", "pass without a bug", f"exit status {run.status}, {how}: {_last(run.said)}")
-    if run.first("planted") is None:
+    if run.first("injected") is None:
         raise Refusal(
             "the tests",
             f"import {tests.module} with the Python that mha-parity runs in ({sys.executable})",
@@ -219,7 +219,7 @@ def mutate(
     names: Sequence[str],
     *,
     jobs: int = 1,
-    on_mistake: Callable[[str], None] = lambda name: None,
+    on_bug: Callable[[str], None] = lambda name: None,
 ) -> Iterator[Outcome]:
     """Inject bugs one at a time, and run the tests for each bug that some call allows.
 
@@ -227,12 +227,12 @@ def mutate(
         tests: the tests; without a timeout, the first run sets it.
         names: names of the bugs, in the order of the outcomes.
         jobs: number of parallel runs.
-        on_mistake: called before each bug, with its name.
+        on_bug: called before each bug, with its name.
 
     Raises:
         ValueError: if the tests fail without a bug.
     """
-    on_mistake("nothing")
+    on_bug("nothing")
     first = baseline(tests)
     if tests.timeout is None:
         tests.timeout = max(LEAST_TIMEOUT, TIMES_LONGER * first.seconds)
@@ -240,7 +240,7 @@ def mutate(
     reasons = dict(more.split(": ", 1) for event, more in reversed(first.told) if event == "unfit")
 
     def outcome(name: str) -> Outcome:
-        on_mistake(name)
+        on_bug(name)
         if name not in allowed:
             reason = reasons.get(name, "")
             found = (Status.NOT_INJECTED, reason, 0.0) if reason else (Status.NOT_REACHED, "no call allows it", 0.0)

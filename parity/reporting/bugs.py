@@ -28,9 +28,9 @@ def bug_lines() -> dict[str, str]:
 
 def bug_pages() -> dict[str, str]:
     """Return the name of the page of each bug, by the name of the bug."""
-    from parity.diagnosis.mistakes import page_by_mistake  # which takes longer than to print a page
+    from parity.diagnosis.bugs import page_by_bug  # which takes longer than to print a page
 
-    return page_by_mistake()
+    return page_by_bug()
 
 
 def bug_page(name: str) -> str:

@@ -30,7 +30,7 @@ def print_mutations(
     `note` is the reason why the callable could not be examined beforehand, or empty.
     """
     columns = [Column(name, no_wrap=True) for name in ("bug", "page (mha-parity bugs …)")]
-    rows = [(each.mistake, each.page, Text(_words(each), style=STYLES[each.status])) for each in outcomes]
+    rows = [(each.bug, each.page, Text(_words(each), style=STYLES[each.status])) for each in outcomes]
     print_table(out, f"Bugs injected into {target}", [*columns, "noticed by"], rows)
     if note:
         out.print(
@@ -44,7 +44,7 @@ def print_mutations(
     out.print()
     for outcome in outcomes:
         if outcome.status is Status.SURVIVED:
-            line = f"{outcome.mistake}: {outcome.about}, and every test passes; mha-parity bugs {outcome.page}"
+            line = f"{outcome.bug}: {outcome.about}, and every test passes; mha-parity bugs {outcome.page}"
             out.print(Text(line, style="red"), soft_wrap=True)
     counts = {status: sum(outcome.status is status for outcome in outcomes) for status in Status}
     verdict = ", ".join(f"{count} {status.value}" for status, count in counts.items() if count)

@@ -73,13 +73,13 @@ FINDING = {
 }
 
 SCHEMAS = {
-    "run": Schema(1, {"": REPORT}),
+    "run": Schema(2, {"": REPORT}),
     "compare": Schema(
-        1, {"traces, or recordings with `--model`": REPORT, "two recordings without `--model`": TWO_RECORDINGS}
+        2, {"traces, or recordings with `--model`": REPORT, "two recordings without `--model`": TWO_RECORDINGS}
     ),
     "conformance": Schema(1, {"": {"packages": "versions of packages", "subjects": "answers of each implementation"}}),
     "mutate": Schema(
-        1,
+        2,
         {
             "": {
                 "subject": "the callable",
@@ -90,7 +90,7 @@ SCHEMAS = {
         },
     ),
     "verify": Schema(
-        1,
+        2,
         {
             "": {
                 "results": "a record for each stage of each pair of layers",
@@ -101,7 +101,7 @@ SCHEMAS = {
         },
     ),
     "diagnose": Schema(
-        1,
+        2,
         {
             "a function, or traces": DIAGNOSIS | FINDING,
             "two weight files": DIAGNOSIS
@@ -112,7 +112,7 @@ SCHEMAS = {
             "ranks, with `--mesh`": {
                 "is_wrong": "true if a rank differs by more than rounding",
                 "wrong": "first wrong stage of each wrong rank",
-                "mistakes": "bugs that explain all ranks",
+                "bugs": "bugs that explain all ranks",
                 **FINDING,
             },
         },
@@ -202,7 +202,7 @@ SCHEMAS = {
             }
         },
     ),
-    "selftest": Schema(1, {"": {"outcomes": "result of each injected bug"}}),
+    "selftest": Schema(2, {"": {"outcomes": "result of each injected bug"}}),
     "bench": Schema(
         1,
         {

@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> Result:
     """Inject the bugs, and print the outcomes."""
     from parity.backends import why_missing
     from parity.reporting.console import console, progress_bar
-    from parity_lab.selftest import SELFTEST_CASES, SELFTESTED, mistakes_in, print_selftest, selftest
+    from parity_lab.selftest import SELFTEST_CASES, SELFTESTED, bugs_in, print_selftest, selftest
 
     backends = options.backends or [name for name in SELFTESTED if not why_missing(name)]
     check_names("--backends", backends, SELFTESTED)
@@ -42,8 +42,8 @@ def run(options: argparse.Namespace) -> Result:
     if not cases:
         hint = did_you_mean(options.cases, [case.name for case in SELFTEST_CASES])
         raise refusal("--cases", "match a case of the self-test", {"--cases": options.cases}, hint=hint)
-    total = len(backends) * sum(1 + len(mistakes_in(case)) for case in cases)
-    with progress_bar(total) as on_mistake:
-        outcomes = list(selftest(backends, cases, seeds=[options.seed], on_mistake=on_mistake))
+    total = len(backends) * sum(1 + len(bugs_in(case)) for case in cases)
+    with progress_bar(total) as on_bug:
+        outcomes = list(selftest(backends, cases, seeds=[options.seed], on_bug=on_bug))
     print_selftest(outcomes, console())
     return 0 if all(outcome.is_caught for outcome in outcomes) else 1, {"outcomes": outcomes}

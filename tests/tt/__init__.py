@@ -1,5 +1,5 @@
-"""Tests of `mha_tt`, where ttnn is: on a mock board, on a simulator or on a card."""
+"""Tests of `mha_tt`, which require ttnn: on a mock board, a simulator or a card."""
 
 import os
 
-os.environ.setdefault("LOGURU_LEVEL", "WARNING")  # ttnn tells its whole configuration when it is imported
+os.environ.setdefault("LOGURU_LEVEL", "WARNING")  # ttnn logs its whole configuration at import

@@ -91,11 +91,11 @@ CONTROLS = {
 
 
 def controls(plan):
-    """What is not as it should be, with each mistake."""
+    """What is not as it should be, with each bug."""
     found = {}
-    for title, mistakes in CONTROLS.items():
+    for title, bugs in CONTROLS.items():
         with ExitStack() as stack:
-            for where, what, wrong in mistakes:
+            for where, what, wrong in bugs:
                 stack.enter_context(mock.patch.object(where, what, wrong))
             found[title] = judged(plan, ["gqa-causal"])[1]
     with mock.patch.object(mha, "all_reduce", twice):

@@ -82,7 +82,7 @@ def test_what_a_card_gives_is_judged_by_its_arithmetic(device, monkeypatch):
     assert not parity.diagnose({"output": cut}, problem).is_wrong
 
 
-def test_a_mistake_in_tensors_is_named(device):
+def test_a_bug_in_tensors_is_named(device):
     stages = {name: tensor(np.asarray(x, np.float32), device) for name, x in reference_stages("q", "k").items()}
     assert not parity.diagnose(stages, PROBLEM).is_wrong
     stages["k"] = ttnn.concat([stages["k"][:, 1:], stages["k"][:, :1]], dim=1)

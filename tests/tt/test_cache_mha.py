@@ -1,6 +1,6 @@
-"""The key/value cache: however the tokens arrive, the results are those of one full causal pass.
+"""Tests of the key/value cache: tokens in chunks of any size give the results of one full causal pass.
 
-The device writes whole tiles of 32 slots, or single slots, so that what matters is where chunks begin and end.
+The device writes whole tiles of 32 slots or single slots, so the boundaries of chunks matter.
 """
 
 import numpy as np
@@ -39,7 +39,7 @@ every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 
 
 def random_tokens(num_tokens, dtype=ttnn.bfloat16, batch=3, seed=1, width=24):
-    """The first tokens, as many as asked for, of sequences."""
+    """Return the first `num_tokens` tokens of random sequences."""
     return rounded(np.random.default_rng(seed).standard_normal((batch, 80, width))[:, :num_tokens], dtype)
 
 
@@ -48,7 +48,7 @@ def cached_layer(spec, device, dtype=ttnn.bfloat16, **options):
 
 
 def feed(module, x, chunks, capacity, cache=None):
-    """The outputs of all tokens, and the cache, after feeding them in chunks of these sizes."""
+    """Feed all tokens in chunks of these sizes; return the outputs and the cache."""
     cache = module.init_cache(len(x), capacity) if cache is None else cache
     outputs = []
     for chunk in np.split(x, np.cumsum(chunks)[:-1], axis=1):
@@ -58,24 +58,24 @@ def feed(module, x, chunks, capacity, cache=None):
 
 
 def full_pass(spec, dtype, x):
-    """The output of one causal pass over all tokens, without a cache, in float64."""
+    """Return the output of one causal pass over all tokens, without a cache, in float64."""
     return layer(spec, rounded_weights(spec, dtype), x, mask=mha_tt.create_causal_mask(x.shape[1]))[0]
 
 
 def filled_cache(module, lengths, capacity):
-    """A cache that holds the first few random tokens of each sequence."""
+    """Return a cache that holds the first few random tokens of each sequence."""
     x = random_tokens(max(*lengths, 1), module.dtype, len(lengths), seed=2)
     cache = module.init_cache(len(lengths), capacity)
     return module(mha_tt.upload(x, device=module.device, dtype=module.dtype), cache, new_lengths=lengths)[1]
 
 
 def contents(cache):
-    """Keys, values and lengths as arrays of their own."""
+    """Return copies of keys, values and lengths as arrays."""
     return mha_tt.download(cache.keys), mha_tt.download(cache.values), cache.lengths.copy()
 
 
 def sharing(source):
-    """A cached layer of the same weights that shares the keys and values of a source."""
+    """Return a cached layer with the source's weights that shares its keys and values."""
     weights = {name: x for name, x in parity.weights_of(source).items() if name[:2] not in ("k_", "v_")}
     spec = source.spec.replace(shared_kv=True)
     return module_of("MultiHeadAttentionWithCache", spec, source.device, source.dtype, weights)
@@ -84,9 +84,7 @@ def sharing(source):
 @pytest.mark.parametrize("window_size", [None, 3])
 @pytest.mark.parametrize("steps", [[None] * 3, [[4, 2, 0], [1, 1, 1], [0, 1, 1]]], ids=["even", "ragged"])
 @pytest.mark.parametrize("page_size", [None, 32])
-def test_a_layer_of_shared_keys_attends_to_the_cache_of_the_other_and_leaves_it_as_it_is(
-    device, window_size, steps, page_size
-):
+def test_layer_with_shared_keys_attends_to_source_cache_and_keeps_it(device, window_size, steps, page_size):
     spec = parity.AttentionSpec(
         24, 4, num_kv_heads=2, qk_norm=parity.Norm(), rope=parity.Rope(500.0), window_size=window_size
     )
@@ -102,7 +100,7 @@ def test_a_layer_of_shared_keys_attends_to_the_cache_of_the_other_and_leaves_it_
         assert all(map(np.array_equal, contents(after), before))
 
 
-def test_a_growing_cache_of_another_layer_holds_the_new_tokens(device):
+def test_layer_with_shared_keys_attends_to_growing_source_cache(device):
     spec = parity.AttentionSpec(24, 4, num_kv_heads=2, rope=parity.Rope(500.0))
     source, cache = cached_layer(spec, device), ()
     shared = sharing(source)
@@ -113,7 +111,7 @@ def test_a_growing_cache_of_another_layer_holds_the_new_tokens(device):
         assert np.array_equal(mha_tt.download(found), mha_tt.download(expected))
 
 
-def test_a_cache_without_the_new_tokens_is_refused_by_a_layer_of_shared_keys(device):
+def test_layer_with_shared_keys_raises_without_new_tokens_in_cache(device):
     source = cached_layer(GQA_ROPE, device)
     shared, x = sharing(source), mha_tt.upload(random_tokens(2), device=device, dtype=source.dtype)
     with refuses("cache", lengths=[0, 0, 0], new_lengths=[2, 2, 2]):
@@ -121,35 +119,35 @@ def test_a_cache_without_the_new_tokens_is_refused_by_a_layer_of_shared_keys(dev
 
 
 def real_slots(slots, spec, lengths):
-    """The slots that hold something, without the features that pad a head: (tokens of all sequences, K, H)."""
+    """Return the filled slots without the padding of heads: (tokens of all sequences, K, H)."""
     features = mha_tt.head_slots(spec.head_dim, rope=spec.rope)
     is_filled = np.arange(slots.shape[2]) < np.asarray(lengths)[:, None]
     return slots.swapaxes(1, 2)[is_filled][..., features]
 
 
 def assert_holds(slots, part, spec, dtype, x):
-    """Whether slots begin with the projected keys or values of all tokens."""
+    """Check that the slots begin with the projected keys or values of all tokens."""
     held = real_slots(slots, spec, [x.shape[1]] * len(x))
     expected = project_heads(spec, rounded_weights(spec, dtype), part, x)
     assert_close(held, expected.swapaxes(1, 2).reshape(held.shape), dtype)
 
 
-# ---- However the tokens arrive ---------------------------------------------------------------------------------------
+# ---- Chunking --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.board
 @both_dtypes
 @every_spec
-def test_tokens_before_and_behind_a_chunk_equal_the_full_pass_at_every_position(device, spec, dtype):
+def test_tokens_around_a_chunk_match_full_pass_at_every_position(device, spec, dtype):
     x = random_tokens(9, dtype)
     output, _ = feed(cached_layer(spec, device, dtype), x, [1, 1, 5, 1, 1], 9)
     assert_close(without_padding(output, spec), full_pass(spec, dtype, x), dtype)
 
 
-# Each sequence is written by itself, so that its length and the batch do not meet.
+# Each sequence is written separately, so length and batch size do not interact.
 @both_dtypes
 @pytest.mark.parametrize(("seq_len", "batch"), [(2, 5), (31, 1), (32, 2), (33, 1), (64, 2), (70, 5)])
-def test_prompt_of_any_length_and_batch_and_a_token_equal_the_full_pass(device, seq_len, batch, dtype):
+def test_prompt_and_token_match_full_pass_at_any_length_and_batch(device, seq_len, batch, dtype):
     x = random_tokens(seq_len + 1, dtype, batch)
     output, _ = feed(cached_layer(GQA_ROPE, device, dtype), x, [seq_len, 1], seq_len + 1)
     assert_close(output, full_pass(GQA_ROPE, dtype, x), dtype)
@@ -170,13 +168,13 @@ CHUNKS = {
 }
 
 
-# Where chunks begin and end is seen in one dtype; float32, which is attended to otherwise, takes those of every kind.
+# One dtype covers all chunk boundaries; float32 has its own attention path and covers one chunking of each kind.
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [(name, ttnn.bfloat16) for name in CHUNKS]
     + [(name, ttnn.float32) for name in ("past-two-tiles", "one-short", "tile-by-tile", "a-token-first")],
 )
-def test_any_chunking_equals_the_full_pass_and_fills_the_same_cache(device, name, dtype):
+def test_any_chunking_matches_full_pass_and_fills_the_same_cache(device, name, dtype):
     x = random_tokens(sum(CHUNKS[name]), dtype)
     output, cache = feed(cached_layer(GQA_ROPE, device, dtype), x, CHUNKS[name], 75)
     assert_close(output, full_pass(GQA_ROPE, dtype, x), dtype)
@@ -188,7 +186,7 @@ def test_any_chunking_equals_the_full_pass_and_fills_the_same_cache(device, name
 
 
 RAGGED = {
-    # name: how many tokens each sequence gets in each step
+    # name: number of tokens of each sequence in each step
     "prompts": [(3, 6, 1), (1, 1, 1), (1, 1, 1)],
     "one-by-one": [(1, 0, 1), (0, 0, 1), (1, 1, 0), (0, 1, 1)],
     "empty-at-first": [(4, 0, 2), (1, 0, 1), (0, 5, 3), (1, 1, 1)],
@@ -199,13 +197,13 @@ RAGGED = {
 
 @both_dtypes
 @pytest.mark.parametrize("name", RAGGED)
-def test_ragged_batch_equals_each_sequence_alone(device, name, dtype):
+def test_ragged_batch_matches_each_sequence_alone(device, name, dtype):
     steps, x = np.array(RAGGED[name]), random_tokens(80, dtype)
     module = cached_layer(GQA_ROPE, device, dtype)
     cache = module.init_cache(3, 80)
     output, num_fed = np.zeros(x.shape), np.zeros(3, int)
     for new_lengths in steps:
-        new_tokens = rounded(np.full((3, new_lengths.max(), 24), 1e3), dtype)  # would show, were it looked at
+        new_tokens = rounded(np.full((3, new_lengths.max(), 24), 1e3), dtype)  # would change the output if attended to
         is_new = np.arange(new_lengths.max()) < new_lengths[:, None]
         rows, columns = np.nonzero(is_new)
         places = rows, num_fed[rows] + columns
@@ -221,7 +219,7 @@ def test_ragged_batch_equals_each_sequence_alone(device, name, dtype):
 
 
 @both_dtypes
-def test_batch_equals_single(device, dtype):
+def test_batch_matches_single_sequences(device, dtype):
     x, module = random_tokens(8, dtype), cached_layer(GQA_ROPE, device, dtype)
     together, _ = feed(module, x, [6, 1, 1], 8)
     alone = np.concatenate([feed(module, sequence[None], [6, 1, 1], 8)[0] for sequence in x])
@@ -230,21 +228,21 @@ def test_batch_equals_single(device, dtype):
 
 @both_dtypes
 @pytest.mark.parametrize("capacity", [31, 32, 33, 64])
-def test_capacity_changes_nothing(device, capacity, dtype):
+def test_capacity_does_not_affect_output(device, capacity, dtype):
     x = random_tokens(7, dtype)
     output, _ = feed(cached_layer(GQA_ROPE, device, dtype), x, [4, 2, 1], capacity)
     assert_close(output, full_pass(GQA_ROPE, dtype, x), dtype)
 
 
 @pytest.mark.board
-def test_large_batch_decodes(device):
+def test_batch_of_33_decodes(device):
     x = random_tokens(4, batch=33)
     output, _ = feed(cached_layer(GQA_ROPE, device), x, [2, 1, 1], 4)
     assert_close(output, full_pass(GQA_ROPE, ttnn.bfloat16, x), ttnn.bfloat16)
 
 
 @pytest.mark.board
-def test_decoding_in_bfloat8_b_is_close_to_the_full_pass(device):
+def test_decoding_in_bfloat8_b_is_close_to_full_pass(device):
     module, x = cached_layer(GQA_ROPE, device, ttnn.bfloat8_b), random_tokens(40, ttnn.bfloat8_b)
     weights = {name: weight.astype(np.float32) for name, weight in parity.weights_of(module).items()}
     output, _ = feed(module, x, [5, 33, 1, 1], 40)
@@ -262,7 +260,7 @@ def test_attention_weights_are_dropped_in_training(device):
 
 
 def grow(module, spec, x, chunks):
-    """The outputs, keys and values of the growing form, fed in chunks of these sizes."""
+    """Feed the growing form in chunks of these sizes; return outputs, keys and values."""
     keys = values = None
     outputs = []
     for chunk in np.split(x, np.cumsum(chunks)[:-1], axis=1):
@@ -275,7 +273,7 @@ def grow(module, spec, x, chunks):
 @pytest.mark.board
 @both_dtypes
 @every_spec
-def test_growing_cache_equals_the_full_pass_and_holds_the_projected_keys_and_values(device, spec, dtype):
+def test_growing_cache_matches_full_pass_and_holds_projections(device, spec, dtype):
     x = random_tokens(42, dtype)
     output, keys, values = grow(cached_layer(spec, device, dtype), spec, x, [1, 33, 6, 1, 1])
     assert_close(without_padding(output, spec), full_pass(spec, dtype, x), dtype)
@@ -285,7 +283,7 @@ def test_growing_cache_equals_the_full_pass_and_holds_the_projected_keys_and_val
 
 @both_dtypes
 @every_spec
-def test_static_functional_form_equals_the_module(device, spec, dtype):
+def test_static_functional_form_matches_module(device, spec, dtype):
     module, x = cached_layer(spec, device, dtype), mha_tt.upload(random_tokens(4, dtype), device=device, dtype=dtype)
     output, _ = mha_tt.multi_head_attention_with_static_cache(
         x, module.weights, spec, module.init_cache(3, 6), new_lengths=[4, 0, 3]
@@ -294,13 +292,13 @@ def test_static_functional_form_equals_the_module(device, spec, dtype):
     assert np.array_equal(mha_tt.download(output), mha_tt.download(expected))
 
 
-# ---- Masks, biases and positions of one's own ------------------------------------------------------------------------
+# ---- Custom masks, biases and positions ------------------------------------------------------------------------------
 
 
 @both_dtypes
 @pytest.mark.parametrize("chunks", [[4, 5], [1, 4, 1, 1, 2]], ids=str)
 @pytest.mark.parametrize("growing", [False, True], ids=["static", "growing"])
-def test_sliding_window_over_a_cache_equals_one_pass(device, growing, chunks, dtype):
+def test_sliding_window_over_a_cache_matches_one_pass(device, growing, chunks, dtype):
     module, x = cached_layer(GQA_ROPE, device, dtype), random_tokens(9, dtype)
     window = mha_tt.create_sliding_window_mask(9, window_size=3)
     cache, held, outputs, begin = module.init_cache(3, 12), (None, None), [], 0
@@ -320,10 +318,10 @@ def test_sliding_window_over_a_cache_equals_one_pass(device, growing, chunks, dt
 
 @both_dtypes
 @pytest.mark.parametrize("chunks", [[4, 2, 1], [5, 1, 1]], ids=str)
-def test_padding_on_the_left_equals_each_sequence_alone(device, chunks, dtype):
+def test_left_padding_matches_each_sequence_alone(device, chunks, dtype):
     module, x, paddings = cached_layer(GQA_ROPE, device, dtype), random_tokens(7, dtype), np.array([0, 2, 3])
     hidden = (np.arange(8) < paddings[:, None])[:, None, None]  # (B, 1, 1, S)
-    spoilt = np.where((np.arange(7) < paddings[:, None])[..., None], np.nan, x)  # nor may the padding hold a number
+    spoilt = np.where((np.arange(7) < paddings[:, None])[..., None], np.nan, x)  # NaN padding must have no effect
     cache, outputs, begin = module.init_cache(3, 8), [], 0
     for count in chunks:
         chunk = mha_tt.upload(spoilt[:, begin : begin + count], device=device, dtype=dtype)
@@ -341,7 +339,7 @@ def test_padding_on_the_left_equals_each_sequence_alone(device, chunks, dtype):
 @both_dtypes
 @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize("capacity", [7, 40])
-def test_bias_over_a_cache_equals_one_pass(device, capacity, on_device, dtype):
+def test_bias_over_a_cache_matches_one_pass(device, capacity, on_device, dtype):
     spec = SPECS["mha"]
     module, x = cached_layer(spec, device, dtype), random_tokens(7, dtype)
     distance = np.arange(capacity) - np.arange(7)[:, None]
@@ -361,7 +359,7 @@ def test_bias_over_a_cache_equals_one_pass(device, capacity, on_device, dtype):
 
 @both_dtypes
 @pytest.mark.parametrize("num_new", [1, 3])
-def test_functional_form_takes_a_mask_bias_and_positions_as_the_module_does(device, num_new, dtype):
+def test_functional_form_matches_module_with_mask_bias_and_positions(device, num_new, dtype):
     module = cached_layer(GQA_ROPE, device, dtype)
     x = mha_tt.upload(random_tokens(num_new, dtype), device=device, dtype=dtype)
     options = {
@@ -378,7 +376,7 @@ def test_functional_form_takes_a_mask_bias_and_positions_as_the_module_does(devi
 
 
 @both_dtypes
-def test_token_whose_slots_are_all_masked_gives_what_no_key_gives(device, dtype):
+def test_fully_masked_row_gives_the_output_bias(device, dtype):
     module, x = cached_layer(SPECS["mha"], device, dtype), random_tokens(2, dtype)
     mask = np.array([True, False, False])[:, None, None, None]
     for num_new in (1, 2):
@@ -389,27 +387,27 @@ def test_token_whose_slots_are_all_masked_gives_what_no_key_gives(device, dtype)
         assert np.array_equal(mha_tt.download(output)[0], np.broadcast_to(bias, (num_new, 24)))
 
 
-# ---- Other caches of one ---------------------------------------------------------------------------------------------
+# ---- Copies of a cache -----------------------------------------------------------------------------------------------
 
 
 def in_every_dtype(name, values):
-    """All values in bfloat16, and the first one in every dtype."""
+    """Parametrize over all values in bfloat16, and over the first one in the other dtypes."""
     first = [(values[0], ttnn.float32), (values[0], ttnn.bfloat8_b)]
     return pytest.mark.parametrize((name, "dtype"), [*((value, ttnn.bfloat16) for value in values), *first], ids=str)
 
 
 def is_own(cache, other):
-    """Whether no storage is shared."""
+    """Return True if the caches share no storage."""
     return not {cache.keys.buffer_address(), cache.values.buffer_address()} & {
         other.keys.buffer_address(),
         other.values.buffer_address(),
     } and not np.shares_memory(cache.lengths, other.lengths)
 
 
-# Which slots are copied does not depend on what is in them: other dtypes take the first of these only.
+# The slots to copy do not depend on their contents: other dtypes use only the first of these.
 @pytest.mark.board
 @in_every_dtype("indices", [[2, 0], [1], [0, 0, 0, 2, 1], [0, 1, 2], [], np.array([2, 2])])
-def test_reordered_cache_holds_the_sequences_that_are_named(device, indices, dtype):
+def test_reordered_cache_holds_the_named_sequences(device, indices, dtype):
     cache = filled_cache(cached_layer(GQA_ROPE, device, dtype), [2, 33, 0], 40)
     keys, values, lengths = contents(cache)
     reordered = cache.reorder(indices)
@@ -421,7 +419,7 @@ def test_reordered_cache_holds_the_sequences_that_are_named(device, indices, dty
     assert is_own(reordered, cache)
 
 
-def test_the_only_sequence_is_copied(device):
+def test_only_sequence_is_copied(device):
     cache = filled_cache(cached_layer(GQA_ROPE, device), [3], 8)
     for other in (cache.reorder([0]), cache.repeat(1), cache.grow(8), cache.crop(3)):
         assert is_own(other, cache)
@@ -430,7 +428,7 @@ def test_the_only_sequence_is_copied(device):
 
 @pytest.mark.board
 @every_dtype
-def test_beams_of_a_repeated_cache_decode_as_each_sequence_alone(device, dtype):
+def test_beams_of_a_repeated_cache_match_each_sequence_alone(device, dtype):
     module, x = cached_layer(GQA_ROPE, device, dtype), random_tokens(6, dtype, batch=6)
     cache = filled_cache(module, [3, 5], 8)
     beams = cache.repeat(3)
@@ -446,7 +444,7 @@ def test_beams_of_a_repeated_cache_decode_as_each_sequence_alone(device, dtype):
 
 @pytest.mark.board
 @in_every_dtype("capacity", [33, 6, 7, 32, 100])
-def test_grown_cache_holds_the_same_and_takes_more(device, capacity, dtype):
+def test_grown_cache_holds_the_same_tokens_and_accepts_more(device, capacity, dtype):
     module = cached_layer(GQA_ROPE, device, dtype)
     cache = filled_cache(module, [2, 6, 0], 6)
     grown = cache.grow(capacity)
@@ -464,7 +462,7 @@ def test_grown_cache_holds_the_same_and_takes_more(device, capacity, dtype):
 
 @pytest.mark.board
 @in_every_dtype("lengths", [[0, 5, 0], 0, 2, np.int64(1), [2, 33, 0], np.array([1, 32, 0])])
-def test_cropped_cache_holds_the_first_tokens_and_nothing_else(device, lengths, dtype):
+def test_cropped_cache_holds_only_the_first_tokens(device, lengths, dtype):
     cache = filled_cache(cached_layer(GQA_ROPE, device, dtype), [2, 33, 2 if np.ndim(lengths) == 0 else 0], 40)
     keys, values, _ = contents(cache)
     cropped = cache.crop(lengths)
@@ -477,20 +475,20 @@ def test_cropped_cache_holds_the_first_tokens_and_nothing_else(device, lengths, 
 
 
 @both_dtypes
-def test_cropped_cache_goes_on_from_there(device, dtype):
+def test_decoding_continues_from_a_cropped_cache(device, dtype):
     module, x = cached_layer(GQA_ROPE, device, dtype), random_tokens(8, dtype)
     _, cache = feed(module, np.concatenate([x[:, :4], -x[:, :3]], axis=1), [7], 8)
     output, _ = feed(module, x[:, 4:], [2, 1, 1], 8, cache.crop(4))
     assert_close(output, full_pass(GQA_ROPE, dtype, x)[:, 4:], dtype)
 
 
-# ---- What the cache holds --------------------------------------------------------------------------------------------
+# ---- Contents of the cache -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.board
 @both_dtypes
 @every_spec
-def test_cache_holds_the_projected_keys_and_values(device, spec, dtype):
+def test_cache_holds_projected_keys_and_values(device, spec, dtype):
     x = random_tokens(8, dtype)
     _, cache = feed(cached_layer(spec, device, dtype), x, [5, 2, 1], 8)
     assert_holds(mha_tt.download(cache.keys), "k", spec, dtype, x)
@@ -508,7 +506,7 @@ def test_slots_beyond_the_length_stay_zero(device, dtype):
         assert not slots[np.arange(64) >= np.array([9, 33, 5])[:, None]].any()
 
 
-def test_lengths_count_the_real_tokens_after_each_step(device):
+def test_lengths_count_real_tokens_after_each_step(device):
     module = cached_layer(GQA_ROPE, device)
     x, cache = mha_tt.upload(random_tokens(2), device=device), module.init_cache(3, 6)
     lengths = []
@@ -540,7 +538,7 @@ def test_output_of_padding_is_zero(device, new_lengths, dtype):
 @both_dtypes
 @pytest.mark.parametrize("seq_len", [1, 4])
 @pytest.mark.parametrize("lengths", [[0, 0, 0], [3, 0, 6], [6, 6, 6]], ids=str)
-def test_sequence_without_new_tokens_gives_zero(device, lengths, seq_len, dtype):
+def test_sequence_without_new_tokens_outputs_zero(device, lengths, seq_len, dtype):
     module = cached_layer(GQA_ROPE, device, dtype)
     x = mha_tt.upload(random_tokens(seq_len, dtype), device=device, dtype=dtype)
     output, cache = module(x, filled_cache(module, lengths, 6), new_lengths=[0, 0, 0])
@@ -560,7 +558,7 @@ def test_sequence_without_new_tokens_keeps_its_cache(device, seq_len, dtype):
     assert np.array_equal(mha_tt.download(cache.values)[[0, 2]], values[[0, 2]])
 
 
-def test_storage_of_the_cache_is_updated_in_place(device):
+def test_cache_storage_is_updated_in_place(device):
     module = cached_layer(GQA_ROPE, device)
     cache = module.init_cache(3, 40)
     _, appended = feed(module, random_tokens(36), [3, 31, 1, 1], 40, cache)
@@ -570,17 +568,17 @@ def test_storage_of_the_cache_is_updated_in_place(device):
     )
 
 
-# ---- What may not matter ---------------------------------------------------------------------------------------------
+# ---- Values without effect -------------------------------------------------------------------------------------------
 
 
 @both_dtypes
 @pytest.mark.parametrize("value", [-1e30, np.nan, np.inf])
 @pytest.mark.parametrize("num_new", [1, 2])
-def test_stale_slots_change_nothing(device, num_new, value, dtype):
+def test_stale_slots_have_no_effect(device, num_new, value, dtype):
     module = cached_layer(GQA_ROPE, device, dtype)
     x = mha_tt.upload(random_tokens(num_new, dtype), device=device, dtype=dtype)
     if dtype == ttnn.bfloat16 and num_new > 1 and np.isfinite(value):
-        value = min(abs(value), 1e4)  # there a mask is -1e9 added to a score, which must be far below that in size
+        value = min(abs(value), 1e4)  # a mask adds -1e9 to a score, which must be far smaller in magnitude
     cache = filled_cache(module, [2, 4, 0], 6)
     keys, values, lengths = contents(cache)
     expected, _ = module(x, cache)
@@ -594,7 +592,7 @@ def test_stale_slots_change_nothing(device, num_new, value, dtype):
 
 @both_dtypes
 @pytest.mark.parametrize("value", [1.0, -65504.0])
-def test_padding_tokens_change_nothing(device, value, dtype):
+def test_padding_tokens_have_no_effect(device, value, dtype):
     module, x = cached_layer(GQA_ROPE, device, dtype), random_tokens(4, dtype)
     results = []
     for filler in (x, np.full_like(x, value)):
@@ -607,7 +605,7 @@ def test_padding_tokens_change_nothing(device, value, dtype):
 
 @both_dtypes
 @pytest.mark.parametrize("value", [1.0, np.nan, np.inf])
-def test_token_of_a_sequence_without_new_ones_changes_nothing(device, value, dtype):
+def test_token_of_a_sequence_without_new_tokens_has_no_effect(device, value, dtype):
     module = cached_layer(GQA_ROPE, device, dtype)
     results = []
     for filler in (0.0, value):
@@ -619,11 +617,11 @@ def test_token_of_a_sequence_without_new_ones_changes_nothing(device, value, dty
     assert [np.array_equal(*pair) for pair in zip(*results, strict=True)] == [True] * 4
 
 
-# ---- Caches of other dtypes ------------------------------------------------------------------------------------------
+# ---- Caches in other dtypes ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.board
-def test_bfloat8_b_cache_holds_the_keys_and_values_rounded(device):
+def test_bfloat8_b_cache_holds_rounded_keys_and_values(device):
     chunks = CHUNKS["one-over"]
     module, x = cached_layer(GQA_ROPE, device), random_tokens(sum(chunks))
     *wide, _ = contents(feed(module, x, chunks, 75)[1])
@@ -634,7 +632,7 @@ def test_bfloat8_b_cache_holds_the_keys_and_values_rounded(device):
 
 @pytest.mark.board
 @pytest.mark.parametrize("num_new", [1, 3])
-def test_output_of_a_bfloat8_b_cache_is_the_formula_of_what_it_holds(device, num_new):
+def test_output_of_bfloat8_b_cache_matches_formula_on_its_contents(device, num_new):
     spec = parity.AttentionSpec(24, 4, num_kv_heads=2)
     weights = rounded_weights(spec, ttnn.bfloat16)
     module, x = cached_layer(spec, device), random_tokens(40 + num_new)
@@ -649,7 +647,7 @@ def test_output_of_a_bfloat8_b_cache_is_the_formula_of_what_it_holds(device, num
 
 
 @every_dtype
-def test_cache_of_a_module_has_its_dtype(device, dtype):
+def test_module_cache_has_the_module_dtype(device, dtype):
     cache = cached_layer(GQA_ROPE, device, dtype).init_cache(3, 5)
     assert (cache.keys.dtype, cache.values.dtype) == (dtype, dtype)
 
@@ -658,7 +656,7 @@ def test_cache_of_a_module_has_its_dtype(device, dtype):
     ("dtype", "cache_dtype"), [(ttnn.bfloat16, ttnn.float32), (ttnn.float32, ttnn.bfloat16)], ids=["wider", "narrower"]
 )
 @pytest.mark.parametrize("seq_len", [1, 3])
-def test_cache_is_float32_exactly_where_the_tokens_are(device, seq_len, dtype, cache_dtype):
+def test_mixing_float32_and_bfloat16_with_a_cache_raises(device, seq_len, dtype, cache_dtype):
     module = cached_layer(GQA_ROPE, device, dtype)
     x = mha_tt.upload(random_tokens(seq_len, dtype), device=device, dtype=dtype)
     with refuses_type("x", {"x.dtype": dtype, "dtype": cache_dtype}):
@@ -670,7 +668,7 @@ def test_cache_is_float32_exactly_where_the_tokens_are(device, seq_len, dtype, c
 
 @both_dtypes
 @pytest.mark.parametrize("chunks", [[6], [3, 3], [5, 1]], ids=str)
-def test_cache_may_be_filled_to_the_last_slot(device, chunks, dtype):
+def test_cache_can_be_filled_to_the_last_slot(device, chunks, dtype):
     x = random_tokens(6, dtype)
     output, cache = feed(cached_layer(GQA_ROPE, device, dtype), x, chunks, 6)
     assert cache.lengths.tolist() == [6, 6, 6]
@@ -695,7 +693,7 @@ overflowing = pytest.mark.parametrize(
 
 @both_dtypes
 @overflowing
-def test_overflow_is_refused_and_leaves_the_cache_as_it_was(device, filled, num_new, new_lengths, dtype):
+def test_overflow_raises_and_leaves_cache_unchanged(device, filled, num_new, new_lengths, dtype):
     module = cached_layer(GQA_ROPE, device, dtype)
     cache = filled_cache(module, filled, 6)
     before = contents(cache)
@@ -706,7 +704,7 @@ def test_overflow_is_refused_and_leaves_the_cache_as_it_was(device, filled, num_
 
 
 @pytest.mark.parametrize("num_new", [1, 2])
-def test_appending_too_much_is_refused_and_leaves_the_cache_as_it_was(device, num_new):
+def test_appending_too_much_raises_and_leaves_cache_unchanged(device, num_new):
     cache = filled_cache(cached_layer(GQA_ROPE, device), [6, 5, 2], 6)
     before = contents(cache)
     new = mha_tt.upload(np.ones((3, 2, num_new, 64)), device=device)
@@ -717,7 +715,7 @@ def test_appending_too_much_is_refused_and_leaves_the_cache_as_it_was(device, nu
 
 @pytest.mark.board
 @both_dtypes
-def test_padding_may_reach_past_the_capacity(device, dtype):
+def test_padding_may_exceed_the_capacity(device, dtype):
     module = cached_layer(GQA_ROPE, device, dtype)
     x = mha_tt.upload(random_tokens(40, dtype), device=device, dtype=dtype)
     output, cache = module(x, filled_cache(module, [31, 28, 32], 32), new_lengths=[1, 4, 0])
@@ -727,7 +725,7 @@ def test_padding_may_reach_past_the_capacity(device, dtype):
 
 
 @both_dtypes
-def test_a_mask_is_of_the_capacity_where_the_padding_of_a_prompt_reaches_past_it(device, dtype):
+def test_mask_has_capacity_width_even_if_prompt_padding_exceeds_it(device, dtype):
     module, mask = cached_layer(GQA_ROPE, device, dtype), np.arange(6) == 1
     x = mha_tt.upload(random_tokens(9, dtype), device=device, dtype=dtype)
     output, cache = module(x, module.init_cache(3, 6, dtype), new_lengths=[1, 6, 4], mask=mask)
@@ -739,7 +737,7 @@ def test_a_mask_is_of_the_capacity_where_the_padding_of_a_prompt_reaches_past_it
 @pytest.mark.board
 @both_dtypes
 @pytest.mark.parametrize("filled", [[0] * 8, [3] * 8], ids=["step", "chunk"])
-def test_batch_beyond_the_cores_is_refused_and_leaves_the_cache_as_it_was(device, filled, dtype):
+def test_batch_larger_than_core_count_raises_and_leaves_cache_unchanged(device, filled, dtype):
     grid = device.compute_with_storage_grid_size()
     batch = grid.x * grid.y + 1
     cache = mha_tt.init_cache(batch, 1, 64, 32, dtype, device=device)
@@ -752,7 +750,7 @@ def test_batch_beyond_the_cores_is_refused_and_leaves_the_cache_as_it_was(device
 
 
 @pytest.mark.board
-def test_prompt_of_a_batch_beyond_the_cores_is_cached(device):
+def test_prompt_with_batch_larger_than_core_count_is_cached(device):
     grid = device.compute_with_storage_grid_size()
     batch = grid.x * grid.y + 1
     new = mha_tt.upload(np.ones((batch, 1, 2, 32)), device=device)
@@ -760,18 +758,18 @@ def test_prompt_of_a_batch_beyond_the_cores_is_cached(device):
     assert (mha_tt.download(cache.keys)[:, :, :2] == 1.0).all()
 
 
-# ---- Between the host and the device ---------------------------------------------------------------------------------
+# ---- Transfers between host and device -------------------------------------------------------------------------------
 
 STEPS = {
-    # name: (layer, shapes that a step of some of 3 sequences uploads: which of them, rotations with RoPE, slots to
-    # write, last slots to see); one of all uploads nothing (test_step)
+    # name: (layer, shapes uploaded by a step of some of 3 sequences: sequence selection, RoPE rotations, slots to
+    # write, last visible slots); a step of all sequences uploads nothing (test_step)
     "mha": (SPECS["mha"], [(3, 1, 1), (3,), (3,)]),
     "gqa-rope": (GQA_ROPE, [(3, 1, 1)] + [(1, 1, 3, 64)] * 2 + [(3,), (3,)]),
 }
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_step_of_some_sequences_uploads_positions_only(device, uploads, calls, monkeypatch, name):
+def test_step_of_some_sequences_uploads_only_positions(device, uploads, calls, monkeypatch, name):
     spec, expected = STEPS[name]
     module, x = cached_layer(spec, device), mha_tt.upload(random_tokens(1), device=device)
     cache = filled_cache(module, [3, 1, 0], 40)
@@ -784,7 +782,7 @@ def test_step_of_some_sequences_uploads_positions_only(device, uploads, calls, m
     assert {"ttnn.from_device", "ttnn.to_torch", "ttnn.to_dtype"} & {call.name for call in calls} == set()
 
 
-def test_step_reads_the_filled_part_of_the_cache_only(device, calls):
+def test_step_reads_only_the_filled_part_of_the_cache(device, calls):
     module, x = cached_layer(GQA_ROPE, device), mha_tt.upload(random_tokens(1), device=device)
     cache = filled_cache(module, [3, 1, 0], 40)
     calls.clear()
@@ -798,7 +796,7 @@ def test_step_reads_the_filled_part_of_the_cache_only(device, calls):
     ("num_heads", "num_kv_heads", "taken"), [(1, 1, 17), (4, 2, 20), (6, 6, 18), (16, 4, 32), (17, 1, 17)], ids=str
 )
 def test_step_of_few_heads_fills_more_than_half_a_tile(device, rng, calls, num_heads, num_kv_heads, taken):
-    """Up to 16 heads would be 2 % off on a card. Each must meet its own keys, whichever way it is repeated."""
+    """Up to 16 heads would be 2% off on a card. Each head must attend to its own keys however it is repeated."""
     last_positions = np.array([5, 63])
     query = rounded(rng.standard_normal((1, 2, num_heads, 32)), ttnn.bfloat16)
     keys, values = (rounded(rng.standard_normal((2, num_kv_heads, 64, 32)), ttnn.bfloat16) for _ in "kv")
@@ -813,11 +811,11 @@ def test_step_of_few_heads_fills_more_than_half_a_tile(device, rng, calls, num_h
     assert_close(found, expected[None], ttnn.bfloat16)
 
 
-# ---- Making and measuring caches -------------------------------------------------------------------------------------
+# ---- Creating and measuring caches -----------------------------------------------------------------------------------
 
 
 @every_dtype
-def test_init_cache_gives_zeros_in_whole_tiles(device, dtype):
+def test_init_cache_returns_zeros_in_whole_tiles(device, dtype):
     cache = mha_tt.init_cache(2, 3, 40, 12, dtype, device=device)
     assert (cache.keys.dtype, cache.values.dtype, cache.capacity) == (dtype, dtype, 40)
     for slots in (cache.keys, cache.values):
@@ -832,15 +830,15 @@ def test_kv_cache_nbytes_of_a_large_model():
 
 @every_dtype
 @pytest.mark.parametrize("sizes", [(2, 3, 40, 12), (1, 1, 1, 1), (2, 1, 64, 96), (1, 2, 33, 80)], ids=str)
-def test_kv_cache_nbytes_are_those_of_a_cache(device, sizes, dtype):
+def test_kv_cache_nbytes_matches_an_allocated_cache(device, sizes, dtype):
     cache = mha_tt.init_cache(*sizes, dtype, device=device)
     held = sum(slots.buffer_num_pages() * slots.buffer_page_size() for slots in (cache.keys, cache.values))
     assert mha_tt.kv_cache_nbytes(*sizes, dtype=dtype) == held
 
 
 @both_dtypes
-def test_a_cache_holds_values_of_another_width(device, dtype):
-    """Those of one tile beside keys of two, as they came, token by token and of nothing."""
+def test_cache_holds_values_of_another_width(device, dtype):
+    """Values of one tile and keys of two, fed as a chunk, as no tokens and token by token."""
     spec = parity.AttentionSpec(24, 2, head_dim=12, value_head_dim=20, rope=parity.Rope(), fused_qkv=True)
     module = mha_tt.MultiHeadAttentionWithCache(spec, device=device, dtype=dtype)
     cache = module.init_cache(2, 40)
@@ -857,10 +855,10 @@ def test_a_cache_holds_values_of_another_width(device, dtype):
     assert_close(np.concatenate(steps, axis=1), mha_tt.download(whole), dtype)
 
 
-# ---- What the device does not refuse ---------------------------------------------------------------------------------
+# ---- Errors that the device does not report --------------------------------------------------------------------------
 
 
-def test_more_heads_than_a_row_of_tiles_are_refused(device):
+def test_too_many_kv_heads_raise(device):
     module = mha_tt.MultiHeadAttentionWithCache(parity.AttentionSpec(66, 33, head_dim=32), device=device)
     with refuses("num_kv_heads", num_kv_heads=33):
         module.init_cache(1, 4)
@@ -868,7 +866,7 @@ def test_more_heads_than_a_row_of_tiles_are_refused(device):
 
 @both_dtypes
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_what_stands_in_the_padding_reaches_no_real_token(device, dtype, value):
+def test_non_finite_padding_reaches_no_real_token(device, dtype, value):
     module = cached_layer(GQA_ROPE, device, dtype)
     x = random_tokens(4, dtype, batch=2)
     poisoned = x.copy()
@@ -884,7 +882,7 @@ def test_what_stands_in_the_padding_reaches_no_real_token(device, dtype, value):
 
 
 @pytest.mark.parametrize("rates", [{"dropout": 0.5}, {"output_dropout": 0.5}], ids=str)
-def test_dropout_that_cannot_be_leaves_the_cache_as_it_was(device, rates):
+def test_unsupported_dropout_leaves_cache_unchanged(device, rates):
     module = mha_tt.MultiHeadAttentionWithCache(parity.AttentionSpec(24, 4, **rates), dtype=ttnn.float32, device=device)
     cache = module.init_cache(1, 4)
     with refuses_type("the module", dtype=...):
@@ -892,7 +890,7 @@ def test_dropout_that_cannot_be_leaves_the_cache_as_it_was(device, rates):
     assert not mha_tt.download(cache.keys).any()
 
 
-# ---- Nothing ---------------------------------------------------------------------------------------------------------
+# ---- Empty inputs ----------------------------------------------------------------------------------------------------
 
 
 @both_dtypes
@@ -900,7 +898,7 @@ def test_dropout_that_cannot_be_leaves_the_cache_as_it_was(device, rates):
     "spec", [SPECS["mqa-no-out-proj"], SPECS["fused-qkv-head-dim"]], ids=["no-out-proj", "fused-qkv"]
 )
 @pytest.mark.parametrize(("filled", "new_lengths"), [(0, None), (3, None), (3, [0, 0])], ids=str)
-def test_no_new_token_gives_no_output_and_the_same_cache(device, new_lengths, filled, spec, dtype):
+def test_no_new_tokens_give_empty_output_and_unchanged_cache(device, new_lengths, filled, spec, dtype):
     module = cached_layer(spec, device, dtype)
     cache = filled_cache(module, [filled, filled], 6)
     before = contents(cache)
@@ -912,7 +910,7 @@ def test_no_new_token_gives_no_output_and_the_same_cache(device, new_lengths, fi
 
 @both_dtypes
 @pytest.mark.parametrize("seq_len", [1, 3])
-def test_no_sequence_gives_no_output(device, seq_len, dtype):
+def test_empty_batch_gives_empty_output(device, seq_len, dtype):
     module = cached_layer(GQA_ROPE, device, dtype)
     x = mha_tt.upload(np.ones((0, seq_len, 24)), device=device, dtype=dtype)
     output, cache = module(x, module.init_cache(0, 6), new_lengths=[])
@@ -922,7 +920,7 @@ def test_no_sequence_gives_no_output(device, seq_len, dtype):
 
 
 @both_dtypes
-def test_no_new_token_leaves_a_growing_cache_as_it_is(device, dtype):
+def test_no_new_tokens_leave_a_growing_cache_unchanged(device, dtype):
     module, x = cached_layer(GQA_ROPE, device, dtype), random_tokens(3, dtype)
     none, some = (mha_tt.upload(x[:, :count], device=device, dtype=dtype) for count in (0, 3))
     _, keys, values = mha_tt.multi_head_attention_with_cache(some, module.weights, GQA_ROPE)

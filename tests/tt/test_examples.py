@@ -65,7 +65,7 @@ def test_its_tests_hold_and_fail_for_the_draft(tests, device, name):
         getattr(tests, name)(parity.assert_parity, device)
 
 
-def test_correlation_hardly_sees_the_mistake(tests, device):
+def test_correlation_hardly_sees_the_bug(tests, device):
     import attention_tt
 
     x = mha_tt.upload(tests.X, device=device)

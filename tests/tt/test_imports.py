@@ -1,4 +1,4 @@
-"""`mha_tt` works where torch and the other frameworks are not installed."""
+"""`mha_tt` works without torch and the other frameworks installed."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-# To importlib these packages are not installed. (ttnn asks it for torch, and imports it where it is.)
+# Make importlib treat these packages as missing. (ttnn looks for torch through importlib and imports it if found.)
 WITHOUT_THE_OTHERS = """
 import sys
 
@@ -36,7 +36,7 @@ with mha_tt.mock.board() as device:
 
 
 def run(folder, *pieces):
-    """Run the pieces as one program in a fresh interpreter, in an empty folder and with a cache folder of its own."""
+    """Run the pieces as one program in a fresh interpreter, with an empty working folder and its own cache folder."""
     (folder / "work").mkdir()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TT_METAL_")}
     environment |= {"XDG_CACHE_HOME": str(folder / "cache"), "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -44,13 +44,13 @@ def run(folder, *pieces):
     return subprocess.run(program, capture_output=True, text=True, check=False, cwd=folder / "work", env=environment)
 
 
-def test_mha_tt_works_without_torch_and_the_other_siblings(tmp_path):
+def test_mha_tt_works_without_other_frameworks(tmp_path):
     result = run(tmp_path, WITHOUT_THE_OTHERS, USE)
     assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.thorough
-def test_a_process_of_tests_reports_no_leaks():  # nanobind reports whatever of ttnn outlives the interpreter
+def test_test_process_reports_no_leaks():  # nanobind reports ttnn objects that outlive the interpreter
     here = Path(__file__).parent
     test = here / "test_norms.py::test_weights_go_in_and_out_bit_for_bit"
     command = [sys.executable, "-m", "pytest", "-q", test, "--confcutdir", here]
@@ -59,6 +59,6 @@ def test_a_process_of_tests_reports_no_leaks():  # nanobind reports whatever of 
     assert "nanobind" not in result.stdout + result.stderr
 
 
-def test_values_without_torch_say_that_they_need_it(tmp_path):  # the control of the test above
+def test_mock_values_without_torch_name_missing_module(tmp_path):  # shows that torch really is hidden
     result = run(tmp_path, WITHOUT_THE_OTHERS, USE_VALUES)
     assert "ModuleNotFoundError: mha_tt.mock needs torch for values" in result.stderr

@@ -1,4 +1,4 @@
-"""A few kernels on whatever device is there: what `make sim SIMULATOR=wolfpine` runs, a minute or two for each."""
+"""Basic kernels on the available device; `make sim SIMULATOR=wolfpine` runs them in a minute or two each."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def y(device):
 
 
 def drawn(seed):
-    """Numbers that bfloat16 has; a device must be open."""
+    """Return random numbers that bfloat16 represents exactly; requires an open device."""
     return rounded(np.random.default_rng(seed).standard_normal((32, 64)), ttnn.bfloat16)
 
 

@@ -1,7 +1,6 @@
-"""Logits of tens of thousands: the kernel of prompts loses rows with float32 sums, and the fused path none.
+"""Very large logits: the prompt kernel loses rows with float32 sums, but the fused path loses none.
 
-On a mock board by its golden function, which loses the rows that a simulator was seen to lose
-(docs/evidence/upstream-ttnn.md).
+On a mock board, the golden function loses the same rows as a simulator (docs/evidence/upstream-ttnn.md).
 """
 
 import numpy as np
@@ -23,7 +22,7 @@ HIDDEN[:, 0] = False
 BIAS = np.random.default_rng(4).standard_normal((T, T)).astype(np.float32)
 
 OPTIONS = {
-    # name: (options, the mask that they mean, the bias)
+    # name: (options, equivalent mask, bias)
     "nothing": ({}, np.zeros((1, 1), bool), 0.0),
     "causal": ({"is_causal": True}, mha_tt.create_causal_mask(T), 0.0),
     "window": ({"mask": WINDOW}, WINDOW, 0.0),
@@ -34,7 +33,7 @@ every_option = pytest.mark.parametrize(("options", "mask", "bias"), OPTIONS.valu
 
 
 def heads(gain, seed=0):
-    """Queries, keys and values (1, heads, T, H) whose logits are about gain^2."""
+    """Return queries, keys and values (1, heads, T, H) whose logits are about gain^2."""
     rng = np.random.default_rng(seed)
     sizes = {"query": (4, gain), "key": (2, gain), "value": (2, 1.0)}
     return {
@@ -48,7 +47,7 @@ def uploaded(device, inputs):
 
 
 def kernel(device, inputs, config, **options):
-    """The operation itself, as the fused path calls it."""
+    """Call the operation directly, as the fused path does."""
     program_config = ttnn.SDPAProgramConfig(
         compute_with_storage_grid_size=device.compute_with_storage_grid_size(),
         q_chunk_size=64,
@@ -60,11 +59,11 @@ def kernel(device, inputs, config, **options):
 
 
 def lost(context):
-    """How many rows are 0."""
+    """Return the number of rows that are 0."""
     return int((context == 0).all(axis=3).sum())
 
 
-def test_the_kernel_loses_rows_with_float32_sums_only(device):  # else the fused path need not look for them
+def test_kernel_loses_rows_only_with_float32_sums(device):  # otherwise the fused path need not check
     accurate, inputs = accurate_config(device), heads(128.0)
     assert 20 < lost(kernel(device, inputs, accurate)) < 120
     assert lost(kernel(device, inputs, with_bfloat16_sums(accurate, device))) == 0
@@ -74,18 +73,18 @@ def test_the_kernel_loses_rows_with_float32_sums_only(device):  # else the fused
 
 @every_option
 @pytest.mark.parametrize("gain", [1.0, 128.0, 4096.0])
-def test_the_fused_path_loses_none(device, gain, options, mask, bias):
+def test_fused_path_loses_no_rows(device, gain, options, mask, bias):
     inputs = heads(gain)
     context, _ = mha_tt.fused.scaled_dot_product_attention(*uploaded(device, inputs), **options)
     expected, _ = attend(*inputs.values(), mask=mask, bias=bias)
     context = mha_tt.download(context)
     assert lost(context) == 0
-    # Scores of 8 bits cannot tell keys apart whose scores are as close: of a row in a hundred that is another value.
+    # 8-bit scores cannot distinguish keys with close scores, which changes the output of about one row in a hundred.
     wrong = np.linalg.norm(context - expected, axis=3) > 0.05 * np.linalg.norm(expected, axis=3)
     assert wrong.mean() <= (0.0 if gain == 1.0 else 0.03)
 
 
-def test_what_the_kernel_keeps_is_its_own_bit_for_bit(device):
+def test_rows_kept_by_kernel_are_bit_identical(device):
     inputs = heads(128.0)
     alone = kernel(device, inputs, accurate_config(device))
     context, _ = mha_tt.fused.scaled_dot_product_attention(*uploaded(device, inputs), is_causal=True)
@@ -94,7 +93,7 @@ def test_what_the_kernel_keeps_is_its_own_bit_for_bit(device):
     assert np.array_equal(mha_tt.download(context)[kept], alone[kept])
 
 
-def test_a_hidden_key_decides_nothing(device):
+def test_hidden_key_does_not_affect_output(device):
     inputs = heads(1.0)
     huge = {**inputs, "key": inputs["key"].copy()}
     huge["key"][:, :, -1] = 1e4
@@ -105,7 +104,7 @@ def test_a_hidden_key_decides_nothing(device):
 
 
 @pytest.mark.parametrize(("config_of", "times"), [(accurate_config, 2), (fast_config, 1)], ids=["accurate", "fast"])
-def test_only_an_arithmetic_that_loses_rows_asks_twice(device, calls, config_of, times):
+def test_kernel_runs_twice_only_if_arithmetic_loses_rows(device, calls, config_of, times):
     tensors = uploaded(device, heads(1.0))
     mha_tt.fused.scaled_dot_product_attention(*tensors, is_causal=True, compute_kernel_config=config_of(device))
     found = [dict(call.keywords) for call in calls if call.name == KERNEL]

@@ -1,6 +1,6 @@
-"""Shapes of large models: their programs fit into the memory of a core and of the board.
+"""Tests that programs with the shapes of large models fit into the memory of a core and of the board.
 
-A mock board validates them and computes nothing, so that nothing but shapes is compared here; a card runs them.
+A mock board validates them without computing, so only shapes are compared here; a card runs them.
 """
 
 from dataclasses import replace
@@ -21,7 +21,7 @@ cache_dtypes = pytest.mark.parametrize("dtype", [ttnn.bfloat16, ttnn.bfloat8_b],
 
 
 def zeros(device, *shape, dtype=ttnn.bfloat16):
-    """Zeros that are made on the device, since the host takes seconds for as many."""
+    """Create zeros on the device, because the host takes seconds for this many."""
     made_as = ttnn.bfloat16 if dtype == ttnn.bfloat8_b else dtype
     tensor = ttnn.zeros(shape, dtype=made_as, layout=ttnn.TILE_LAYOUT, device=device)
     return tensor if made_as == dtype else ttnn.typecast(tensor, dtype)
@@ -29,19 +29,19 @@ def zeros(device, *shape, dtype=ttnn.bfloat16):
 
 @pytest.fixture(scope="module")
 def llama(opened_device):
-    """A layer of a large model, whose weights take a while to upload."""
+    """A layer of a large model; its weights take a while to upload."""
     return mha_tt.MultiHeadAttentionWithCache(LLAMA, device=opened_device)
 
 
 @cache_dtypes
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_fused_attention_takes_8192_tokens(opened_device, head_dim, dtype):
+def test_fused_attention_supports_8192_tokens(opened_device, head_dim, dtype):
     query, key, value = (zeros(opened_device, 1, heads, 8192, head_dim, dtype=dtype) for heads in (32, 8, 8))
     context, _ = mha_tt.fused.scaled_dot_product_attention(query, key, value, is_causal=True)
     assert tuple(context.shape) == (1, 32, 8192, head_dim)
 
 
-def test_fused_attention_takes_a_large_mask(opened_device):
+def test_fused_attention_supports_large_mask(opened_device):
     query, key, value = (zeros(opened_device, 1, heads, 4095, 128) for heads in (32, 8, 8))
     mask = mha_tt.create_sliding_window_mask(4095, window_size=1024)
     context, _ = mha_tt.fused.scaled_dot_product_attention(query, key, value, mask=mask)
@@ -71,7 +71,7 @@ def test_layer_decodes_with_a_cache_of_8192_tokens(opened_device, llama, batch, 
 
 
 def test_layer_decodes_64_steps_without_running_out_of_memory(opened_device, llama):
-    # What a step leaves in the memory of the cores is in the way of the next one.
+    # Leftovers of a step in core memory would collide with the next one.
     x, cache = zeros(opened_device, 8, 1, 4096), llama.init_cache(8, 128)
     for _ in range(64):
         _, cache = llama(x, cache)
@@ -80,7 +80,7 @@ def test_layer_decodes_64_steps_without_running_out_of_memory(opened_device, lla
 
 @pytest.fixture(scope="module")
 def deepseek(opened_device):
-    """A layer with the heads of DeepSeek-V3: their queries over latents, 576 wide, would not fit a core all at once."""
+    """A layer with the heads of DeepSeek-V3: its queries over latents, 576 wide, would not all fit a core at once."""
     latent = Latent(512, 64, q_rank=64)
     rope = parity.Rope(rotary_dim=64, rotated="last", pairs="interleaved")
     spec = parity.AttentionSpec(64, 128, head_dim=192, value_head_dim=128, qkv_bias=False, latent=latent, rope=rope)
@@ -89,7 +89,7 @@ def deepseek(opened_device):
 
 @cache_dtypes
 @pytest.mark.parametrize(("batch", "seq_len"), [(4, 1), (1, 128)])
-def test_latents_of_4096_tokens_are_attended_to_by_128_heads(opened_device, deepseek, batch, seq_len, dtype):
+def test_128_heads_attend_to_latents_of_4096_tokens(opened_device, deepseek, batch, seq_len, dtype):
     cache = replace(deepseek.init_cache(batch, 4096, dtype), lengths=np.full(batch, 3900, np.int32))
     output, cache = deepseek(zeros(opened_device, batch, seq_len, 64), cache)
     assert tuple(output.shape) == (batch, seq_len, 64)
@@ -105,7 +105,7 @@ def test_many_wide_heads_are_split_and_combined(opened_device, num_heads, head_d
 
 
 @pytest.mark.parametrize("dtype", [ttnn.float32, ttnn.bfloat16], ids=["float32", "bfloat16"])
-def test_plain_attention_takes_4096_tokens(opened_device, dtype):
+def test_plain_attention_supports_4096_tokens(opened_device, dtype):
     query, key, value = (zeros(opened_device, 1, heads, 4096, 128, dtype=dtype) for heads in (32, 8, 8))
     context, attn_weights = mha_tt.scaled_dot_product_attention(query, key, value, is_causal=True, need_weights=True)
     assert (tuple(context.shape), tuple(attn_weights.shape)) == ((1, 32, 4096, 128), (1, 32, 4096, 4096))

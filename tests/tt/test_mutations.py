@@ -1,6 +1,6 @@
 """The control: what is broken on purpose in `mha_tt` is seen by `parity`, at the stage where it is broken.
 
-A mutation wraps a function, of `mha_tt` or of ttnn, or is a known mistake, planted as in the other siblings. They run
+A mutation wraps a function, of `mha_tt` or of ttnn, or is a known bug, injected as in the other siblings. They run
 in bfloat16, for nothing takes the fused path in float32. Where the padding of a head is not 0, or one of the traps of
 `mha_tt.mock` is sprung, the case fails as a whole.
 """
@@ -41,7 +41,7 @@ from mha_tt.kernels import fused, nonfinite
 from mha_tt.layout import TILE, head_slots, padded_head_dim, round_up
 from mha_tt.masks import MASKED, on_host
 from parity import CASES, AttentionSpec, Case, Rope, make_problem, run_cases
-from parity_lab.selftest import planted
+from parity_lab.selftest import inject
 
 from .formulas import IS_MOCK
 
@@ -74,7 +74,7 @@ class Mutation:
     Attributes:
         case: name of a case that must fail.
         stage: the stage to start looking at.
-        broken: the override, or the name of a known mistake.
+        broken: the override, or the name of a known bug.
         holders: who holds the function that it overrides: modules or classes, and its name there.
         dtype: in which it must fail: the one of the wider budget, and of both paths, but where only float32 is broken.
     """
@@ -531,7 +531,7 @@ def test_case_passes_while_nothing_is_broken(opened_device, case):
 def test_what_is_broken_is_reported_at_its_stage(opened_device, monkeypatch, name):
     mutation, dtype = MUTATIONS[name], MUTATIONS[name].dtype
     if isinstance(mutation.broken, str):
-        with planted(mutation.broken, make_problem(CASES[mutation.case], dtype), "tt"):
+        with inject(mutation.broken, make_problem(CASES[mutation.case], dtype), "tt"):
             difference = first_difference(mutation.case, dtype)
     else:
         override(monkeypatch, mutation)

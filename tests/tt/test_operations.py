@@ -1,4 +1,4 @@
-"""Operations held against their golden functions, one by one; on a mock board what is wrong is planted."""
+"""Operations held against their golden functions, one by one; on a mock board what is wrong is injected."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Somebody's own attention in ttnn, asked and diagnosed as one in torch or JAX is; with planted mistakes."""
+"""Somebody's own attention in ttnn, asked and diagnosed as one in torch or JAX is; with injected bugs."""
 
 import json
 import re
@@ -134,7 +134,7 @@ def test_a_layer_keeps_its_weights_from_call_to_call():
     ]
 
 
-def test_planted_mistakes_are_seen():
+def test_planted_bugs_are_seen():
     import own_tt
 
     assert words(own_tt.shows, "mask", mask_true="hides") == ["True shows, declared: hides"]
@@ -251,7 +251,7 @@ def test_a_port_without_a_fault_is_right(diagnosed):
 
 
 @pytest.mark.parametrize("fault", ["rope-interleaved", "mask-flipped", "scale-missing"])
-def test_a_planted_mistake_is_named(diagnosed, fault):
+def test_a_planted_bug_is_named(diagnosed, fault):
     status, printed = diagnosed(fault)
     assert status == 1
     assert re.search(rf"^Likely bug: {fault}\b", printed.out, re.MULTILINE)

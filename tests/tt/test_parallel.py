@@ -61,15 +61,15 @@ def test_chips_send_one_sum_and_nothing_else(found, board):
 
 
 @pytest.mark.parametrize(
-    ("mistake", "first", "reason"),
+    ("bug", "first", "reason"),
     [
         ("without all_reduce", "run", "Refusal: tensor "),
         ("key/value heads in the wrong order", "k", ""),
         ("the bias of out_proj on every chip", "output", ""),
     ],
 )
-def test_a_mistake_of_dividing_fails(found, mistake, first, reason):  # the control of the tests above
-    failed = found("n300")["controls"][mistake]
+def test_a_bug_of_dividing_fails(found, bug, first, reason):  # the control of the tests above
+    failed = found("n300")["controls"][bug]
     stage, told = next(iter(failed.items()))
     assert stage.split()[-1] == first
     assert told.startswith(reason)

@@ -1,4 +1,4 @@
-"""Programs as they ran on a device that computes: kept, given back, and still the programs of today."""
+"""Recordings of programs from a computing device: making, saving and replaying them, and keeping them current."""
 
 import re
 from dataclasses import replace
@@ -26,7 +26,10 @@ X = np.arange(64.0).reshape(1, 64)
 
 
 def program(device, *, x=X, factor=2.0, times=1, is_of_first=False):
-    """What is read back of a small program: a tensor times a factor, so many times, or each time the first one."""
+    """Return the output of a small program that multiplies a tensor by a factor repeatedly.
+
+    With `is_of_first`, each step multiplies the first tensor instead of the previous result.
+    """
     y = first = mha_tt.upload(x, device=device, dtype=ttnn.float32)
     for _ in range(times):
         y = ttnn.multiply(first if is_of_first else y, factor)
@@ -34,7 +37,7 @@ def program(device, *, x=X, factor=2.0, times=1, is_of_first=False):
 
 
 def keep(device, monkeypatch, **options):
-    """A recording of it, made on a device that is off by one."""
+    """Return a recording of the program, made on a device whose values are off by one."""
     with mha_tt.mock.shadow() as values, monkeypatch.context() as patched:
         patched.setattr(recording, "target", lambda: "simulator")
         patched.setattr(recording, "read_back", lambda tensor: values.download(tensor) + 1)
@@ -48,13 +51,13 @@ def kept(device, monkeypatch):
     return keep(device, monkeypatch)
 
 
-def test_the_same_program_gives_what_was_recorded(device, kept):
+def test_same_program_replays_recorded_values(device, kept):
     with recording.replayed(kept) as replay:
         assert np.array_equal(program(device), 2 * X + 1)
     assert replay.differs == ""
 
 
-def test_a_table_that_differs_by_rounding_is_the_same_program(device, kept):
+def test_upload_differing_by_rounding_is_same_program(device, kept):
     with recording.replayed(kept) as replay:
         assert np.array_equal(program(device, x=X * (1 + 1e-7)), 2 * X + 1)
     assert replay.differs == ""
@@ -74,7 +77,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize(("options", "told"), OTHERS.values(), ids=list(OTHERS))
-def test_another_program_gives_golden_values_and_is_told(device, kept, options, told):
+def test_different_program_returns_golden_values_and_is_reported(device, kept, options, told):
     with recording.replayed(kept) as replay:
         found = program(device, **options)
     expected = options.get("x", X) * options.get("factor", 2.0) ** options.get("times", 1)
@@ -82,21 +85,21 @@ def test_another_program_gives_golden_values_and_is_told(device, kept, options, 
     assert re.match(told, replay.differs)
 
 
-def test_the_same_operations_on_other_tensors_are_another_program(device, monkeypatch):
-    """Of the same shapes: keys written where values belong, say."""
+def test_same_operations_on_other_tensors_are_different_program(device, monkeypatch):
+    """The tensors have the same shapes, as when keys are written instead of values."""
     twice = keep(device, monkeypatch, times=2)
     with recording.replayed(twice) as replay:
         assert np.array_equal(program(device, times=2, is_of_first=True), 2 * X)
     assert re.match(r"step 4 is 'ttnn.multiply #1 .* and was 'ttnn.multiply #2 ", replay.differs)
 
 
-def test_a_program_that_ends_early_is_told(device, kept):
+def test_program_that_ends_early_is_reported(device, kept):
     with recording.replayed(kept) as replay:
         mha_tt.upload(X, device=device, dtype=ttnn.float32)
     assert replay.differs.startswith("step 3 is the end and was 'ttnn.multiply")
 
 
-def test_a_recording_goes_through_a_file(tmp_path, kept):
+def test_recording_round_trips_through_file(tmp_path, kept):
     made = replace(kept, made_on="a simulated board")
     made.save(tmp_path / "a.npz")
     found = Recording.load(tmp_path / "a.npz")
@@ -104,7 +107,7 @@ def test_a_recording_goes_through_a_file(tmp_path, kept):
     assert all(np.array_equal(a, b) for a, b in zip(found.arrays, kept.arrays, strict=True))
 
 
-def test_a_mock_board_makes_no_recording(device):
+def test_recording_on_mock_board_raises(device):
     refused = pytest.raises(RuntimeError, match="a mock one")
     with refused, recording.recorded():
         pass
@@ -117,7 +120,7 @@ EVERY = sorted(tt.RECORDINGS.rglob("*.npz"))
 
 @pytest.mark.board
 @pytest.mark.parametrize("path", EVERY, ids=[path.stem for path in EVERY])
-def test_no_recording_is_stale_and_each_is_within_the_budget(path):
+def test_recording_is_current_and_within_tolerance(path):
     name, _, dtype = path.stem.rpartition("-")
     if tt.recording_path(name, dtype) != path:
         pytest.skip(f"made on another kind of board, {path.parent.name}")
@@ -131,7 +134,7 @@ def test_no_recording_is_stale_and_each_is_within_the_budget(path):
 
 
 @pytest.mark.board
-def test_a_run_tells_where_its_values_come_from():
+def test_run_reports_source_of_its_values():
     case, weights = CASES["full"], random_weights(CASES["full"].spec, seed=9)
     if not tt.recording_path("full", "float32").exists():
         pytest.skip("nothing was recorded on this kind of board")

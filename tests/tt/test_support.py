@@ -1,4 +1,4 @@
-"""The answers of TTNN in the support matrix of the site."""
+"""TTNN entries in the support matrix of the documentation site."""
 
 import json
 import os
@@ -20,10 +20,10 @@ print(json.dumps([support.support("tt"), support.recorded("tt")]))
 """
 
 
-def test_the_recorded_answers_of_layers_are_those_of_today():
-    """If not, `.venv-tt/bin/python tools/docs-site/support.py tt` records them."""
+def test_recorded_layer_support_is_current():
+    """To update the record, run `.venv-tt/bin/python tools/docs-site/support.py tt`."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TT_METAL")}
-    program = [sys.executable, "-c", PROGRAM, str(TOOLS)]  # a process of its own, for another board
+    program = [sys.executable, "-c", PROGRAM, str(TOOLS)]  # a separate process, because it opens another board
     result = subprocess.run(program, env=kept, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     found, recorded = json.loads(result.stdout)

@@ -1,4 +1,4 @@
-"""Sliding windows, which the kernel of prompts makes itself: no mask is uploaded for them."""
+"""Tests of sliding windows, which the prompt kernel applies itself: no mask is uploaded for them."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def split_heads(seq_len, rng, num_kv_heads=2, dtype=ttnn.bfloat16):
     return [rounded(rng.standard_normal((2, n, seq_len, 32)), dtype) for n in (4, num_kv_heads, num_kv_heads)]
 
 
-# ---- Which masks are those of windows --------------------------------------------------------------------------------
+# ---- Recognizing window masks ----------------------------------------------------------------------------------------
 
 NOT_OF_A_WINDOW = {
     "both-ways": mha_tt.create_attention_mask(5, window_size=3),
@@ -39,7 +39,7 @@ NOT_OF_A_WINDOW = {
 
 
 @pytest.mark.parametrize("window_size", [1, 2, 4])
-def test_device_mask_knows_a_window(device, window_size):
+def test_device_mask_recognizes_window(device, window_size):
     for mask in (
         mha_tt.create_sliding_window_mask(5, window_size=window_size),
         mha_tt.create_attention_mask(5, is_causal=True, window_size=window_size),
@@ -49,13 +49,13 @@ def test_device_mask_knows_a_window(device, window_size):
 
 
 @pytest.mark.parametrize("name", NOT_OF_A_WINDOW)
-def test_device_mask_takes_no_other_for_a_window(device, name):
+def test_device_mask_recognizes_no_window_in_other_masks(device, name):
     known = mha_tt.DeviceMask(NOT_OF_A_WINDOW[name], device=device)
     assert (known.is_causal, known.window_size) == (False, None)
 
 
 @pytest.mark.parametrize("window_size", [1, 4, 32, 33])
-def test_late_mask_of_a_window_has_the_forms_of_its_table(device, window_size):
+def test_lazy_window_mask_matches_its_table(device, window_size):
     table = mha_tt.DeviceMask(mha_tt.create_sliding_window_mask(40, window_size=window_size), device=device)
     late = CausalMask(40, window_size, device=device)
     assert (late.shape, late.window_size, late.keep, late.real_keys) == (table.shape, window_size, None, None)
@@ -63,20 +63,20 @@ def test_late_mask_of_a_window_has_the_forms_of_its_table(device, window_size):
         assert np.array_equal(*(mha_tt.download(form(mask)) for mask in (late, table)))
 
 
-def test_late_mask_of_a_window_of_very_many_tokens_takes_no_memory(device):
+def test_lazy_window_mask_of_many_tokens_allocates_no_table(device):
     mask = CausalMask(2**20, 4096, device=device)  # its table would have 2^40 elements
     assert (mask.is_causal, mask.window_size, mask.shape) == (True, 4096, (1, 1, 2**20, 2**20))
 
 
 @pytest.mark.parametrize("window_size", [5, 6, 100])
-def test_window_over_everything_is_causality_alone(device, window_size):
+def test_window_over_all_tokens_is_plain_causal(device, window_size):
     assert CausalMask(5, window_size, device=device).window_size is None
     joined = Mask(is_causal=True, span=Span(window_size)).to_bool(5, 5, device)
     assert (joined.is_causal, joined.window_size) == (True, None)
 
 
 JOINED = {
-    # name: (what hides keys, the number of keys, the window that the kernel makes itself)
+    # name: (mask, number of keys, window applied by the kernel itself)
     "window": (Mask(is_causal=True, span=Span(3)), 5, 3),
     "and-a-causal-mask": (Mask(mha_tt.create_causal_mask(5), span=Span(3)), 5, 3),
     "more-keys": (Mask(is_causal=True, span=Span(3)), 6, None),
@@ -88,8 +88,8 @@ JOINED = {
 }
 
 
-@pytest.mark.parametrize("name", list(JOINED))  # a mark keeps what it is given beyond the exit of ttnn
-def test_window_alone_is_left_to_the_kernel(device, name):
+@pytest.mark.parametrize("name", list(JOINED))  # a mark would keep its arguments alive after ttnn exits
+def test_kernel_applies_only_a_pure_window(device, name):
     visible, seq_len_k, window_size = JOINED[name]
     joined = visible.to_bool(5, seq_len_k, device)
     assert joined.window_size == window_size
@@ -97,14 +97,14 @@ def test_window_alone_is_left_to_the_kernel(device, name):
     assert np.array_equal(joined.mask, hidden)
 
 
-# ---- The kernel of prompts -------------------------------------------------------------------------------------------
+# ---- The prompt kernel -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("seq_len", "window_size"),
     [*((160, size) for size in (1, 2, 16, 31, 32, 33, 64, 100)), (100, 1), (100, 33), (100, 64), (64, 32), (64, 33)],
 )
-def test_window_equals_the_formula_without_a_mask(device, calls, uploads, rng, seq_len, window_size):
+def test_window_matches_formula_without_a_mask(device, calls, uploads, rng, seq_len, window_size):
     arrays = split_heads(seq_len, rng)
     heads = [mha_tt.upload(x, device=device) for x in arrays]
     uploads.clear()
@@ -117,7 +117,7 @@ def test_window_equals_the_formula_without_a_mask(device, calls, uploads, rng, s
 
 
 @pytest.mark.board
-def test_window_beside_sinks_equals_the_plain_path(device, calls, rng):
+def test_window_with_sinks_matches_plain_path(device, calls, rng):
     heads = [mha_tt.upload(x, device=device) for x in split_heads(100, rng)]
     sinks = mha_tt.upload(np.array([1.0, -2.0, 3.0, 0.0]).reshape(1, 4, 1, 1), device=device, dtype=ttnn.float32)
     told = {"is_causal": True, "sinks": sinks}
@@ -131,7 +131,7 @@ def test_window_beside_sinks_equals_the_plain_path(device, calls, rng):
 @pytest.mark.parametrize(
     "options", [{"bias": np.ones((1, 100), np.float32)}, {"key_padding_lengths": [100, 90]}], ids=["bias", "lengths"]
 )
-def test_window_beside_what_else_is_hidden_or_added_is_a_mask(device, calls, rng, options):
+def test_window_with_other_mask_or_bias_uses_a_mask(device, calls, rng, options):
     arrays = split_heads(100, rng)
     heads = [mha_tt.upload(x, device=device) for x in arrays]
     context, _ = mha_tt.fused.scaled_dot_product_attention(*heads, spec_of(33), is_causal=True, **options)
@@ -145,7 +145,7 @@ def test_window_beside_what_else_is_hidden_or_added_is_a_mask(device, calls, rng
 
 @both_dtypes
 @pytest.mark.parametrize("need_weights", [False, True])
-def test_layer_with_a_window_equals_the_formula(device, dtype, need_weights):
+def test_layer_with_window_matches_formula(device, dtype, need_weights):
     module = module_of("MultiHeadSelfAttention" if not need_weights else "MultiHeadAttention", SPEC, device, dtype)
     x = rounded(np.random.default_rng(1).standard_normal((2, 40, 24)), dtype)
     told = {"need_weights": True} if need_weights else {}
@@ -160,7 +160,7 @@ def test_layer_with_a_window_equals_the_formula(device, dtype, need_weights):
 
 
 @pytest.mark.board
-def test_prompt_of_a_layer_with_a_window_uploads_no_mask(device, calls, uploads):
+def test_prompt_of_layer_with_window_uploads_no_mask(device, calls, uploads):
     module = module_of("MultiHeadAttentionWithCache", SPEC, device)
     x = mha_tt.upload(np.ones((2, 40, 24)), device=device)
     cache = module.init_cache(2, 64)
@@ -172,7 +172,7 @@ def test_prompt_of_a_layer_with_a_window_uploads_no_mask(device, calls, uploads)
 
 
 @pytest.mark.board
-def test_a_window_costs_the_host_no_table(device, uploads, monkeypatch):
+def test_window_builds_no_table_on_the_host(device, uploads, monkeypatch):
     module = module_of("MultiHeadSelfAttention", SPEC, device)
     x = mha_tt.upload(np.ones((2, 40, 24)), device=device)
     uploads.clear()
@@ -183,7 +183,7 @@ def test_a_window_costs_the_host_no_table(device, uploads, monkeypatch):
 
 
 @pytest.mark.board
-def test_a_path_that_needs_the_table_of_a_window_uploads_it_once(device, uploads):
+def test_path_that_needs_the_window_table_uploads_it_once(device, uploads):
     module = module_of("MultiHeadAttention", SPEC, device)
     x = mha_tt.upload(np.ones((2, 40, 24)), device=device)
     uploads.clear()
@@ -193,19 +193,19 @@ def test_a_path_that_needs_the_table_of_a_window_uploads_it_once(device, uploads
 
 
 @pytest.mark.parametrize(("window_size", "expected"), [(None, 3), (5, 3), (3, 3), (2, 2)])
-def test_a_mask_of_a_window_within_another_is_that_of_the_narrower(device, window_size, expected):
+def test_nested_windows_give_the_narrower_mask(device, window_size, expected):
     mask = CausalMask(5, 3, device=device)
     within = mask.within(window_size)
     assert within.window_size == expected
     assert (within is mask) == (expected == 3)
 
 
-# ---- What is not finite ----------------------------------------------------------------------------------------------
+# ---- Non-finite values -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["key", "value"])
 @pytest.mark.parametrize("window_size", [1, 3, 32, 33])
-def test_key_that_is_nan_spoils_the_rows_whose_window_it_is_in(device, calls, uploads, rng, window_size, name):
+def test_nan_in_key_or_value_spoils_only_windows_that_contain_it(device, calls, uploads, rng, window_size, name):
     arrays = split_heads(100, rng)
     clean = [mha_tt.upload(x, device=device) for x in arrays]
     for token in (5, 6, 40):
@@ -225,7 +225,7 @@ def test_key_that_is_nan_spoils_the_rows_whose_window_it_is_in(device, calls, up
 
 
 @both_dtypes
-def test_token_that_is_nan_is_forgotten_by_the_steps_that_do_not_see_it(device, dtype):
+def test_nan_token_is_forgotten_after_it_leaves_the_window(device, dtype):
     module = module_of("MultiHeadAttentionWithCache", SPEC, device, dtype)
     x, outputs = rounded(np.random.default_rng(1).standard_normal((1, 12, 24)), dtype), []
     for spoilt in (False, True):
@@ -240,12 +240,12 @@ def test_token_that_is_nan_is_forgotten_by_the_steps_that_do_not_see_it(device, 
     assert np.array_equal(outputs[1][~is_spoilt], outputs[0][~is_spoilt])
 
 
-# ---- The kernel of a step --------------------------------------------------------------------------------------------
+# ---- The step kernel -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.board
 @pytest.mark.parametrize("num_heads", [16, 20], ids=["few", "many"])
-def test_step_beside_sinks_takes_the_kernel_of_a_step(device, calls, num_heads):
+def test_step_with_sinks_uses_the_step_kernel(device, calls, num_heads):
     spec = parity.AttentionSpec(64, num_heads, num_kv_heads=4, head_dim=8, sinks=True)
     module = module_of("MultiHeadAttentionWithCache", spec, device)
     x = rounded(np.random.default_rng(1).standard_normal((3, 7, 64)), ttnn.bfloat16)
@@ -259,7 +259,7 @@ def test_step_beside_sinks_takes_the_kernel_of_a_step(device, calls, num_heads):
 
 @pytest.mark.board
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "width"), [(4, 2, 32), (40, 8, 64), (40, 1, 384)], ids=str)
-def test_sinks_of_a_step_equal_those_of_the_plain_path(device, rng, num_heads, num_kv_heads, width):
+def test_sinks_of_a_step_match_plain_path(device, rng, num_heads, num_kv_heads, width):
     last_positions = np.array([5, 63])
     query = rounded(rng.standard_normal((1, 2, num_heads, width)), ttnn.bfloat16)
     keys, values = (rounded(rng.standard_normal((2, num_kv_heads, 64, width)), ttnn.bfloat16) for _ in "kv")

@@ -1,1 +1,1 @@
-"""Attention as people write it: right ports, and the same with one mistake each. See README.md."""
+"""Attention as people write it: right ports, and the same with one bug each. See README.md."""

@@ -1,4 +1,4 @@
-"""Which names of the catalogue are right for a mistake, by its id: judged by the edit, not by what is said of it.
+"""Which names of the catalogue are right for a bug, by its id: judged by the edit, not by what is said of it.
 
 A name is right if it says what the edit does, or one of the things that it does: rows that it leaves without a key are
 NaN, too. The numbers of its words need not be the edit's, where the name has none. It may speak of more than the edit
@@ -6,7 +6,7 @@ touches: of keys and values where keys alone are tiled. What differs only where 
 where no name says the edit itself. Where the catalogue has no name, there is none here: whatever is said is wrong.
 """
 
-from parity.diagnosis.mistakes import page_by_mistake
+from parity.diagnosis.bugs import page_by_bug
 
 
 def of_both(name: str) -> str:
@@ -14,9 +14,9 @@ def of_both(name: str) -> str:
     return f"{name} {name}-q {name}-k"
 
 
-def of_each(parts: str, mistake: str) -> str:
+def of_each(parts: str, bug: str) -> str:
     """Of several projections at once."""
-    return " ".join(f"{part}_proj-{mistake}" for part in parts.split())
+    return " ".join(f"{part}_proj-{bug}" for part in parts.split())
 
 
 def softmax_in(dtype: str) -> str:
@@ -608,14 +608,14 @@ PAGES: dict[str, str] = {
     "sdpa-v-is-k": "swapped-projections",
     "sdpa-key-from-query": "swapped-projections",
 }
-"""The pages that say more of a mistake, beside those of the names above: judged by the edit, too."""
+"""The pages that say more of a bug, beside those of the names above: judged by the edit, too."""
 
 ACCEPTED: dict[str, frozenset[str]] = {
     f"{style}-{name}": frozenset(names.split()) for style, table in BY_STYLE.items() for name, names in table.items()
 }
 
 ACCEPTED_PAGES: dict[str, frozenset[str]] = {
-    id: frozenset(page_by_mistake()[name] for name in names) | frozenset(PAGES.get(id, "").split())
+    id: frozenset(page_by_bug()[name] for name in names) | frozenset(PAGES.get(id, "").split())
     for id, names in ACCEPTED.items()
 }
-"""The pages that are right for a mistake: those of its names, and those above."""
+"""The pages that are right for a bug: those of its names, and those above."""

@@ -1,4 +1,4 @@
-"""What is true of a record without the diagnosis, by plain arithmetic: where a mistake shows, that a port is right."""
+"""What is true of a record without the diagnosis, by plain arithmetic: where a bug shows, that a port is right."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from parity.core.problem import Problem
 from parity.core.stages import STAGES, stage_named
 from parity.core.trace import Reference
 from wild.recordings import RECORDINGS
-from wild.records import Mistake, Recorded, Right
+from wild.records import Bug, Recorded, Right
 
 TOLERANCES = {"float32": (1e-4, 1e-5), "bfloat16": (3e-2, 3e-2), "float16": (5e-3, 5e-3)}
 """Relative and absolute, as libraries' own tests have them."""
@@ -21,7 +21,7 @@ ORDER = list(STAGES)
 
 @dataclass(frozen=True)
 class Measured:
-    """Where a mistake shows, beside the right port.
+    """Where a bug shows, beside the right port.
 
     Attributes:
         stage: the first stage that differs by more than ten times rounding.
@@ -49,22 +49,22 @@ def in_order(names: Recorded) -> list[str]:
     return sorted(names, key=lambda name: (stage_named(name).step or 0, ORDER.index(stage_named(name).kind)))
 
 
-def measured(mistake: Mistake) -> Measured:
-    """Where a mistake shows, of what is recorded.
+def measured(bug: Bug) -> Measured:
+    """Where a bug shows, of what is recorded.
 
     Raises:
         AssertionError: if it shows nowhere.
     """
-    record = RECORDINGS[mistake.recording]
-    wrong, right = (record(noted, mistake.problem) for noted in (mistake.recorded(), mistake.right()))
+    record = RECORDINGS[bug.recording]
+    wrong, right = (record(noted, bug.problem) for noted in (bug.recorded(), bug.right()))
     found = {}
     for name in in_order(right):
         if wrong[name].shape != right[name].shape:
             return Measured(name, {}, in_output=True)
-        if (bad := differs(wrong[name], right[name], mistake.dtype)).any():
+        if (bad := differs(wrong[name], right[name], bug.dtype)).any():
             found[name] = bad
     if not found:
-        raise AssertionError(f"{mistake.id} changes no stage")
+        raise AssertionError(f"{bug.id} changes no stage")
     stage = next(iter(found))
     letters, bad, limited = STAGES[stage_named(stage).kind], found[stage], {}
     for axis, letter in enumerate(letters):

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import parity
 from parity.core.case import Case
 from parity.core.stages import stage_named
-from parity.diagnosis.mistakes import PRECISIONS, mistakes_for
+from parity.diagnosis.bugs import PRECISIONS, bugs_for
 from wild.accepted import ACCEPTED, ACCEPTED_PAGES
 from wild.audit import ORDER, is_right
-from wild.records import Mistake, Right, half
-from wild.sets import MISTAKES, RIGHTS
+from wild.records import Bug, Right, half
+from wild.sets import BUGS, RIGHTS
 
 GIVES_UP = 60  # seconds of the CPU, after which a diagnosis counts as given up
 
@@ -29,9 +29,9 @@ class Job(NamedTuple):
     output_only: bool = False
 
     @property
-    def record(self) -> Right | Mistake:
+    def record(self) -> Right | Bug:
         """What it is of."""
-        return RIGHTS[self.id] if self.id in RIGHTS else MISTAKES[self.id]
+        return RIGHTS[self.id] if self.id in RIGHTS else BUGS[self.id]
 
 
 Verdict = dict[str, Any]
@@ -45,11 +45,11 @@ def jobs(halves: Iterable[str], styles: Iterable[str] = (), only: Iterable[str] 
     """What there is to diagnose, in an order in which the first so many are a fair sample."""
     halves, styles, only = set(halves), set(styles), set(only)
     found: list[Job] = []
-    for record in (*RIGHTS.values(), *MISTAKES.values()):
+    for record in (*RIGHTS.values(), *BUGS.values()):
         if (only and record.id not in only) or (styles and record.style not in styles) or half(record.id) not in halves:
             continue
         found.append(Job(record.id))
-        if isinstance(record, Mistake):
+        if isinstance(record, Bug):
             found.append(Job(record.id, output_only=True))
     return sorted(found, key=lambda job: zlib.crc32(f"order {job.id}".encode()))
 
@@ -64,7 +64,7 @@ def judge(job: Job) -> Verdict:
         "is_right": isinstance(record, Right),
         "output_only": job.output_only,
     }
-    if isinstance(record, Mistake):
+    if isinstance(record, Bug):
         verdict |= {"says": record.says, "stage": record.stage, "limited": dict(record.limited), "law": record.law}
         verdict["in_output"] = record.in_output
         observed, problem = record.observed(output_only=job.output_only), record.problem
@@ -82,7 +82,7 @@ def judge(job: Job) -> Verdict:
         return verdict | failed | {"text": f"{type(error).__name__}: {error}"}
     verdict |= {"verdict": said.kind, "seconds": time.process_time() - began, "text": str(said), "said": said.to_dict()}
     explanations = verdict["said"]["explanations"]
-    verdict["names"] = [name for each in explanations for name in each["hypotheses"]]
+    verdict["names"] = [name for each in explanations for name in each["bugs"]]
     verdict["others"] = [each["others"] for each in explanations]
     verdict["first"] = first_said(said.stage, said.malformed)
     return verdict
@@ -128,7 +128,7 @@ def is_caught(verdict: Verdict) -> bool:
 
 
 def is_placed(verdict: Verdict) -> bool:
-    """Whether it names a mistake, or says where the first stage that differs does, or by what law."""
+    """Whether it names a bug, or says where the first stage that differs does, or by what law."""
     unknowns = verdict.get("said", {}).get("unknowns", [])
     findings = unknowns[0]["findings"] if unknowns else None
     is_somewhere = findings is not None and (
@@ -141,7 +141,7 @@ JUDGEMENTS = ("right", "one of several", "wrong", "none given", "to be judged")
 
 
 def judged_names(verdict: Verdict) -> str:
-    """Whether the names given for a mistake are right: one of `JUDGEMENTS`.
+    """Whether the names given for a bug are right: one of `JUDGEMENTS`.
 
     What a law explains has no name but its page: it is right if all of its pages are. `one of several`: wherever they
     are not, the diagnosis says that it cannot tell them from what is right. An order of heads has no words before it is
@@ -154,12 +154,10 @@ def judged_names(verdict: Verdict) -> str:
     accepted, pages = ACCEPTED[verdict["id"]], ACCEPTED_PAGES[verdict["id"]]
     known = [each for each in verdict["said"]["explanations"] if not _is_of_law(each)]
     laws = [each for each in verdict["said"]["explanations"] if _is_of_law(each)]
-    if all(accepted.issuperset(each["hypotheses"]) for each in known) and all(
-        pages >= {*each["docs"]} for each in laws
-    ):
+    if all(accepted.issuperset(each["bugs"]) for each in known) and all(pages >= {*each["docs"]} for each in laws):
         return "right"
-    words = _words_for(accepted, MISTAKES[verdict["id"]].problem.case)
-    is_said = all(accepted.issuperset(each["hypotheses"]) or words & {*each["others"]} for each in known)
+    words = _words_for(accepted, BUGS[verdict["id"]].problem.case)
+    is_said = all(accepted.issuperset(each["bugs"]) or words & {*each["others"]} for each in known)
     return "one of several" if is_said and all(pages & {*each["docs"]} for each in laws) else "wrong"
 
 
@@ -169,7 +167,7 @@ def _is_of_law(explanation: dict[str, Any]) -> bool:
 
 
 def _words_for(names: Collection[str], case: Case) -> set[str]:
-    """What the diagnosis calls mistakes, one or two at once, that it cannot tell from those that it names."""
-    known = (*mistakes_for(case), *PRECISIONS.values())
-    abouts = {mistake.about for mistake in known if mistake.name in names}
+    """What the diagnosis calls bugs, one or two at once, that it cannot tell from those that it names."""
+    known = (*bugs_for(case), *PRECISIONS.values())
+    abouts = {bug.about for bug in known if bug.name in names}
     return {*abouts, *(" and ".join(pair) for pair in permutations(abouts, 2))}

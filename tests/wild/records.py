@@ -1,4 +1,4 @@
-"""What a right port and a mistake are, how they are run, and which half of the set each is of."""
+"""What a right port and a bug are, how they are run, and which half of the set each is of."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ class Right:
 
 
 @dataclass(frozen=True)
-class Mistake:
+class Bug:
     """A port with one edit that makes it wrong.
 
     Attributes:
         id: its name.
         style: the module of the port.
         case: the layer.
-        kind: what sort of mistake: `axes`, `heads`, `rope`, `scale`, `mask`, `softmax`, `bias`, `norm`, `cap`, `sinks`,
+        kind: what sort of bug: `axes`, `heads`, `rope`, `scale`, `mask`, `softmax`, `bias`, `norm`, `cap`, `sinks`,
             `window`, `alibi`, `precision`, `cache`, `weights`, `gain`, `exotic`.
         edit: the text that is replaced, which stands once in the port, and what replaces it.
         says: what is wrong, in a sentence.
@@ -157,7 +157,7 @@ def _right_run(style: str, case: str, seed: int, dtype: str, how: How) -> Record
 
 @lru_cache(maxsize=1024)
 def _wrong_run(style: str, case: str, dtype: str, edit: tuple[str, str]) -> Recorded:
-    """What a port with a mistake notes: measured and diagnosed, it runs once."""
+    """What a port with a bug notes: measured and diagnosed, it runs once."""
     return run(style, problem_of(case, 0, dtype), How(), edit)
 
 

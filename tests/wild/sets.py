@@ -1,4 +1,4 @@
-"""All right ports and all mistakes."""
+"""All correct ports and all bugs."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ from collections.abc import Iterator
 from importlib import import_module
 
 from wild.how import How
-from wild.records import STYLES, Mistake, Right
+from wild.records import STYLES, Bug, Right
 
-MISTAKES: dict[str, Mistake] = {
-    mistake.id: mistake for style in STYLES for mistake in import_module(f"wild.mistakes.{style}").m.made
-}
-"""The mistakes by their ids, style by style."""
+BUGS: dict[str, Bug] = {bug.id: bug for style in STYLES for bug in import_module(f"wild.bugs.{style}").m.made}
+"""Bugs by id, in order of style."""
 
 CASES = {
     "nanogpt": ("gpt", "gpt-square", "gpt-one", "gpt-token", "gpt-h1", "gpt-no-bias", "gpt-loud", "gpt-wide"),
@@ -33,7 +31,7 @@ CASES = {
     "gemma": ("gemma", "gemma-window", "gemma-loud", "gemma-plain", "mistral", "llama"),
     "mpt": ("mpt", "mpt-four", "mpt-clipped", "mpt-normed"),
 }  # fmt: skip
-"""What each port can compute: its own layers first."""
+"""Layers that each port supports, its own layers first."""
 
 SHAPES = ("bthd", "flat", "heads-into-batch", "batch-second", "mean-heads", "hooks", "no-mask", "last-stages")
 ANY_MASK = ("mask-broadcast", "mask-visible", "mask-additive")
@@ -57,15 +55,18 @@ RECORDED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
                                           "before-rope", "before-norm", "kv-repeated")),
     "mpt": (("mpt",), (*SHAPES, "mask-visible", "mask-t-s", "scores-masked")),
 }  # fmt: skip
-"""How else each is recorded: of which layers, in which ways."""
+"""Other ways to record each port: the layers and the variants."""
 
 IN_JAX = ("flax_linen", "jnp_einsum", "decode")
 WITH_A_CHOICE = ("nanogpt", "bert", "llama", "meta_llama", "flax_linen", "jnp_einsum", "gemma", "mpt")
 
 
 def _base(style: str, number: int) -> tuple[tuple[str, ...], How]:
-    """In which dtypes a layer runs, and how: of JAX, where each shape is compiled anew, only the first ones in all of
-    them and operation by operation."""
+    """Return the dtypes of a layer and how it runs.
+
+    JAX compiles each shape separately, so only the first layers run in all dtypes, and only the first one runs
+    operation by operation.
+    """
     if style not in IN_JAX:
         return ("float32", "bfloat16", "float16"), How()
     return ("float32", "bfloat16", "float16") if number < 4 else ("float32",), How() if number < 1 else How(mode="jit")
@@ -95,7 +96,7 @@ def _rights() -> Iterator[Right]:
 
 
 def _with_choices() -> Iterator[Right]:
-    """Scores and softmax in 16 bits, finite penalties, compiled, caches that grow."""
+    """Yield variants: scores and softmax in 16 bits, finite penalties, compiled, growing caches."""
     for style in WITH_A_CHOICE:
         case = CASES[style][0]
         for dtype in ("bfloat16", "float16"):
@@ -120,4 +121,4 @@ def _with_choices() -> Iterator[Right]:
 
 
 RIGHTS: dict[str, Right] = {right.id: right for right in _rights()}
-"""The right ports by their ids."""
+"""Correct ports by id."""

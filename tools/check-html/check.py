@@ -125,7 +125,7 @@ def make_pages(folder: Path) -> None:
 
 
 def faults_of_site(folder: Path, pages: list[str], *, screenshots: bool) -> list[str]:
-    """What is wrong with pages of the site, which a server on this machine sends."""
+    """Return the errors of pages of the site, which a local server sends."""
     handler = partial(Quiet, directory=str(SITE))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

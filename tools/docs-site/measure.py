@@ -46,7 +46,7 @@ def of_selftest(found: dict) -> dict:
     """How often each bug was injected, detected and identified; the name without a bug is empty."""
     bugs = {}
     for outcome in found["outcomes"]:
-        counts = bugs.setdefault(outcome["hypothesis"], [0, 0, 0])
+        counts = bugs.setdefault(outcome["bug"], [0, 0, 0])
         for i, holds in enumerate((True, outcome["is_caught"], outcome["is_named"])):
             counts[i] += holds
     return {"bugs": dict(sorted(bugs.items()))}

@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 
 import parity
-from parity.diagnosis.mistakes import FIDELITIES, PRECISIONS, mistakes_for
+from parity.diagnosis.bugs import FIDELITIES, PRECISIONS, bugs_for
 from parity.reporting.diagnosis import print_diagnosis
-from parity_lab.plants import PLANTS
+from parity_lab.injections import INJECTIONS
 from parity_lab.selftest import SELFTEST_CASES
 
 DATA = Path(__file__).parents[2] / "docs" / "data"
@@ -122,7 +122,7 @@ def terminal() -> str:
 def known_by_page() -> dict[str, set[str]]:
     """The names of the known bugs of a layer, by their page."""
     found: dict[str, set[str]] = {}
-    for bugs in (PRECISIONS.values(), FIDELITIES.values(), *map(mistakes_for, SELFTEST_CASES)):
+    for bugs in (PRECISIONS.values(), FIDELITIES.values(), *map(bugs_for, SELFTEST_CASES)):
         for bug in bugs:
             found.setdefault(bug.page, set()).add(bug.name)
     return found
@@ -134,10 +134,10 @@ def injected_bugs() -> str:
     counts = found["bugs"]
     rows = [("(no bug injected)", "", "", *counts[""])]
     for page, names in sorted(known_by_page().items()):
-        for name in sorted(names & {*PLANTS}):
+        for name in sorted(names & {*INJECTIONS}):
             rows.append((f"[{page}](../bugs/{page}.md)", len(names), f"`{name}`", *counts[name]))
     rows.append(
-        ("all", sum(map(len, known_by_page().values())), len(PLANTS), *map(sum, zip(*counts.values(), strict=True)))
+        ("all", sum(map(len, known_by_page().values())), len(INJECTIONS), *map(sum, zip(*counts.values(), strict=True)))
     )
     heads = ("class", "known bugs", "injected bug", "runs", "detected", "identified")
     return f"{source(found)}\n\n{table(heads, rows)}\n"

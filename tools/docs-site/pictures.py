@@ -8,7 +8,7 @@ import parity
 from parity.core.compare import Label, compare
 from parity.core.problem import Problem
 from parity.core.trace import Reference
-from parity.diagnosis.mistakes import mistakes_for, page_by_mistake, wrong_layer
+from parity.diagnosis.bugs import bugs_for, page_by_bug, wrong_layer
 from parity.diagnosis.replay import Replay
 from parity.reporting.figure import NotebookFigure
 from parity.sharding.shard import ShardPlan, shard
@@ -46,7 +46,7 @@ def errors_of_bugs(name: str) -> list[tuple[float, float]]:
     expected = reference.expected(local=False)["output"]
     same = reference.same_precision(local=False)["output"]
     found = []
-    for bug in mistakes_for(problem.case):
+    for bug in bugs_for(problem.case):
         exact = wrong_layer(problem, "float64", [bug]).forward()["output"]
         if np.isfinite(exact).all() and np.abs(exact - expected).max() > 1e-12 * np.abs(expected).max():
             actual = wrong_layer(problem, "float32", [bug]).forward()["output"]
@@ -96,7 +96,7 @@ STAGES = ("mask", "q", "k", "v", "scores", "attn_weights", "context", "output")
 def searched_layer(bug: str) -> tuple[Problem, dict[str, np.ndarray]]:
     """A layer with shared heads, and its stages with a bug, in float32."""
     problem = parity.make_problem("gqa-causal", "float32")
-    (injected,) = (each for each in mistakes_for(problem.case) if each.name == bug)
+    (injected,) = (each for each in bugs_for(problem.case) if each.name == bug)
     values = wrong_layer(problem, "float32", [injected]).forward()
     return problem, {name: values[name] for name in STAGES}
 
@@ -113,7 +113,7 @@ def funnel_counts(bug: str) -> tuple[dict[str, int], str]:
     fitting = [bug for bug in changing if replay.judgement(stage, (bug,)).ratio <= 1.0]
     left = [bug for bug in fitting if not replay.wrong(right, (bug,))]
     counts = {
-        "known bugs": len(page_by_mistake()),
+        "known bugs": len(page_by_bug()),
         "can occur in this layer": len(replay.known),
         f"change its {stage}": len(changing),
         "explain them up to rounding": len(fitting),

@@ -131,7 +131,7 @@ def devices() -> NotebookFigure:
 
 
 def cost_model() -> NotebookFigure:
-    """Operations per byte sent, by plan and number of devices, with what fast links and a network require."""
+    """Operations per byte sent, by plan and number of devices, with the requirements of fast links and of a network."""
     figure = NotebookFigure(figsize=(9, 3.8), layout="constrained")
     for panel, (title, (batch, tokens)) in zip(figure.subplots(1, 2, sharey=True), WORK.items(), strict=True):
         plans: dict[str, dict[int, float]] = {plan: {} for plan in PLANS}

@@ -246,10 +246,10 @@ def cases_page() -> str:
 
 def bugs_page() -> str:
     """Every known bug, by its page."""
-    from parity.diagnosis.mistakes import mistake_by_name
+    from parity.diagnosis.bugs import bug_by_name
 
     by_page = {}
-    for name, bug in mistake_by_name().items():
+    for name, bug in bug_by_name().items():
         by_page.setdefault(bug.page, []).append((f"`{name}`", ", ".join(f"`{stage}`" for stage in bug.stages), bug))
     rows = [
         (f"[{page}](../bugs/{page}.md)", name, stages, bug.about, bug.fix)
@@ -311,7 +311,7 @@ def simulated_tables() -> str:
             table(("shape", *DTYPES, *(f"steps, {dtype}" for dtype in DTYPES)), shapes),
             "## Lower fidelities",
             "Whole layers with other settings and float32 sums: relative L2 error of the output, its share of the "
-            "budget of `accurate_config`, and of the setting's own. LoFi has no budget. Of `decode`, a prompt and "
+            "budget of `accurate_config`, and of the setting's own. LoFi has no budget. For `decode`, a prompt and "
             "three steps, these are the worst outputs.",
             table(("case", "setting", "relative L2", "share", "share of its own"), settings) + "\n",
         ]

@@ -121,7 +121,7 @@ def view_of(path: Path) -> str:
 
 
 def write_kernel(folder: Path, name: str, python: Path) -> None:
-    """Write a kernel of notebooks beside the pages.
+    """Write a kernel of notebooks next to the pages.
 
     Without these settings, pages and the output of the build would have logs or not, depending on when they arrive.
     """

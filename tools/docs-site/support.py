@@ -4,7 +4,7 @@
     .venv-tt/bin/python tools/docs-site/support.py tt
 
 records the answers of each framework in support-<name>.json, from which the site is built. Tests compare the files with
-what the layers answer today.
+the answers of today's layers.
 """
 
 import json

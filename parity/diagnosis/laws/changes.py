@@ -13,12 +13,12 @@ from mha_spec.relative_products import SIDES
 from parity.core.problem import Problem
 from parity.core.stages import Values
 from parity.core.weights import QKV
-from parity.diagnosis.mistakes import families as of
-from parity.diagnosis.mistakes.families import MistakeFamily
-from parity.diagnosis.mistakes.record import Changed
+from parity.diagnosis.bugs import families as of
+from parity.diagnosis.bugs.families import BugFamily
+from parity.diagnosis.bugs.record import Changed
 from parity.text import and_listed
 
-Part = tuple[str, Changed, MistakeFamily | None]
+Part = tuple[str, Changed, BugFamily | None]
 """The description of a change, the change of the reference, and its family of bugs, if any."""
 
 Form = Callable[[np.ndarray], np.ndarray]
@@ -89,7 +89,7 @@ def _heads_exchanged(problem: Problem, names: list[str]) -> Iterator[Part]:
             yield f"heads {one} and {other} of {projection} are exchanged", _replaced(changed), of.HEAD_ORDER
 
 
-def family_of(name: str) -> MistakeFamily:
+def family_of(name: str) -> BugFamily:
     """Return the family of bugs in a weight by its name."""
     if name.endswith("_proj.bias"):
         return of.BIAS
@@ -233,7 +233,7 @@ def masks_and_biases(problem: Problem) -> Iterator[Part]:
             )
 
 
-def _family_of_mask(problem: Problem, words: str) -> MistakeFamily | None:
+def _family_of_mask(problem: Problem, words: str) -> BugFamily | None:
     """Return the family of a mask in another form, if the masks of a case determine one."""
     case = problem.case
     if words == "transposed":

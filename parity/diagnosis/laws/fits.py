@@ -12,11 +12,11 @@ import numpy as np
 
 from mha_spec import AttentionSpec, LinearScaling, RelativeBias, Rope
 from mha_spec.scaling import Scaling
+from parity.diagnosis.bugs.families import DIVIDED, THETA
+from parity.diagnosis.bugs.record import Change, Changed, instead
 from parity.diagnosis.laws.record import Law, OtherSpec, Seen
 from parity.diagnosis.laws.rotation import as_form
 from parity.diagnosis.laws.words import readable
-from parity.diagnosis.mistakes.families import DIVIDED, THETA
-from parity.diagnosis.mistakes.record import Change, Changed, instead
 
 Recompute = Callable[[Change], np.ndarray]
 """Computes the stage with a change of the reference, from the same stages before it; TimeoutError at the limit."""

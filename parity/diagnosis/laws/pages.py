@@ -10,10 +10,10 @@ import numpy as np
 from mha_spec import AttentionSpec
 from parity.core.reference import Arithmetic, Layer
 from parity.core.stages import stage_named
+from parity.diagnosis.bugs import families as of
+from parity.diagnosis.bugs.families import BugFamily
 from parity.diagnosis.laws.record import Law, Seen
 from parity.diagnosis.laws.words import LOOSEST
-from parity.diagnosis.mistakes import families as of
-from parity.diagnosis.mistakes.families import MistakeFamily
 
 NEAR = 0.02
 """The tolerance for the numbers of an order of heads, and for a theta that is only rounded."""
@@ -35,10 +35,10 @@ ONE_FAMILY = {
 }
 """Patterns that belong to one family, in any stage."""
 
-Families = tuple[MistakeFamily, ...]
+Families = tuple[BugFamily, ...]
 
 
-def with_families(law: Law, spec: AttentionSpec, *families: MistakeFamily) -> Law:
+def with_families(law: Law, spec: AttentionSpec, *families: BugFamily) -> Law:
     """Return a pattern with the pages and fixes of its families."""
     fixes = dict.fromkeys(family.fix_for(spec) for family in families)
     return replace(law, pages=tuple(dict.fromkeys(family.page for family in families)), fixes=tuple(fixes))
@@ -86,7 +86,7 @@ def _of_theta(law: Law, _: Seen, __: AttentionSpec) -> Families:
     )
 
 
-def _span_of(spec: AttentionSpec) -> MistakeFamily:
+def _span_of(spec: AttentionSpec) -> BugFamily:
     """Return the family of the layer's window or chunk."""
     if spec.chunk_size is not None:
         return of.CHUNK

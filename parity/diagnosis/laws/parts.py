@@ -8,12 +8,12 @@ from itertools import islice
 import numpy as np
 
 from parity.core.problem import Problem
+from parity.diagnosis.bugs import families as of
 from parity.diagnosis.laws import changes
 from parity.diagnosis.laws.fits import Fitted, Number, Recompute, Tried
 from parity.diagnosis.laws.pages import with_families
 from parity.diagnosis.laws.record import Law, Seen
 from parity.diagnosis.laws.words import listed, readable
-from parity.diagnosis.mistakes import families as of
 
 MOST_PARTS = 3
 """The number of parts that are reported if several explain a stage."""

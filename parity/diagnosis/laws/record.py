@@ -13,7 +13,7 @@ from mha_spec import AttentionSpec
 from parity.core.problem import Problem
 from parity.core.records import JsonRecord
 from parity.core.stages import Stage
-from parity.diagnosis.mistakes.record import Change, Override
+from parity.diagnosis.bugs.record import Change, Override
 
 LEAST_GAIN = 0.5
 """The share of the error, root mean square, that a pattern may leave. A pattern with half as many numbers as elements

@@ -16,10 +16,10 @@ import numpy as np
 
 from mha_spec import Rope
 from parity.core.reference.rope import frequencies, pairs
+from parity.diagnosis.bugs.families import THETA
+from parity.diagnosis.bugs.record import Changed
 from parity.diagnosis.laws.record import Law, Seen
 from parity.diagnosis.laws.words import listed, readable
-from parity.diagnosis.mistakes.families import THETA
-from parity.diagnosis.mistakes.record import Changed
 
 OFFSETS = np.arange(-4096, 4097)
 """Offsets of positions that are tried."""

@@ -31,9 +31,9 @@ class Finder(importlib.abc.MetaPathFinder):
 
         def exec_module(module: Any) -> None:
             execute(module)
-            from parity.mutating.plant import plant
+            from parity.mutating.inject import inject
 
-            plant(module)
+            inject(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

@@ -1,4 +1,4 @@
-"""As in BERT: torch, separate projections, a mask of 1 and 0 for each sequence made additive; cross-attention."""
+"""BERT-style port in torch: separate projections, a 0/1 mask per sequence made additive, and cross-attention."""
 
 import math
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Block by block, as FlashAttention: NumPy, a running maximum and sum, then weights as exp(score - log sum exp)."""
+"""Blockwise attention like FlashAttention, in NumPy: running maximum and sum, then weights from the log-sum-exp."""
 
 import numpy as np
 
@@ -20,7 +20,7 @@ def heads(x, n):
 
 
 def flash(q, k, v, scale, is_causal, lengths):
-    """Output and log-sum-exp of one head, (T, H) and (T,)."""
+    """Return output and log-sum-exp of one head, (T, H) and (T,)."""
     T, H = q.shape
     S = k.shape[0]
     out, lse = np.zeros((T, H), np.float32), np.zeros(T, np.float32)

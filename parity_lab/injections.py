@@ -1,0 +1,391 @@
+"""Known bugs that are injected into the implementations, written by hand: one for each page of `parity/bugs`.
+
+They share no code with the records that inject the same bugs into the reference, so that one tests the other.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from mha_spec import LinearScaling, ProportionalScaling, Refusal, Rope, YarnScaling
+from parity.backends import BACKENDS, load_backend
+from parity.backends.port import Port
+from parity.core.case import Case
+from parity.core.problem import Problem
+from parity.core.weights import Weights
+from parity.diagnosis.bugs import PRECISIONS, Bug, bugs_for
+
+Override = Callable[..., Any]
+"""Replacement of a function of an implementation: `override(plan, original, *inputs)`."""
+
+
+@dataclass
+class Plan:
+    """Plan of a bug in an implementation.
+
+    Attributes:
+        problem: the problem, without the bug.
+        sibling: package of the implementation.
+        xp: array functions of its framework.
+        backend: its backend adapter, which converts arrays of NumPy.
+        weights: a copy of the problem's weights, to be changed.
+        functions: replacements, by the names of functions.
+    """
+
+    problem: Problem
+    sibling: Any
+    xp: Any
+    backend: Port
+    weights: Weights
+    functions: dict[str, Override]
+
+
+Injection = Callable[[Plan], None]
+"""A function that adds a bug to a plan."""
+
+
+def breaking(**functions: Override) -> Injection:
+    """Return a bug that only replaces functions."""
+    return lambda plan: plan.functions.update(functions)
+
+
+# ---- Weights ---------------------------------------------------------------------------------------------------------
+
+
+def _q_transposed(plan: Plan) -> None:
+    plan.weights["q_proj.weight"] = plan.weights["q_proj.weight"].T
+
+
+def _q_bias_missing(plan: Plan) -> None:
+    plan.weights["q_proj.bias"] = np.zeros_like(plan.weights["q_proj.bias"])
+
+
+def _packed_read_as_thirds(plan: Plan) -> None:
+    """Pack q, k and v group by group, and read them one after the other."""
+    spec = plan.problem.spec
+    for leaf in ("weight", "bias"):
+        names = [f"{each}_proj.{leaf}" for each in "qkv"]
+        if names[0] in plan.weights:
+            tail = plan.weights[names[0]].shape[1:]
+            groups = [plan.weights[name].reshape(spec.num_kv_heads, -1, *tail) for name in names]
+            packed = np.concatenate(groups, axis=1).reshape(-1, *tail)
+            parts = np.split(packed, [spec.q_width, spec.q_width + spec.k_width])
+            plan.weights |= {name: np.ascontiguousarray(x) for name, x in zip(names, parts, strict=True)}
+
+
+def _k_v_swapped(plan: Plan) -> None:
+    for k, v in (("k_proj.weight", "v_proj.weight"), ("k_proj.bias", "v_proj.bias")):
+        if k in plan.weights and v in plan.weights:
+            plan.weights[k], plan.weights[v] = plan.weights[v], plan.weights[k]
+
+
+def _without_out_proj(_: Plan, project_with: Any, *held: Any) -> Any:
+    return lambda which, x: x if which == "out_proj" else project_with(*held)(which, x)
+
+
+def _with_residual(plan: Plan, project_with: Any, *held: Any) -> Any:
+    def project(which: str, x: Any) -> Any:
+        found = project_with(*held)(which, x)
+        return found + plan.backend.from_numpy(plan.problem.inputs["query"]) if which == "out_proj" else found
+
+    return project
+
+
+# ---- Queries, keys and values ----------------------------------------------------------------------------------------
+
+
+def _with_spec(**changed: Any) -> Injection:
+    """Queries, keys and values are projected as another specification says."""
+
+    def project_qkv(_: Plan, original: Any, project: Any, q: Any, k: Any, v: Any, spec: Any, *rest: Any) -> Any:
+        return original(project, q, k, v, replace(spec, **changed), *rest)
+
+    return breaking(project_qkv=project_qkv)
+
+
+def _kv_factor_missing(_: Plan, original: Any, project: Any, x: Any, spec: Any, *rest: Any) -> Any:
+    return original(project, x, replace(spec, latent=replace(spec.latent, kv_factor=1.0)), *rest)
+
+
+def _split_without_moving(_: Plan, __: Any, x: Any, n: int) -> Any:
+    return x.reshape(x.shape[0], n, x.shape[1], -1)
+
+
+def _rotated_again(
+    plan: Plan, original: Any, project: Any, query: Any, key: Any, value: Any, spec: Any, positions: Any = None
+) -> Any:
+    """Rotate the keys that another layer has rotated."""
+    q, k, v = original(project, query, key, value, spec, positions)
+    places = plan.xp.arange(k.shape[2])[None] if positions is None else positions
+    return q, plan.sibling.apply_rope(k, places, spec.rope), v
+
+
+def _heads_tiled(_: Plan, __: Any, x: Any, n: int) -> Any:
+    return x[:, np.arange(n) % x.shape[1]]
+
+
+def _padded_and_combined(plan: Plan, combine_heads: Any, x: Any) -> Any:
+    """Pad values to the width of keys, and cut the context after its heads are combined."""
+    missing = plan.problem.spec.head_dim - x.shape[3]
+    wide = plan.xp.concatenate([x, *[x[..., :1] * 0.0] * missing], -1)
+    return combine_heads(wide)[..., : x.shape[1] * x.shape[3]]
+
+
+# ---- RoPE ------------------------------------------------------------------------------------------------------------
+
+
+def _at_positions(change: Callable[[Any], Any]) -> Injection:
+    """Rotate by other positions."""
+    return breaking(apply_rope=lambda _, rotate, x, positions, rope: rotate(x, change(positions), rope))
+
+
+def _by_rope(change: Callable[[Rope], Rope]) -> Injection:
+    """Rotate as another `Rope` says."""
+    return breaking(apply_rope=lambda _, rotate, x, positions, rope: rotate(x, positions, change(rope)))
+
+
+def _interleaved(_: Plan, rotate: Any, x: Any, positions: Any, rope: Rope) -> Any:
+    size = x.shape[-1]
+    rotated = list(range(size))[rope.rotated_features(size)]
+    evens_first = np.array([*range(rotated[0]), *rotated[0::2], *rotated[1::2], *range(rotated[-1] + 1, size)])
+    return rotate(x[..., evens_first], positions, rope)[..., np.argsort(evens_first)]
+
+
+def _without_attention_factor(rope: Rope) -> Rope:
+    none = {"mscale": None, "mscale_all_dim": None} if isinstance(rope.scaling, YarnScaling) else {}
+    scaling: Any = rope.scaling
+    return replace(rope, scaling=replace(scaling, attention_factor=1.0, **none))
+
+
+def _of_whole_head(rope: Rope) -> Rope:
+    scaling = rope.scaling
+    if isinstance(scaling, ProportionalScaling):
+        scaling = None if scaling.factor == 1.0 else LinearScaling(scaling.factor)
+    return replace(rope, rotary_dim=None, scaling=scaling)
+
+
+# ---- Masks -----------------------------------------------------------------------------------------------------------
+
+
+def _distances(plan: Plan, t: int, s: int | None) -> Any:
+    return plan.xp.arange(t)[:, None] - plan.xp.arange(t if s is None else s)[None, :]
+
+
+def _next_seen(plan: Plan) -> None:
+    """Show each token the next one, in whichever function hides it."""
+
+    def attention_mask(plan: Plan, original: Any, t: int, s: int, *, is_causal: bool = False, **options: Any) -> Any:
+        mask = original(t, s, **options)
+        return mask | plan.sibling.create_causal_mask(t + 1, s)[1:][None, None] if is_causal else mask
+
+    def window_mask(plan: Plan, _: Any, t: int, s: int | None = None, *, window_size: int, **__: Any) -> Any:
+        distances = _distances(plan, t, s)
+        return (distances < -1) | (distances >= window_size)
+
+    plan.functions |= {
+        "create_attention_mask": attention_mask,
+        "create_cache_mask": lambda _, f, lengths, t, s, **options: f(lengths, t + 1, s, **options)[:, :, 1:],
+        "create_sliding_window_mask": window_mask,
+    }
+
+
+def _window_ignored(plan: Plan) -> None:
+    def without_reach(_: Plan, original: Any, *inputs: Any, **options: Any) -> Any:
+        return original(*inputs, **{**options, "window_size": None})
+
+    plan.functions |= {
+        "create_attention_mask": without_reach,
+        "create_cache_mask": without_reach,
+        "create_sliding_window_mask": lambda plan, _, t, s=None, **__: _distances(plan, t, s) < 0,
+    }
+
+
+def _padding_ignored(_: Plan, create_attention_mask: Any, *inputs: Any, **options: Any) -> Any:
+    return create_attention_mask(*inputs, **{**options, "key_padding_lengths": None})
+
+
+# ---- Scores ----------------------------------------------------------------------------------------------------------
+
+
+def _unscaled(plan: Plan, attention_scores: Any, q: Any, *rest: Any) -> Any:
+    spec = plan.problem.spec
+    return attention_scores(q * (1.0 / spec.scale if spec.scale else spec.head_dim**0.5), *rest)
+
+
+def _unbiased(_: Plan, attention_scores: Any, q: Any, k: Any, bias: Any = None, *rest: Any, **options: Any) -> Any:
+    return attention_scores(q, k, None, *rest, **options)
+
+
+def _times_zero(_: Plan, bias: Any, *inputs: Any, **options: Any) -> Any:
+    return 0.0 * bias(*inputs, **options)
+
+
+# ---- The softmax -----------------------------------------------------------------------------------------------------
+
+
+def _of_masked(change: Callable[..., Any]) -> Injection:
+    """Make other attention weights: `change(xp, softmax, scores, mask)`, the softmax with the sinks of the call."""
+
+    def masked_softmax(plan: Plan, original: Any, scores: Any, mask: Any = None, *sinks: Any, **options: Any) -> Any:
+        return change(plan.xp, lambda scores, mask: original(scores, mask, *sinks, **options), scores, mask)
+
+    return breaking(masked_softmax=masked_softmax)
+
+
+def _added(xp: Any, softmax: Any, scores: Any, mask: Any) -> Any:
+    return softmax(scores if mask is None else xp.where(mask, scores + 1.0, scores), None)
+
+
+def _over_queries(_: Any, softmax: Any, scores: Any, mask: Any) -> Any:
+    if mask is not None:
+        mask = (mask | (scores != scores) & False).swapaxes(2, 3)  # of the scores' whole shape
+    return softmax(scores.swapaxes(2, 3), mask).swapaxes(2, 3)
+
+
+def _empty_rows_nan(xp: Any, softmax: Any, scores: Any, mask: Any) -> Any:
+    found = softmax(scores, mask)
+    return found if mask is None else xp.where(mask.all(-1)[..., None], xp.zeros_like(scores) + np.nan, found)
+
+
+def _without_sinks(_: Plan, masked_softmax: Any, scores: Any, mask: Any = None, *__: Any) -> Any:
+    return masked_softmax(scores, mask)
+
+
+# ---- Attention -------------------------------------------------------------------------------------------------------
+
+
+def _batch_as_tokens(plan: Plan, attend: Any, q: Any, k: Any, v: Any, visible: Any, *rest: Any, **options: Any) -> Any:
+    case = plan.problem.case
+    _, attn_weights = attend(q, k, v, visible, *rest, **options)
+    causal = plan.sibling.create_causal_mask(case.batch, case.batch) if case.is_causal else None
+    context, _ = attend(*(x.swapaxes(0, 2) for x in (q, k, v)), replace(visible, mask=causal), *rest, **options)
+    return context.swapaxes(0, 2), attn_weights
+
+
+def _as_the_formula(plan: Plan, _: Any, query: Any, key: Any, value: Any, mask: Any, scores: Any, *__: Any) -> Any:
+    """Attend by the stage functions, in which a hidden NaN times 0 is NaN."""
+    logits = plan.sibling.attention_scores(query, key, scores.bias, scores.spec)
+    attn_weights = plan.sibling.masked_softmax(logits, mask.mask, scores.sinks)
+    return plan.sibling.attention_context(attn_weights, value), attn_weights
+
+
+# ---- Precision -------------------------------------------------------------------------------------------------------
+
+
+def products_of(bits: int) -> Injection:
+    """Let every matrix product take inputs with this number of explicit bits of their mantissa."""
+
+    def cut(xp: Any, x: Any) -> Any:
+        tiny = 2.0**-100  # what is smaller may stay as it is
+        exponent = xp.floor(xp.log2(xp.where(abs(x) < tiny, xp.ones_like(x), abs(x))))
+        step = xp.exp2(exponent - bits)
+        return xp.where(abs(x) < tiny, x, xp.round(x / step) * step)
+
+    def project_with(plan: Plan, original: Any, *held: Any) -> Any:
+        return lambda which, x: original(*held)(which, cut(plan.xp, x) if which.endswith("proj") else x)
+
+    def inject(plan: Plan) -> None:
+        plan.weights |= {name: cut(np, x) for name, x in plan.weights.items() if name.endswith("proj.weight")}
+        plan.functions |= {
+            "project_with": project_with,
+            "attention_scores": lambda plan, f, q, k, *rest: f(cut(plan.xp, q), cut(plan.xp, k), *rest),
+            "attention_context": lambda plan, f, *inputs: f(*(cut(plan.xp, x) for x in inputs)),
+        }
+
+    return inject
+
+
+# ---- All -------------------------------------------------------------------------------------------------------------
+
+INJECTIONS: dict[str, Injection] = {
+    "q_proj-transposed": _q_transposed,
+    "k-v-swapped": _k_v_swapped,
+    "q_proj-bias-missing": _q_bias_missing,
+    "fused-qkv-read-as-thirds": _packed_read_as_thirds,
+    "rope-interleaved": breaking(apply_rope=_interleaved),
+    "qk-norm-missing": _with_spec(qk_norm=None),
+    "clip-qkv-missing": _with_spec(clip_qkv=None),
+    "rope-missing": breaking(apply_rope=lambda plan, rotate, x, *rest: x),
+    "rope-theta-10000": _by_rope(lambda rope: replace(rope, theta=1e4)),
+    "rope-scaling-missing": _by_rope(lambda rope: replace(rope, scaling=None)),
+    "rope-attention-factor-missing": _by_rope(_without_attention_factor),
+    "rope-whole-head": _by_rope(_of_whole_head),
+    "rope-sections-axes-swapped": _at_positions(
+        lambda positions: positions[np.array([*range(len(positions) - 2), -1, -2])]
+    ),
+    "cache-position-restarted": _at_positions(lambda positions: positions - positions[:, :1]),
+    "temperature-ignored": breaking(apply_temperature=lambda plan, original, x, *rest: x),
+    "shared-kv-rotated-again": breaking(project_qkv=_rotated_again),
+    "kv-heads-tiled": breaking(repeat_kv_heads=_heads_tiled),
+    "heads-not-moved": breaking(split_heads=_split_without_moving),
+    "mask-flipped": _of_masked(lambda xp, softmax, scores, mask: softmax(scores, None if mask is None else ~mask)),
+    "mask-ignored": _of_masked(lambda xp, softmax, scores, mask: softmax(scores, None)),
+    "mask-added": _of_masked(_added),
+    "causal-off-by-one": _next_seen,
+    "padding-ignored": breaking(create_attention_mask=_padding_ignored),
+    "window-ignored": _window_ignored,
+    "scale-missing": breaking(attention_scores=_unscaled),
+    "soft-cap-ignored": breaking(soft_capped=lambda plan, original, scores, spec: scores),
+    "alibi-missing": breaking(alibi_bias=_times_zero),
+    "relative-bias-ignored": breaking(relative_position_bias=_times_zero),
+    "relative-products-ignored": breaking(relative_position_products=_times_zero),
+    "sinks-ignored": breaking(masked_softmax=_without_sinks),
+    "score-bias-missing": breaking(attention_scores=_unbiased),
+    "batch-as-tokens": breaking(attend=_batch_as_tokens),
+    "softmax-over-queries": _of_masked(_over_queries),
+    "softmax-twice": _of_masked(lambda xp, softmax, scores, mask: softmax(softmax(scores, mask), None)),
+    "dropout-factor-10": _of_masked(lambda xp, softmax, scores, mask: softmax(scores, mask) * (100.0 / 90.0)),
+    "empty-row-nan": _of_masked(_empty_rows_nan),
+    "nan-leaks": breaking(attend=_as_the_formula),
+    "gate-missing": breaking(apply_gate=lambda plan, apply, context, gate: context),
+    "value-padding-combined": breaking(combine_heads=_padded_and_combined),
+    "latent-kv-factor-missing": breaking(project_latents=_kv_factor_missing),
+    "residual-added": breaking(project_with=_with_residual),
+    "out-proj-missing": breaking(project_with=_without_out_proj),
+    "cache-keys-as-values": breaking(append_to_cache=lambda _, append, cache, k, v, **new: append(cache, k, k, **new)),
+    "precision-bfloat16": products_of(7),
+}
+"""By the names of `parity.diagnosis.bugs`, in the order of the pages in `parity/bugs/README.md`."""
+
+
+@cache
+def bugs_to_inject(case: Case) -> dict[str, Bug]:
+    """Return the known bugs that can be injected into a case, by name; the more usual one of each name."""
+    known = (*bugs_for(case), *(() if case.is_cached else PRECISIONS.values()))
+    found: dict[str, Bug] = {}
+    for bug in known:
+        if bug.name in INJECTIONS and bug.shows_alone:
+            found.setdefault(bug.name, bug)
+    return found
+
+
+def bug_to_inject(name: str, case: Case) -> Bug:
+    """Return the bug of a name, if it can be injected into a case.
+
+    Raises:
+        ValueError: if there is no such bug.
+    """
+    if name not in bugs_to_inject(case):
+        raise Refusal("bug", f"be a bug that can be injected into {case.name}", bug=name)
+    return bugs_to_inject(case)[name]
+
+
+def plan_of(bug: str | Injection, problem: Problem, backend: str) -> Plan:
+    """Return the plan of a bug, by name or as a function; an empty name changes nothing.
+
+    Raises:
+        ValueError: if there is no such bug.
+    """
+    port, xp = load_backend(backend), importlib.import_module(BACKENDS[backend].arrays)
+    plan = Plan(problem, port.SIBLING, xp, port, dict(problem.weights), {})
+    if isinstance(bug, str) and bug:
+        bug = INJECTIONS[bug_to_inject(bug, problem.case).name]
+    if callable(bug):
+        bug(plan)
+    return plan

@@ -1,0 +1,1 @@
+"""Bugs in the ports, a module for each style."""

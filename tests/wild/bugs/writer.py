@@ -1,0 +1,34 @@
+"""The shorthand in which the bugs of a style are written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from wild.records import Bug
+
+
+class Writer:
+    """Collects the bugs of one style."""
+
+    def __init__(self, style: str, case: str, recording: str = "plain") -> None:
+        self.style, self.case, self.recording = style, case, recording
+        self.made: list[Bug] = []
+
+    def __call__(
+        self,
+        name: str,
+        kind: str,
+        edit: tuple[str, str],
+        says: str,
+        stage: str,
+        *,
+        law: str = "",
+        limited: Mapping[str, tuple[int, ...]] | None = None,
+        in_output: bool = True,
+        case: str = "",
+        dtype: str = "float32",
+        recording: str = "",
+    ) -> None:
+        """One bug: see `Bug`; its id begins with its style."""
+        given = (self.style, case or self.case, kind, edit, says, stage, limited or {}, law, in_output, dtype)
+        self.made.append(Bug(f"{self.style}-{name}", *given, recording or self.recording))

@@ -1,1 +1,0 @@
-"""Mistakes in the ports, a module for each style."""
