@@ -360,7 +360,7 @@ class Outcome:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields for JSON."""
-        return {**asdict(self), "is_caught": self.is_caught, "is_named": self.is_named}
+        return {**asdict(self), "hypothesis": self.bug, "is_caught": self.is_caught, "is_named": self.is_named}
 
 
 def selftest(

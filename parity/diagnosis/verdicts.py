@@ -66,7 +66,12 @@ class Explanation(JsonRecord):
     others: tuple[str, ...] = ()
     findings: Findings | None = None
 
-    IN_JSON = ("*", *FINDING)
+    IN_JSON = ("*", "hypotheses", *FINDING)
+
+    @property
+    def hypotheses(self) -> tuple[str, ...]:
+        """Former name of `bugs`."""
+        return self.bugs
 
     @property
     def likely_bug(self) -> str:

@@ -51,7 +51,7 @@ class Outcome(JsonRecord):
     """Result of one injected bug.
 
     Attributes:
-        `bug`: name of the bug.
+        bug: its name.
         about: its description.
         page: its page in `mha-parity bugs`.
         status: the result.
@@ -66,7 +66,12 @@ class Outcome(JsonRecord):
     by: str = ""
     seconds: float = 0.0
 
-    IN_JSON = ("*", "is_caught")
+    IN_JSON = ("*", "mistake", "is_caught")
+
+    @property
+    def mistake(self) -> str:
+        """Former name of `bug`."""
+        return self.bug
 
     @property
     def is_caught(self) -> bool:

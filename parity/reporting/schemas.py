@@ -113,6 +113,7 @@ SCHEMAS = {
                 "is_wrong": "true if a rank differs by more than rounding",
                 "wrong": "first wrong stage of each wrong rank",
                 "bugs": "bugs that explain all ranks",
+                "mistakes": "former name of bugs",
                 **FINDING,
             },
         },
