@@ -109,12 +109,8 @@ def sibling(request: pytest.FixtureRequest) -> Sibling:
 
 def _is_of_errors(item: Any) -> bool:
     """Return whether a test expects an error, by its name or the functions that it calls."""
-    calls = item.function.__code__.co_names
-    return (
-        "raises" in calls
-        or "refuses" in calls
-        or any(word in item.originalname for word in ("raise", "reject", "refuse"))
-    )
+    words = (*item.function.__code__.co_names, *item.originalname.split("_"))
+    return any(word.startswith(("raise", "reject", "refuse")) for word in words)
 
 
 @pytest.hookimpl(tryfirst=True)
