@@ -11,6 +11,8 @@ import numpy as np
 from mha_spec import DynamicScaling, Rope, YarnScaling
 from parity.core.case import Case
 from parity.core.reference import Layer
+from parity.core.reference.rope import axes
+from parity.core.weights import dtype_named
 from parity.diagnosis.bugs.families import CACHE_POSITIONS, EXPONENTS, MISSING_ROPE, POSITIONS, REVERSED_ROPE, THETA
 from parity.diagnosis.bugs.record import Bug, Override
 from parity.diagnosis.bugs.sites import after, positions, turned, weights
@@ -53,6 +55,14 @@ def turned_otherwise(case: Case) -> Iterator[Bug]:
             "RoPE positions are bfloat16 numbers, which are inexact above 256",
             {"rotate": _by_rounded_positions},
             fix="keep positions as integers, and compute the angles in float32",
+        )
+    for dtype in ("bfloat16", "float16"):
+        yield of_rope(
+            f"rope-frequencies-{dtype}",
+            f"RoPE's frequencies are rounded to {dtype} before they are multiplied by positions",
+            {"angles": _with_rounded_frequencies(dtype)},
+            fix="keep the frequencies (inv_freq) in float32, also if the model is cast to 16 bits",
+            page=THETA.page,
         )
     if spec.latent is None and spec.value_head_dim == spec.head_dim and not (spec.v_norm and spec.v_norm.after_rope):
         yield of_rope(
@@ -152,6 +162,22 @@ def _by_rounded_positions(_: Layer, original: Override, x: np.ndarray, places: n
     """Integers above 256 have more bits than a bfloat16."""
     step = np.maximum(np.exp2(np.floor(np.log2(np.maximum(places, 1))) - 7), 1)
     return original(x, (np.round(places / step) * step).astype(places.dtype), *way)
+
+
+def _with_rounded_frequencies(dtype: str) -> Override:
+    """Return an override of `angles`, which are positions times frequencies."""
+
+    def angles(layer: Layer, original: Override, positions: np.ndarray) -> np.ndarray:
+        right = original(positions)
+        # Frequencies may depend on the longest position, so they are those of the angles themselves.
+        of_axes = positions if positions.ndim == 3 else positions[None]
+        which = axes(layer.rope(), layer.problem.spec.head_dim) if positions.ndim == 3 else [0] * right.shape[-1]
+        places = np.moveaxis(of_axes[which], 0, -1)[:, None].astype(np.float64)
+        frequencies = np.divide(right, places, out=np.zeros(right.shape), where=places != 0.0)
+        rounded = frequencies.astype(np.float32).astype(dtype_named(dtype)).astype(np.float64)
+        return (rounded * places).astype(right.dtype)
+
+    return angles
 
 
 def _cached_positions(case: Case, of: str, whose: str, suffix: str) -> Iterator[Bug]:
