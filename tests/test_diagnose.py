@@ -115,6 +115,9 @@ NEAREST = {
 }
 
 
+ALIKE = {"padding-of-queries"}
+"""Bugs that differ from others only in padding, which is not compared."""
+
 ONE_A_CODE = one_a_code(ALL, lambda each: bug(CASE_OF[each[0]], each[1]).in_reference)
 
 
@@ -129,9 +132,9 @@ def test_every_bug_is_told_from_every_other(case, name):
             assert diagnosis.kind in UNNAMED
             assert diagnosis.nearest[0][0] == made.about
             return
-        assert names_of(diagnosis) == [name], made.about
-        assert diagnosis.kind == ("precision" if made.is_loss else "structure")
         (explanation,) = diagnosis.explanations
+        assert names_of(diagnosis) == [name] or (name in ALIKE and made.about in explanation.others), made.about
+        assert diagnosis.kind == ("precision" if made.is_loss else "structure")
         assert explanation.ratio <= 1.0
         assert explanation.error < explanation.error_before
 
@@ -486,19 +489,20 @@ def test_a_bug_that_moves_noise_alone_is_not_named():
         diagnosis = diagnose({"output": right + rng.uniform(0.5, 4.0) * noise}, problem)
         kinds.append(diagnosis.kind)
         assert names_of(diagnosis) == []
-    assert {*kinds} == {"none", "rounding"}
+    assert {*kinds} == {"none", "unknown"}
 
 
-def test_an_error_just_beyond_the_budget_is_rounding():
+def test_an_error_just_beyond_the_budget_is_unknown():
     problem = make_problem(CASES["full"], "float32")
     observed = observed_in(problem)
     noise = np.random.default_rng(0).standard_normal(observed["output"].shape)
     scale = np.abs(observed["output"]).max() * 2.0**-23
     observed["output"] = (observed["output"] + 3.0 * scale * noise).astype(np.float32)
     diagnosis = diagnose(observed, problem)
-    assert (diagnosis.kind, diagnosis.stage) == ("rounding", "output")
+    assert (diagnosis.kind, diagnosis.stage) == ("unknown", "output")
     assert 1.0 < diagnosis.ratio <= 3.0
-    assert str(diagnosis).startswith("Likely bug: none, probably rounding\nFirst wrong stage: output, ")
+    assert str(diagnosis).startswith("Likely bug: unknown\nFirst wrong stage: output, ")
+    assert "rounding" not in str(diagnosis)
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
@@ -559,7 +563,8 @@ def test_a_factor_on_one_stage_is_not_precision(stage):
     wrong = {stage: observed_in(problem)[stage] * np.float32(1.0003)}
     assert diagnose(wrong, problem).kind == "law"
     whole = diagnose({**observed_in(problem), **wrong}, problem)
-    assert whole.kind == ("law" if stage == "output" else "convention")  # what follows q agrees
+    assert (whole.kind, whole.stage) == ("law", stage)
+    assert whole.agrees == (stage != "output")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

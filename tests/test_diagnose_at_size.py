@@ -19,12 +19,14 @@ from parity.core.stages import run_steps
 from parity.core.trace import Reference
 from parity.core.weights import dtype_named
 from parity.core.work import Work, ask, uncounted
+from parity.diagnosis.at_size import RowSamples, TokenSamples
 from parity.diagnosis.bugs import bugs_for, wrong_layer
 from parity.diagnosis.bugs.record import Changed
 from parity.diagnosis.diagnose import diagnose, diagnose_stages
 from parity.diagnosis.flow import flow_of
 from parity.diagnosis.replay import Replay, remembering
 from parity.diagnosis.sampling import Whole, in_order, multiplications
+from parity.diagnosis.whole import WholeStages
 
 LLAMA = Case(
     "llama",
@@ -107,21 +109,26 @@ def test_a_bug_is_named_by_the_output_alone_with_little_work(problems, work, lay
     assert sum(work) < 20 * multiplications(problem)  # of about a hundred bugs, each in both precisions
 
 
-@pytest.mark.parametrize(("name", "sources"), [("scale-missing", "kv"), ("heads-not-moved", "qkv")])
-def test_the_queries_of_all_tokens_are_made_for_a_sample_only_if_nothing_else_fits(monkeypatch, name, sources):
-    case = replace(BERT, spec=AttentionSpec(1024, 8), seq_len=256)
-    problem, made, product = make_problem(case, "float32"), [], Remembered._product
+@pytest.mark.parametrize("name", ["scale-missing", "heads-not-moved"])
+def test_a_search_repeats_no_projection_of_all_tokens(monkeypatch, name):
+    """The reference has made them, in both precisions."""
+    problem = make_problem(replace(BERT, spec=AttentionSpec(1024, 8), seq_len=256), "float32")
+    reference, made, product = Reference(problem), [], Remembered._product
+    assert reference.accumulated
+    assert reference.same_precision(local=False)
 
     def _product(self, source, given, layer, x):
+        known = len(self._products)
         found = product(self, source, given, layer, x)
-        made.append((source, given))
+        if len(self._products) > known and given == "query":
+            made.append((source, given))
         return found
 
     output = given_by(problem, name)["output"]
     monkeypatch.setattr(Remembered, "_product", _product)
     monkeypatch.setattr("parity.diagnosis.search.CHEAP", 2e-3)  # as in a layer eight times as wide
-    assert names_of(diagnose({"output": output}, problem)) == [name]
-    assert {source for source, given in made if given == "query"} == {f"{source}_proj.weight" for source in sources}
+    assert names_of(diagnose_stages({"output": output}, reference, "ieee")) == [name]
+    assert not made
 
 
 @pytest.mark.parametrize(
@@ -286,8 +293,9 @@ def test_a_passing_assertion_takes_little_more_than_the_layer(problems, work):
 def test_the_right_layer_is_right_in_every_sample(case):
     problem = make_problem(case, "float32")
     given = wrong_layer(problem, "float64", ()).forward()
-    whole = Whole(problem, given, Remembered())
-    for part in (*whole.parts(), *whole.confirming()):
+    whole = Whole(problem, given, WholeStages(given, Reference(problem), "ieee"), Remembered())
+    kinds = (TokenSamples(whole), RowSamples(whole))
+    for part in (part for samples in kinds for part in (*samples.parts(), *samples.confirming())):
         values = run_steps(Layer(part.problem, Arithmetic(dtype_named("float64"))).steps())
         for stage, x in part.observed.items():
             if part.judged is None or stage in part.judged:

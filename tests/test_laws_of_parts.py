@@ -326,7 +326,8 @@ def test_heads_that_are_mixed_in_the_output_are_told():
     )
 
 
-def test_a_stage_that_is_computed_in_a_narrow_format_is_told():
+def test_a_narrow_format_alone_explains_nothing():
+    """The values have the bits of bfloat16, and an error that rounding to it could make, but not these values."""
     problem = make_problem(GROUPED, "float32")
 
     def narrow(x):
@@ -334,9 +335,6 @@ def test_a_stage_that_is_computed_in_a_narrow_format_is_told():
 
     wrong = run(problem)
     wrong["scores"] = narrow(narrow(wrong["scores"]) * np.float32(1.004))
-    laws = told(problem, wrong, "scores")
-    assert any(law.startswith("the values have the bits of bfloat16, and their error is within") for law in laws)
-    wrong["scores"] = narrow(wrong["scores"] + 0.3 * np.random.default_rng(0).standard_normal(wrong["scores"].shape))
     assert told(problem, wrong, "scores") == ()
 
 

@@ -28,6 +28,8 @@ class Sample:
         absorbs: keys and values of a wrong weight are not computed, see `parity.core.absorbed`.
         rows_out: rows of the output, if the context is placed among all tokens, which wrongly combined heads need;
             default: the context has only the rows.
+        tokens: the tokens that the inputs of the problem consist of, if these are some of its tokens only. Then only
+            stages of single tokens are computed: q, k, v, the gate and latents.
     """
 
     rows: np.ndarray
@@ -37,6 +39,7 @@ class Sample:
     rows_out: np.ndarray | None = None
     others: np.ndarray | None = None
     absorbs: bool = False
+    tokens: np.ndarray | None = None
 
     def rows_of(self, quantity: str) -> np.ndarray:
         """Return the query tokens of a stage."""
@@ -44,9 +47,17 @@ class Sample:
             return self.rows_out
         return self.rows[: self.kept] if quantity in ("attn_weights", "context", "output", "gate") else self.rows
 
+    def tokens_of(self, quantity: str) -> dict[str, np.ndarray]:
+        """Return the indices of a stage's query tokens "T" and, if they are not the first ones, of its keys "S"."""
+        if self.tokens is not None:
+            return {"T": self.tokens, "S": self.tokens}
+        return {"T": self.rows_of(quantity)}
+
 
 def steps_of_sample(layer: Any, sample: Sample, case: Case) -> Sequence[Step]:
     """Return the stages of a `reference.Layer` without a cache as functions, for the rows and features of a sample."""
+    if sample.tokens is not None:
+        return _steps_of_tokens(layer, sample.tokens, case)
     width, seq_len = case.spec.output_width, case.seq_len
     rows, keys = sample.rows, slice(sample.keys)
 
@@ -104,6 +115,21 @@ def steps_of_sample(layer: Any, sample: Sample, case: Case) -> Sequence[Step]:
 
     steps = [mask, qkv, scores, attn_weights, context, output, whole]
     return steps
+
+
+def _steps_of_tokens(layer: Any, tokens: np.ndarray, case: Case) -> Sequence[Step]:
+    """Return the stages of single tokens as functions. The mask, which does not affect them, hides nothing."""
+
+    def mask(_: Values) -> dict[str, np.ndarray]:
+        shape = (case.batch, case.spec.num_heads, len(tokens), len(tokens))
+        return {"mask": np.broadcast_to(np.zeros((), bool), shape)}
+
+    def qkv(_: Values) -> dict[str, np.ndarray]:
+        inputs = layer.problem.inputs
+        given = {name: inputs[side] for name, side in layer.problem.sides.items()}
+        return layer.project(given, case.positions()[..., tokens])
+
+    return [mask, qkv]
 
 
 def _in_place(values: Values, rows: np.ndarray, seq_len: int) -> dict[str, np.ndarray]:

@@ -24,6 +24,7 @@ from parity.core.compare import (
 from parity.core.problem import Problem
 from parity.core.sample import of_paths
 from parity.core.stages import FUSED_PATHS, PATHS, run_steps, stage_named
+from parity.core.unused import unused_cells, without_unused
 from parity.core.weights import dtype_named, is_floating
 from parity.core.work import uncounted
 
@@ -117,6 +118,25 @@ class Reference:
         """Compare a stage that was computed from its own earlier stages or from the given ones."""
         expected = self.expected(local=local)[label.stage]
         same = self.same_precision(local=local, arithmetic=arithmetic)[label.stage]
+        return self._compare(actual, expected, same, label, arithmetic)
+
+    def compare_used(self, actual: np.ndarray, label: Label, arithmetic: str) -> Comparison:
+        """Compare a stage of someone else's implementation, without padding and unfilled slots of a cache."""
+        expected = self.accumulated[label.stage]
+        same = self.same_precision(local=False, arithmetic=arithmetic)[label.stage]
+        unused = unused_cells(self.problem, label.stage, expected.shape)
+        if unused is None or actual.shape != expected.shape:
+            return self._compare(actual, expected, same, label, arithmetic)
+        if stage_named(label.stage).is_exact:
+            return self._compare(np.where(unused, expected, actual), expected, same, label, arithmetic)
+        if not is_floating(actual.dtype):
+            return self._compare(actual, expected, same, label, arithmetic)
+        actual, expected = without_unused(actual, unused), without_unused(expected, unused)
+        return self._compare(actual, expected, same, label, arithmetic)
+
+    def _compare(
+        self, actual: np.ndarray, expected: np.ndarray, same: np.ndarray, label: Label, arithmetic: str
+    ) -> Comparison:
         return compare(actual, expected, same, label, terms=self.magnitudes.get(label.stage), arithmetic=arithmetic)
 
     def compare_noise(

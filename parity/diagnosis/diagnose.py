@@ -10,8 +10,7 @@ remaining error is within the budget of `parity.core.compare`, that is, if only 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +20,7 @@ from mha_spec import Refusal
 from parity.backends import FRAMEWORKS, load_backend
 from parity.core.arrays import arithmetic_of, stages_of
 from parity.core.blas import single_threaded
-from parity.core.compare import NOT_MEASURED, Comparison, Judgement, Label
+from parity.core.compare import NOT_MEASURED, Comparison, Judgement
 from parity.core.problem import Problem
 from parity.core.reference import ARITHMETICS, UNFUSED
 from parity.core.stages import STAGES, stage_named
@@ -30,17 +29,16 @@ from parity.core.weights import is_floating
 from parity.core.work import Work
 from parity.diagnosis.at_size import diagnosed_by_first_call, diagnosed_by_samples
 from parity.diagnosis.choices import choices_for
+from parity.diagnosis.hidden import hidden_bugs
 from parity.diagnosis.precision import lost_in_dtype, lost_in_products
 from parity.diagnosis.readings import Read, read
 from parity.diagnosis.replay import EVERYTHING, Replay, Scope, remembering
-from parity.diagnosis.sampling import Part, Whole, first_call, in_order, is_large
+from parity.diagnosis.sampling import FIRST_CALL, ROWS, Part, Whole, first_call, in_order, is_large
 from parity.diagnosis.search import SearchResult, search
 from parity.diagnosis.verdicts import Diagnosis, Explanation, Unknown
+from parity.diagnosis.whole import WholeStages
 
 __all__ = ["Diagnosis", "Explanation", "Unknown", "diagnose", "diagnose_trace", "observe"]
-
-ALMOST = 3.0
-"""The largest ratio of an unexplained error that is called rounding."""
 
 SECONDS = 5.0
 """Work of the search for bugs, see `diagnose`."""
@@ -75,7 +73,23 @@ def diagnose(
         raise Refusal("arithmetic", f"be one of {known}", arithmetic=arithmetic)
     arithmetic = arithmetic or arithmetic_of(observed)
     stages = stages_of("observed", observed, "output")
-    return diagnose_stages(stages, Reference(problem, stages=frozenset(stages)), arithmetic, seconds)
+    reference = Reference(problem, stages=frozenset(stages))
+    found = diagnose_stages(stages, reference, arithmetic, seconds)
+    return found if found.is_wrong else replace(found, hidden=_hidden_bugs(stages, reference, arithmetic))
+
+
+def _hidden_bugs(stages: Mapping[str, np.ndarray], reference: Reference, arithmetic: str) -> tuple[str, ...]:
+    """Return the names of known bugs that the compared stages would not show in their dtype."""
+    problem, remembered = reference.problem, reference.remembered
+    if not is_large(problem):
+        base = remembering(remembered)
+        return hidden_bugs(Replay(problem, {}, arithmetic, base=base, reference=reference), list(stages))
+    if problem.case.is_cached:
+        return ()
+    compared = WholeStages({}, reference, arithmetic)
+    part = Whole(problem, _of_problem(stages), compared, remembered).of_rows(0, ROWS, None)
+    right = Replay(part.problem, {}, arithmetic, base=remembering(part.remembered))
+    return hidden_bugs(right, list(part.observed))
 
 
 def diagnose_stages(
@@ -83,7 +97,7 @@ def diagnose_stages(
     reference: Reference,
     arithmetic: str,
     seconds: float = SECONDS,
-    difference: Comparison | None = None,
+    comparisons: Iterable[Comparison] = (),
 ) -> Diagnosis:
     """Find the bugs in stages that may already be compared.
 
@@ -92,7 +106,7 @@ def diagnose_stages(
         reference: of their problem; its stages are not computed again.
         arithmetic: of the hardware.
         seconds: work of the search, see `diagnose`.
-        difference: the first stage that differs; by default the stages are compared if necessary.
+        comparisons: known comparisons of the stages with the reference.
 
     Raises:
         ValueError: if no stage is one of the problem's.
@@ -102,7 +116,7 @@ def diagnose_stages(
     def explained(stages: Mapping[str, np.ndarray], right: Replay, work: Work) -> Diagnosis:
         with work.counted():
             taken = _read_stages(stages, right)
-            return taken if isinstance(taken, Diagnosis) else _explain(*taken, work.left)
+            return taken if isinstance(taken, Diagnosis) else _explain(taken, work.left)
 
     def judge(part: Part, scope: Scope, work: Work) -> Diagnosis:
         base = remembering(part.remembered)
@@ -113,35 +127,55 @@ def diagnose_stages(
         right = Replay(problem, {}, arithmetic, base=base, scope=scope, reference=reference)
         return explained(stages, right, work)
 
+    ordered = {name: in_order(problem, name, x) for name, x in stages.items()}
+    compared = WholeStages(ordered, reference, arithmetic, {each.stage: each for each in comparisons})
     if not is_large(problem):
         with single_threaded():
             found = judge_all(EVERYTHING, Work(seconds))
     elif problem.case.is_cached:
-        found = diagnosed_by_first_call(first_call(problem, stages), judge, judge_all, seconds)
+        of_first_call = {name.removeprefix(FIRST_CALL): x for name, x in ordered.items() if name.startswith(FIRST_CALL)}
+        first_compared = WholeStages(of_first_call, reference, arithmetic, compared.known, FIRST_CALL)
+        found = diagnosed_by_first_call(first_call(problem, stages, first_compared), judge, judge_all, seconds)
     else:
-        ordered = {name: in_order(problem, name, x) for name, x in stages.items()}
-
-        def first(conventions: Mapping[str, str]) -> Comparison | None:
-            if difference is not None and math.isfinite(difference.max_abs):
-                return difference
-            return _first_difference({**ordered, **dict.fromkeys(conventions)}, reference, arithmetic)
-
-        found = diagnosed_by_samples(Whole(problem, stages, reference.remembered), judge, first, seconds)
+        whole = Whole(problem, _of_problem(stages), compared, reference.remembered)
+        found = diagnosed_by_samples(whole, judge, seconds)
         turned = {name: ordered[name] for name in found.taken if ordered[name].shape != stages[name].shape}
         found = replace(found, taken=turned)
-    return replace(found.with_named_laws(), dtypes=_other_dtypes(stages, problem), dtype=problem.dtype)
+    found = _measured_as_a_whole(found.with_named_laws(), compared)
+    return replace(found, dtypes=_other_dtypes(stages, problem), dtype=problem.dtype)
 
 
-def _first_difference(
-    stages: Mapping[str, np.ndarray | None], reference: Reference, arithmetic: str
-) -> Comparison | None:
-    """Return the first stage that differs, of those recorded in the reference's convention."""
-    expected, dtype = reference.accumulated, reference.problem.dtype
-    given = {name: x for name, x in stages.items() if x is not None and name in expected}
-    given = {name: given[name] for name in expected if name in given and given[name].shape == expected[name].shape}
-    with np.errstate(over="ignore", invalid="ignore"):
-        found = (reference.compare(x, Label("", "", dtype, name), arithmetic) for name, x in given.items())
-        return next((comparison for comparison in found if not comparison.passed), None)
+def _of_problem(stages: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the stages that the diagnosis knows: not gradients, nor unknown names.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    names = [name for name in stages if stage_named(name).kind in STAGES and not stage_named(name).is_gradient]
+    if not names:
+        raise Refusal("observed", "have stages of the problem", str(sorted(stages)))
+    return {name: stages[name] for name in names}
+
+
+def _measured_as_a_whole(diagnosis: Diagnosis, compared: WholeStages) -> Diagnosis:
+    """Return a diagnosis with the errors of whole stages, as a comparison reports them.
+
+    The search measures samples, and each stage from the observed stages before it.
+    """
+    if not diagnosis.is_wrong:
+        return diagnosis
+
+    def ratio_of(stage: str, ratio: float) -> float:
+        if stage not in compared or compared[stage].passed:
+            return ratio
+        return compared[stage].comparison.ratio
+
+    explanations = [
+        replace(each, ratio_before=ratio_of(each.stage, each.ratio_before)) for each in diagnosis.explanations
+    ]
+    unknowns = [replace(each, ratio=ratio_of(each.stage, each.ratio)) for each in diagnosis.unknowns]
+    ratio = ratio_of(diagnosis.stage, diagnosis.ratio)
+    return replace(diagnosis, ratio=ratio, explanations=explanations, unknowns=unknowns)
 
 
 def _other_dtypes(stages: Mapping[str, np.ndarray], problem: Problem) -> dict[str, str]:
@@ -157,39 +191,37 @@ def _other_dtypes(stages: Mapping[str, np.ndarray], problem: Problem) -> dict[st
     }
 
 
-def _read_stages(stages: Mapping[str, np.ndarray], first: Replay) -> Diagnosis | tuple[list[_View], _View | None]:
+def _read_stages(stages: Mapping[str, np.ndarray], first: Replay) -> Diagnosis | list[_View]:
     """Read stages in every possible way; if they agree in one, nothing is wrong."""
     views: list[_View] = []
-    right, reference = None, None
+    reference = None
     for choice in choices_for(first.problem.dtype, stages):
         reference = (reference or first).with_choice(choice)
         views += _views(stages, reference)
-        right = right or next((view for view in views if not (view.wrong or view.malformed)), None)
-        if right is not None and (not right.is_weak or right is views[0]):
+        right = next((view for view in views if not (view.wrong or view.malformed)), None)
+        if right is not None:
             return right.diagnosis("convention" if right.conventions else "none")
     if not views:
         raise Refusal("observed", "have stages of the problem", str(sorted(stages)))
     lacking = next((view for view in views if not view.wrong), None)
-    if right is None and lacking is not None:  # the comparable stages agree, but one has an unexpected shape or dtype
+    if lacking is not None:  # the comparable stages agree, but one has an unexpected shape or dtype
         return lacking.diagnosis("unknown")
-    return views, right
+    return views
 
 
-def _explain(views: Sequence[_View], right: _View | None, seconds: float) -> Diagnosis:
+def _explain(views: Sequence[_View], seconds: float) -> Diagnosis:
     """Search each reading for bugs, and return the best diagnosis."""
     plain = views[0]
     others = sorted((view for view in views if len(view.wrong) < len(plain.wrong)), key=lambda view: len(view.wrong))
-    searched = [plain, *([] if right is not None else others[: MOST_VIEWS - 1])]
-    untried, found = "", []
+    searched = [plain, *others[: MOST_VIEWS - 1]]
+    untried, results = "", list[SearchResult]()
     for view in searched:
-        if not found or found[0].unknowns or found[0].count > 1:
+        if not results or results[0].unknowns or results[0].count > 1:
             work = Work(seconds / len(searched))
-            found.append(_search(view.replay, work))
+            results.append(_search(view.replay, work))
             untried = untried or work.untried
-    if right is not None and found[0].unknowns:
-        return right.diagnosis("convention")
-    best = min(range(len(found)), key=lambda index: found[index].cost)
-    return _conclude(searched[best], found[best], untried)
+    best = min(range(len(results)), key=lambda index: results[index].cost)
+    return _conclude(searched[best], results[best], untried)
 
 
 def _search(replay: Replay, work: Work) -> SearchResult:
@@ -206,14 +238,19 @@ def _search(replay: Replay, work: Work) -> SearchResult:
 
 def _has_nan_of_its_own(replay: Replay, stage: str) -> bool:
     """Return True if a stage is NaN where the reference is not, and finite elsewhere: NaN alone shows no rows."""
-    expected, actual = replay.stage(stage), replay.observed[stage]
-    if expected.shape != actual.shape or stage_named(stage).is_exact or np.isnan(actual).all():
+    if replay.stage(stage).shape != replay.observed[stage].shape or stage_named(stage).is_exact:
+        return False
+    actual, expected = replay.compared(stage, replay.stage(stage))
+    if np.isnan(actual).all():
         return False
     return bool((np.isnan(actual) & ~np.isnan(expected)).any())
 
 
 def _conclude(view: _View, found: SearchResult, untried: str) -> Diagnosis:
-    """Return the diagnosis that follows from a search."""
+    """Return the diagnosis that follows from a search.
+
+    A stage over its budget is wrong, also if the output agrees: what differs and has no name is unknown.
+    """
     explanations, unknowns = found.explanations, found.unknowns
     losses = {bug.name for bug in view.replay.known if bug.is_loss}
     are_losses = all({*explanation.bugs} <= losses for explanation in explanations)
@@ -222,15 +259,6 @@ def _conclude(view: _View, found: SearchResult, untried: str) -> Diagnosis:
         return view.diagnosis("precision", explanations=[whole])
     if unknowns and are_losses and (explanation := lost_in_products(view.replay, view.before, view.wrong)):
         return view.diagnosis("precision", explanations=[explanation])
-    if unknowns and not explanations:
-        has_wrong_zeros = any(view.replay.has_wrong_zeros(unknown.stage) for unknown in unknowns)
-        if view.agrees_in_the_end and not (has_wrong_zeros or any(_is_serious(unknown) for unknown in unknowns)):
-            words = {each.stage: _describe(each) for each in unknowns}
-            conventions = {**view.conventions, **words}
-            return replace(view.diagnosis("convention"), conventions=conventions, unknowns=unknowns)
-        has_laws = any(unknown.laws for unknown in unknowns)
-        if not has_laws and max(view.before[stage].ratio for stage in view.wrong) <= ALMOST:
-            return view.diagnosis("rounding", unknowns=unknowns)
     kind = "precision" if are_losses else "structure"
     if unknowns:
         kind = "law" if all(unknown.law is not None for unknown in unknowns) else "unknown"
@@ -241,18 +269,6 @@ def _conclude(view: _View, found: SearchResult, untried: str) -> Diagnosis:
         untried=untried if unknowns else "",
         agrees=view.agrees_in_the_end,
     )
-
-
-def _describe(unknown: Unknown) -> str:
-    """Describe the difference of a stage that the output does not depend on."""
-    how = f"by a pattern: {unknown.law.words}" if unknown.law else "in an unknown way"
-    return f"differs from the reference, {how}"
-
-
-def _is_serious(unknown: Unknown) -> bool:
-    """Return True if a stage is wrong although the output agrees: it is not finite, or differently rotated."""
-    found = () if unknown.findings is None else unknown.findings.found
-    return not math.isfinite(unknown.error) or any(law.name.startswith("rope") for law in found)
 
 
 # ---- Readings of the observed stages ---------------------------------------------------------------------------------
@@ -267,14 +283,12 @@ class _View:
         before: the error of each stage, computed from the stages before it.
         conventions: descriptions of stages that are recorded in another convention.
         malformed: stages that cannot be compared, and why.
-        is_weak: True if a bug that explains everything is preferred to this reading.
     """
 
     replay: Replay
     before: dict[str, Judgement]
     conventions: dict[str, str]
     malformed: dict[str, str]
-    is_weak: bool = False
 
     @property
     def wrong(self) -> list[str]:
@@ -332,9 +346,8 @@ def _views(stages: Mapping[str, np.ndarray], right: Replay) -> list[_View]:
         replay = right.observing(values, masked)
         before = {stage: replay.judgement(stage, ()) for stage in replay.stages}
         conventions = {name: reading.words for name, reading in way.items() if reading.words}
-        is_weak = any(reading.is_weak for reading in way.values())
         malformed = {name: each.reason for name, each in found.items() if name not in way}
-        views.append(_View(replay, before, conventions, malformed, is_weak))
+        views.append(_View(replay, before, conventions, malformed))
     return views
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import Any
 
 import numpy as np
 
 from parity.core.stages import STAGES, Stage, stage_named
+from parity.core.unused import unused_cells
 from parity.core.weights import is_floating
 from parity.diagnosis.bugs.record import Changed, instead
 from parity.diagnosis.replay import Replay
@@ -39,16 +39,14 @@ class Reading:
     Attributes:
         words: a description that follows the name of the stage; empty for the reference's convention.
         values: the stage in the reference's convention; None if it cannot be computed from the recorded array.
-        is_certain: True if no later stage has to confirm it, because it concerns only axes, or unused values.
-        is_weak: True if unused values are not 0: a bug that explains everything is preferred.
-        masked: cells of scores that hold a mask's number and are not compared; None if there are none. There the values
-            are the reference's.
+        is_certain: True if no later stage has to confirm it, because it concerns only axes.
+        masked: cells that are not compared: unused ones, and cells of scores that hold a mask's number, in which the
+            values are the reference's; None if there are none.
     """
 
     words: str
     values: np.ndarray | None
     is_certain: bool = False
-    is_weak: bool = False
     masked: np.ndarray | None = None
 
 
@@ -106,21 +104,32 @@ class _Reader:
     def letters(self) -> tuple[str, ...]:
         return STAGES[self.stage.kind]
 
+    @cached_property
+    def unused(self) -> np.ndarray | None:
+        """The cells whose values do not matter: tokens of padding, unfilled slots."""
+        return unused_cells(self.right.problem, self.name, self.expected.shape)
+
     def read(self, x: np.ndarray) -> Read:
         """Return the readings, up to the first that agrees."""
         typed = self._typed(x)
         if isinstance(typed, str):
             return Read(None, None, typed)
-        if typed.shape == self.expected.shape and self.right.agrees(self.name, typed):
-            as_ours = Reading(self._as_typed(x, typed), typed, is_certain=True)
+        if typed.shape == self.expected.shape and self.right.agrees(self.name, typed, unused=self.unused):
+            as_ours = Reading(self._as_typed(x, typed), typed, is_certain=True, masked=self.unused)
             return Read(as_ours, as_ours)
         shaped = list(self._shaped(typed))
         agreed = next(self._agreeing(typed, shaped), None)
         if not shaped:
             return Read(None, agreed, f"has shape {x.shape} instead of {self.expected.shape}")
-        plain = self._masked(shaped[0])
-        is_right = plain.masked is not None and plain.values is not None and self.right.agrees(self.name, plain.values)
-        return Read(plain, plain if is_right else agreed)
+        after_mask = self._after_mask(shaped[0])
+        if after_mask is None:
+            return Read(replace(shaped[0], masked=self.unused), agreed)
+        is_right = after_mask.values is not None and self._agrees(after_mask.values)
+        return Read(after_mask, after_mask if is_right else agreed)
+
+    def _agrees(self, x: np.ndarray, changes: tuple[Changed, ...] = ()) -> bool:
+        """Return True if an array is the stage with changes, up to rounding, except in unused cells."""
+        return self.right.agrees(self.name, x, changes, self.unused)
 
     def _as_typed(self, x: np.ndarray, typed: np.ndarray) -> str:
         """Return a description of a mask that is not boolean."""
@@ -213,19 +222,15 @@ class _Reader:
 
     def _agreeing(self, x: np.ndarray, shaped: Sequence[Reading]) -> Iterator[Reading]:
         """Yield the readings in which the array agrees with the reference."""
-        found = self._free()
-        for free, aside in ((None, ""), *([] if found is None else [(found, self._free_words())])):
-            for form in shaped:
-                if form.values is None:
-                    continue
-                for words, values in (("", form.values), *self._restored(form.values)):
-                    if (form.words or words or aside) and self.right.agrees(self.name, values, free=free):
-                        kept = values if free is None else np.where(free, self.expected, values)
-                        is_weak = free is not None and bool(np.any(values[free]))
-                        yield Reading(_joined(form.words, words, aside), kept, not words, is_weak)
-                for words, shown in self._shown():
-                    if self.right.agrees(self.name, form.values, (shown,), free):
-                        yield Reading(_joined(form.words, words, aside), None)
+        for form in shaped:
+            if form.values is None:
+                continue
+            for words, values in (("", form.values), *self._restored(form.values)):
+                if (form.words or words) and self._agrees(values):
+                    yield Reading(_joined(form.words, words), values, not words, self.unused)
+            for words, shown in self._shown():
+                if self._agrees(form.values, (shown,)):
+                    yield Reading(_joined(form.words, words), None)
         yield from self._averaged(x)
 
     def _restored(self, x: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
@@ -248,21 +253,22 @@ class _Reader:
             if quantity == "q":
                 yield "is recorded after the scale", (wide / scale).astype(x.dtype)
             yield "is recorded after the root of the scale", (wide / math.sqrt(abs(scale) or 1.0)).astype(x.dtype)
-        masked = self._masked(Reading("", x))
-        if masked.values is not None and masked.masked is not None:
-            values = np.where(masked.masked, self.expected, masked.values / spec.score_scale)
+        after_mask = self._after_mask(Reading("", x))
+        if after_mask is not None and after_mask.values is not None and after_mask.masked is not None:
+            values = np.where(after_mask.masked, self.expected, after_mask.values / spec.score_scale)
             yield f"{AFTER_MASK} and before the scale", values
 
-    def _masked(self, form: Reading) -> Reading:
-        """Return scores after a mask, which are compared in the other cells only; other stages unchanged."""
+    def _after_mask(self, form: Reading) -> Reading | None:
+        """Return scores after a mask, which are compared in the other cells only; None for other stages and scores."""
         if self.stage.quantity != "scores" or form.values is None:
-            return form
+            return None
         hidden = self.right.values[str(Stage("mask", self.stage.path, step=self.stage.step))]
-        cells = _masked_cells(form.values, self.expected, hidden, lambda x: self.right.agrees(self.name, x))
+        cells = _masked_cells(form.values, self.expected, hidden, self._agrees)
         if cells is None:
-            return form
+            return None
         values = np.where(cells, self.expected, form.values).astype(form.values.dtype)
-        return Reading(_joined(form.words, AFTER_MASK), values, is_certain=True, masked=cells)
+        not_compared = cells if self.unused is None else cells | self.unused
+        return Reading(_joined(form.words, AFTER_MASK), values, is_certain=True, masked=not_compared)
 
     def _shown(self) -> Iterator[tuple[str, Changed]]:
         """Yield the conventions that the reference itself can compute."""
@@ -287,37 +293,6 @@ class _Reader:
             return
         if self.right.agrees(self.name, x, form=_over_heads):
             yield Reading("is averaged over the heads", None)
-
-    # ---- Unreadable stages -------------------------------------------------------------------------------------------
-
-    def _free(self) -> np.ndarray | None:
-        """Return the cells whose values do not matter: tokens of padding, unfilled slots."""
-        case, step = self.right.problem.case, self.stage.step
-        lengths: dict[str, Any] = {}
-        if step is not None:
-            added = case.added(step)
-            is_of_slots = "cache" in self.stage.quantity or self.stage.quantity == "scores"
-            lengths = {"S": np.add(case.lengths_before(step), added) if is_of_slots else added, "T": added}
-            if self.stage.quantity in ("mask", "attn_weights"):
-                del lengths["S"]
-        elif case.key_padding_lengths is not None:
-            lengths = {"S": case.key_padding_lengths}
-            lengths |= {"T": case.key_padding_lengths} if case.seq_len_k is None else {}
-            if self.stage.quantity in ("mask", "scores", "attn_weights"):
-                del lengths["S"]
-        free = np.zeros(self.expected.shape, bool)
-        for letter, of_sequences in lengths.items():
-            if letter in self.letters:
-                axis = self.letters.index(letter)
-                places = np.arange(self.expected.shape[axis]) >= np.array(of_sequences)[:, None]  # (B, places)
-                shape = [1] * free.ndim
-                shape[0], shape[axis] = places.shape
-                free |= places.reshape(shape)
-        return free if free.any() else None
-
-    def _free_words(self) -> str:
-        what = "slots" if "cache" in self.stage.quantity else "padding"
-        return f"differs in unused {what}"
 
 
 def _joined(*words: str) -> str:

@@ -26,6 +26,7 @@ from parity.core.problem import Problem
 from parity.core.reference import Remembered
 from parity.core.stages import Stage, Step, stage_named
 from parity.core.trace import RECOUNTS, Reference, nudged, nudged_values
+from parity.core.unused import without_unused
 from parity.core.work import run, spend_on
 from parity.diagnosis.bugs import Bug, bugs_for, low_products, permuted_heads, wrong_layer
 from parity.diagnosis.bugs.record import Change, Changed
@@ -195,7 +196,7 @@ class Replay:
     def known(self) -> list[Bug]:
         """The bugs that could affect them."""
         known = [*bugs_for(self.problem.case), *permuted_heads(self.values, self.observed)]
-        known += low_products() if len(self.stages) == 1 else []  # with more, the size of the noise decides
+        known += low_products() if not self.arithmetic.startswith("tensix") else []
         if (only := self.scope.only) is not None:
             known = [each for each in known if each.name in only or each.about in only]
         may_lose = self.problem.dtype in ("float32", "float64")  # narrow values may round to themselves
@@ -272,7 +273,10 @@ class Replay:
         """Return the stages that the reference already computed for a right layer of lower precision, step by step."""
         changes, dtype, kind, _ = layer
         is_other = changes or kind or self.observed or self.choice.in_reference or self.choice.arithmetic
-        return () if self._reference is None or is_other else self._reference.by_step(dtype, self.arithmetic)
+        is_computed = dtype in ("float64", SAME_PRECISION[self.problem.dtype])
+        if self._reference is None or is_other or not is_computed:
+            return ()
+        return self._reference.by_step(dtype, self.arithmetic)
 
     def _steps(self, layer: _Layer) -> Sequence[Step]:
         """Return the steps of the reference with changes, as functions."""
@@ -340,17 +344,21 @@ class Replay:
 
     def _judged(self, stage: str, changes: Changes, quick: bool, kind: str) -> Judgement:
         expected = self.stage(stage, changes)
-        actual = self._actual(stage, expected)
-        if actual.shape != expected.shape:
+        if self.observed[stage].shape != expected.shape:
             return NOT_MEASURED
         spend_on(expected)
         allowed = self._about_allowed(stage, expected) if quick else self.allowed(stage, changes, kind)
-        found = judged(actual, expected, allowed, stage)
+        compared = self.compared(stage, expected)
+        found = judged(*compared, allowed, stage)
         if is_close(found.ratio) and not quick and not any(getattr(each, "is_loss", False) for each in changes):
             budgets = [allowed, *(other.allowed(stage, changes, kind) for other in self._recounts)]
             allowed = {norm: max(each[norm] for each in budgets) for norm in allowed}
-            return judged(actual, expected, allowed, stage)
+            return judged(*compared, allowed, stage)
         return found
+
+    def compared(self, stage: str, expected: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return an observed stage and its expected values without the cells that are not compared."""
+        return _compared_cells(self.observed[stage], expected, self._masked.get(stage), stage)
 
     def _actual(self, stage: str, expected: np.ndarray) -> np.ndarray:
         """Return an observed stage, with the expected values in cells that are not compared."""
@@ -364,7 +372,7 @@ class Replay:
         stage: str,
         actual: np.ndarray,
         changes: Changes = (),
-        free: np.ndarray | None = None,
+        unused: np.ndarray | None = None,
         form: Form = np.asarray,
     ) -> bool:
         """Return True if an array is a stage with changes, in a form, up to rounding, except in unused cells."""
@@ -372,7 +380,7 @@ class Replay:
         if actual.shape != expected.shape:
             return False
         spend_on(expected)
-        actual = actual if free is None else np.where(free & np.isfinite(actual), expected, actual)
+        actual, expected = _compared_cells(actual, expected, unused, stage)
         return judged(actual, expected, self.allowed(stage, changes, form=form), stage).ratio <= 1.0
 
     def allowed(
@@ -401,10 +409,10 @@ class Replay:
 
     def has_wrong_zeros(self, stage: str) -> bool:
         """Return True if attention weights are 0 for a visible key, or not 0 for a hidden key."""
-        expected, actual = self.stage(stage), self.observed[stage]
-        if not stage_named(stage).is_attn_weights or expected.shape != actual.shape:
+        expected = self.stage(stage)
+        if not stage_named(stage).is_attn_weights or expected.shape != self.observed[stage].shape:
             return False
-        return judged(actual, expected, self.allowed(stage, ()), stage).has_wrong_zeros
+        return judged(*self.compared(stage, expected), self.allowed(stage, ()), stage).has_wrong_zeros
 
     @cached_property
     def _recounts(self) -> list[Replay]:
@@ -475,4 +483,16 @@ class Replay:
             problem=self.problem,
             recompute=recompute,
             others={name: x for name, x in values.items() if self.step_of[name] <= index and name != stage},
+            unused=self._masked.get(stage),
         )
+
+
+def _compared_cells(
+    actual: np.ndarray, expected: np.ndarray, masked: np.ndarray | None, stage: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return a stage and its expected values such that a comparison leaves out masked cells."""
+    if masked is None:
+        return actual, expected
+    if stage_named(stage).is_exact:
+        return np.where(masked, expected, actual), expected
+    return without_unused(actual, masked), without_unused(expected, masked)

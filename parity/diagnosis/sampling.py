@@ -1,15 +1,17 @@
 """Samples of a large problem: small problems that show its bugs as the whole layer does.
 
-A bug is tried in a sample, which takes the same time at every size of the layer, and confirmed in another one. There
-are two kinds. The first tokens of a causal layer are a small layer by themselves, because later tokens do not affect
-them. Some rows of queries, with all keys, have the same values as in the whole layer. A few output features are enough.
+A bug is tried in a sample, which takes the same time at every size of the layer, and confirmed in another one. Samples
+have tokens at which the observed stages differ most, because a bug may not show elsewhere: RoPE's scaling, for example,
+only far from the first token. There are three kinds. Single tokens show errors of q, k, v and the gate, in which tokens
+do not depend on each other. Some rows of queries, with all keys, have the same values as in the whole layer. The first
+tokens of a causal layer are a small layer by themselves. A few output features are enough.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,6 +24,7 @@ from parity.core.sample import Sample
 from parity.core.stages import STAGES, stage_named
 from parity.core.work import uncounted
 from parity.diagnosis.readings import orders
+from parity.diagnosis.whole import WholeStages
 
 LARGE = 2**25
 """Multiplications of a layer above which samples are searched: below, the whole layer takes a few hundredths of a
@@ -57,13 +60,10 @@ class Part:
 
 
 OF_TOKENS = frozenset({"q", "k", "v", "gate", "latents"})
-"""The stages that depend on single tokens."""
+"""The stages in which tokens do not depend on each other."""
 
 FIRST_CALL = "step0."
 """The prefix of stage names of the first call with a cache."""
-
-OF_PAIRS = OF_TOKENS | {"mask", "scores"}
-"""The stages that depend on one query and one key."""
 
 
 def multiplications(problem: Problem) -> int:
@@ -82,47 +82,117 @@ def is_large(problem: Problem) -> bool:
 
 @dataclass(frozen=True)
 class Whole:
-    """A large problem, and its samples.
+    """A large problem, its observed stages, and their comparison with the reference.
 
     Attributes:
         problem: the problem.
         observed: its stages.
-        remembered: projections of its inputs, which samples of rows share.
+        compared: those in the reference's shape, compared as a whole.
+        remembered: projections of its inputs, which samples share.
         unlike: number of last rows that samples leave out, because they attend to more than the problem has.
     """
 
     problem: Problem
     observed: Mapping[str, np.ndarray]
+    compared: WholeStages
     remembered: Remembered
     unlike: int = 0
 
-    def parts(self, worst: Mapping[str, int] | None = None) -> Iterator[Part]:
-        """Yield samples to search, the cheaper first.
+    @property
+    def stages_of_tokens(self) -> frozenset[str]:
+        """The observed stages that samples of single tokens show."""
+        return frozenset() if is_by_length(self.problem) else OF_TOKENS & self.observed.keys()
 
-        Args:
-            worst: a row "T", a feature "E" that a sample must have.
+    @property
+    def other_stages(self) -> frozenset[str]:
+        """The observed stages that only samples of rows, with all keys, show."""
+        return frozenset(self.observed.keys() - self.stages_of_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens of each sequence in a sample."""
+        return max(TOKENS // self.problem.case.batch, 8)
+
+    @property
+    def num_rows(self) -> int:
+        """The number of query rows that may be sampled."""
+        return self.problem.case.seq_len - self.unlike
+
+    def worst(self, stages: Collection[str], size: int, turn: int) -> np.ndarray:
+        """Return tokens at which one of some stages differs most: every second one, from the first or the second on.
+
+        A stage differs most where the error is largest in comparison with the noise of the same token.
         """
-        case, worst = self.problem.case, worst or {}
-        features = self._features(0, worst.get("E"))
-        is_alone = self._tokens < case.seq_len and not is_by_length(self.problem)
-        if is_alone and (is_causal(self.problem) or OF_TOKENS & self.observed.keys()):
-            yield self._of_tokens(self._tokens, features)
-        yield self._of_rows(_rows(case.seq_len - self.unlike, ROWS, worst.get("T")), features)
+        size_of_errors = np.zeros(size)
+        for name in {*stages} & self.compared.keys():
+            by_token = self.compared[name].by_token[:size]
+            size_of_errors[: len(by_token)] = np.maximum(size_of_errors[: len(by_token)], by_token)
+        order = np.argsort(-size_of_errors, kind="stable")
+        return order[size_of_errors[order] > 0.0][turn::2]
 
-    def confirming(self) -> list[Part]:
-        """Return independent samples with other features, which may confirm a bug.
+    def features(self, turn: int) -> np.ndarray:
+        """Return some features of the output: the first ones and the worst, or those after them."""
+        width = self.problem.spec.output_width
+        found = np.arange(min(FEATURES, width)) + turn * min(FEATURES, max(width - FEATURES, 0))
+        outputs = [self.compared[name] for name in self.compared if stage_named(name).quantity == "output"]
+        worst = [each.worst_feature for each in outputs if not each.passed and each.worst_feature is not None]
+        return np.union1d(found, worst[:1]).astype(int)
 
-        They are rows from everywhere, if their keys are affordable, and more of the first tokens of a causal layer.
-        """
-        case, spec = self.problem.case, self.problem.spec
-        features, tokens, found = self._features(1, None), CONFIRMED * self._tokens, list[Part]()
-        of_keys = case.batch * case.key_len * spec.d_kv * max(spec.k_width, spec.v_width)
-        is_alone = is_causal(self.problem) and not is_by_length(self.problem) and tokens < case.seq_len
-        if not is_alone or of_keys <= AFFORDABLE:
-            found.append(self._of_rows(_rows(case.seq_len - self.unlike, 2 * ROWS + 1, None)[1:], features))
-        if is_alone:
-            found.append(self._of_tokens(tokens, features))
-        return found
+    # ---- Samples -----------------------------------------------------------------------------------------------------
+
+    def of_tokens(self, turn: int) -> Part:
+        """Return single tokens: those that differ most, the last one, and others from everywhere."""
+        size, count = self.problem.case.seq_len, self.num_tokens
+        worst = self.worst(self.stages_of_tokens, size, turn)[: count // 2]
+        tokens = np.union1d(_spread(size, count - len(worst), turn), worst)
+        return self.of_these_tokens(tokens, f"{len(tokens)} of {size} tokens")
+
+    def of_these_tokens(self, tokens: np.ndarray, words: str) -> Part:
+        """Return a sample of the stages of single tokens."""
+        problem = self.problem
+        sample = Sample(tokens, np.arange(problem.spec.output_width), tokens=tokens)
+        inputs = {
+            name: np.ascontiguousarray(x[:, :, tokens] if name in ("k", "v") else x[:, tokens])
+            for name, x in problem.inputs.items()
+            if name in {*problem.sides.values()}
+        }
+        part = replace(problem, inputs=inputs, sample=sample)
+        remembered = Remembered(self.remembered, tokens)
+        return Part(part, self._cut(part, self.stages_of_tokens), remembered, words, self.stages_of_tokens)
+
+    def of_rows(self, turn: int, count: int, judged: frozenset[str] | None) -> Part:
+        """Return rows with all keys: those that differ most, the last one, and others from everywhere."""
+        compared = self.observed.keys() if judged is None else judged
+        of_queries = [name for name in compared if "T" in stage_named(name).axes]
+        worst = self.worst(of_queries, self.num_rows, turn)[:count]
+        rows = np.union1d(_spread(self.num_rows, count, turn), worst)
+        features = self.features(turn)
+        absorbs = not {"k", "v"} & self.observed.keys()
+        some = {rows_of_query(rows): np.ascontiguousarray(self.problem.inputs["query"][:, rows])}
+        part = replace(self.problem, inputs=self.problem.inputs | some, sample=Sample(rows, features, absorbs=absorbs))
+        words = f"{len(rows)} of {self.problem.case.seq_len} query tokens"
+        return Part(part, self._cut(part), self.remembered, words, judged)
+
+    def of_first_tokens(self, tokens: int, turn: int, judged: frozenset[str] | None) -> Part:
+        """Return the first tokens of a causal layer, which are a small layer by themselves."""
+        problem, case, first = self.problem, self.problem.case, slice(tokens)
+        inputs = {"query": np.ascontiguousarray(problem.inputs["query"][:, first])}
+        inputs |= {
+            name: problem.inputs[name][:, :, first, first] for name in ("bias", "mask") if name in problem.inputs
+        }
+        sample = Sample(np.arange(tokens), self.features(turn))
+        part = Problem(case.first_tokens(tokens), problem.dtype, problem.weights, inputs, sample)
+        words = f"the first {tokens} of {case.seq_len} tokens"
+        return Part(part, self._cut(part), Remembered(self.remembered, first), words, judged)
+
+    def complete(self, judged: frozenset[str] | None) -> Part | None:
+        """Return the first tokens as a small problem, with every row and feature; None if the layer is not causal."""
+        if not is_causal(self.problem) or is_by_length(self.problem) or self.num_tokens >= self.problem.case.seq_len:
+            return None
+        part = self.of_first_tokens(self.num_tokens, 0, judged)
+        every_feature = Sample(np.arange(self.num_tokens), np.arange(self.problem.spec.output_width))
+        observed = self._cut(replace(part.problem, sample=every_feature))
+        return replace(part, problem=replace(part.problem, sample=None), observed=observed)
 
     def mixing(self) -> Iterator[Part]:
         """Yield samples for bugs that mix rows.
@@ -132,7 +202,7 @@ class Whole:
         queries of these keys. Otherwise the other queries are one row for it.
         """
         case, heads = self.problem.case, self.problem.spec.num_heads
-        first, features = max(TOKENS, heads), self._features(0, None)
+        first, features = max(TOKENS, heads), self.features(0)
         if first >= case.seq_len or case.not_finite is not None:
             return
         rows_out, words = np.arange(first // heads), f"the first {first} of {case.seq_len} keys"
@@ -144,53 +214,12 @@ class Whole:
         if "attn_weights" in self.observed:
             yield self._mixing(replace(of_first_keys, kept=None), frozenset({"attn_weights"}), words)
         elif "bias" not in self.problem.inputs:  # the logarithm of the other queries is not a row
-            rows = _rows(case.seq_len - self.unlike, ROWS, None)
+            rows = _spread(self.num_rows, ROWS, 0)
             sample = Sample(rows, features, kept=len(rows), others=self._others(rows))
             judged = frozenset(self.observed.keys() & {"context", "output"})
             yield self._mixing(sample, judged, f"{len(rows)} of {case.seq_len} query tokens, and the sum of the others")
         words = f"the first {first} of {case.seq_len} query tokens"
         yield self._mixing(Sample(np.arange(first), features, None, None, rows_out), frozenset({"output"}), words)
-
-    def complete(self) -> Part | None:
-        """Return the first tokens as a small problem, with every row and feature; None if the layer is not causal."""
-        if not is_causal(self.problem) or is_by_length(self.problem) or self._tokens >= self.problem.case.seq_len:
-            return None
-        part = self._of_tokens(self._tokens, np.arange(self.problem.spec.output_width))
-        return replace(part, problem=replace(part.problem, sample=None))
-
-    @property
-    def _tokens(self) -> int:
-        """The number of first tokens of each sequence in a sample."""
-        return max(TOKENS // self.problem.case.batch, 8)
-
-    def _features(self, turn: int, worst: int | None) -> np.ndarray:
-        """Return some features of the output: the first ones, or those after them, and the worst."""
-        width = self.problem.spec.output_width
-        found = np.arange(min(FEATURES, width)) + turn * min(FEATURES, max(width - FEATURES, 0))
-        return found if worst is None else np.union1d(found, [worst])
-
-    def _of_rows(self, rows: np.ndarray, features: np.ndarray) -> Part:
-        absorbs = not {"k", "v"} & self.observed.keys()
-        some = {rows_of_query(rows): np.ascontiguousarray(self.problem.inputs["query"][:, rows])}
-        part = replace(self.problem, inputs=self.problem.inputs | some, sample=Sample(rows, features, absorbs=absorbs))
-        words = f"{len(rows)} of {self.problem.case.seq_len} query tokens"
-        cut = self._cut(part)
-        by_tokens = (
-            not is_by_length(self.problem) and OF_TOKENS & self.observed.keys()
-        )  # the first tokens are compared there
-        return Part(part, cut, self.remembered, words, frozenset(cut.keys() - OF_TOKENS) if by_tokens else None)
-
-    def _of_tokens(self, tokens: int, features: np.ndarray) -> Part:
-        problem, case, first = self.problem, self.problem.case, slice(tokens)
-        inputs = {"query": np.ascontiguousarray(problem.inputs["query"][:, first])}
-        inputs |= {
-            name: problem.inputs[name][:, :, first, first] for name in ("bias", "mask") if name in problem.inputs
-        }
-        sample = Sample(np.arange(tokens), features)
-        part = Problem(case.first_tokens(tokens), problem.dtype, problem.weights, inputs, sample)
-        words = f"the first {tokens} of {case.seq_len} tokens"
-        judged = None if is_causal(problem) else OF_PAIRS
-        return Part(part, self._cut(part), Remembered(self.remembered, tokens), words, judged)
 
     def _mixing(self, sample: Sample, judged: frozenset[str], words: str) -> Part:
         part = replace(self.problem, sample=sample)
@@ -221,21 +250,23 @@ class Whole:
                 found = highest + np.log(total)
         return found
 
-    def _cut(self, part: Problem) -> dict[str, np.ndarray]:
-        """Return the stages of a sample, in any recorded order of axes."""
+    def _cut(self, part: Problem, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
+        """Return some stages of a sample, in any recorded order of axes; all of them by default."""
         found, sample = {}, part.sample
         for name, x in self.observed.items():
             stage = stage_named(name)
             if sample is None or stage.kind not in STAGES or stage.is_gradient:
                 continue
+            if names is not None and name not in names:
+                continue
             if axes := _axes_of(self.problem, name, x.shape):
-                keys = np.arange(part.case.key_len)[: sample.keys]
-                picked = {"T": sample.rows_of(stage.quantity), "S": keys, "E": sample.features}
+                picked = {"T": sample.rows_of(stage.quantity), "E": sample.features}
+                picked["S"] = np.arange(part.case.key_len)[: sample.keys] if sample.tokens is None else sample.tokens
                 found[name] = _taken(x, axes, picked)
         return found
 
 
-def first_call(problem: Problem, observed: Mapping[str, np.ndarray]) -> Whole | None:
+def first_call(problem: Problem, observed: Mapping[str, np.ndarray], compared: WholeStages) -> Whole | None:
     """Return the first call with a cache as a layer without one; None if it is short or differs from one.
 
     Scores and attention weights are omitted, because others have slots instead of keys. The last row is also omitted,
@@ -249,11 +280,12 @@ def first_call(problem: Problem, observed: Mapping[str, np.ndarray]) -> Whole | 
         return None
     own = replace(case, seq_len=tokens, chunks=(), new_lengths=(), capacity=0, is_causal=True)
     inputs = {"query": np.ascontiguousarray(problem.inputs["query"][:, :tokens])}
-    kept = {f"{FIRST_CALL}{name}": name for name in OF_TOKENS | {"context", "output"}}
-    stages = {kept[name]: x for name, x in observed.items() if name in kept}
-    return (
-        Whole(Problem(own, problem.dtype, problem.weights, inputs), stages, Remembered(), unlike=1) if stages else None
-    )
+    names = {f"{FIRST_CALL}{name}": name for name in OF_TOKENS | {"context", "output"}}
+    stages = {names[name]: x for name, x in observed.items() if name in names}
+    if not stages:
+        return None
+    layer = Problem(own, problem.dtype, problem.weights, inputs)
+    return Whole(layer, stages, compared, Remembered(), unlike=1)
 
 
 def is_causal(problem: Problem) -> bool:
@@ -268,10 +300,12 @@ def is_by_length(problem: Problem) -> bool:
     return is_stretched or problem.case.seq_len_k is not None or problem.case.not_finite is not None
 
 
-def _rows(seq_len: int, count: int, worst: int | None) -> np.ndarray:
-    """Return some of a number of rows, evenly spaced, with the first, the last and the worst."""
-    found = np.unique(np.linspace(min(1, seq_len - 1), seq_len - 1, count, dtype=int))
-    return found if worst is None else np.union1d(found, [worst])
+def _spread(size: int, count: int, turn: int) -> np.ndarray:
+    """Return some of a number of tokens, evenly spaced up to the last one, others in each turn."""
+    first = min(1, size - 1)
+    if turn:
+        return np.unique(np.linspace(first, size - 1, 2 * count + 1, dtype=int))[1:]
+    return np.unique(np.linspace(first, size - 1, count, dtype=int))
 
 
 # ---- Observed stages -------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from parity.core.compare import Judgement, norms_of
+from parity.core.compare import norms_of
 from parity.core.stages import stage_named
 from parity.core.work import Work
 from parity.diagnosis.assumptions import assumption
@@ -31,7 +31,9 @@ of a module."""
 MOST_BUGS = 4  # searched at the same time
 MOST_BRANCHES = 6  # ways to explain a stage that are followed
 NEARLY = 10.0  # the remaining error of one bug, over the tolerance, below which a second bug only fits noise
-CHANCE = 0.5  # the share of an error that a bug may leave and still explain it
+CHANCE = (
+    0.5  # the share of an error that a bug may leave: a wrong one also moves rounded values, so a small gain is chance
+)
 SMALL = 0.25  # the largest share of a stage that lost precision may change
 CHEAP = 0.1  # the share of the work that a bug may take before it is postponed until the others were tried
 FOR_LOSSES = 0.6  # of the work in a sample, including earlier work: other samples may show more
@@ -205,7 +207,7 @@ def _explain(replay: Replay, stages: Sequence[str], stage: str, found: Bugs, wor
         if at_once > 1 and any(replay.judgement(stage, (*found, one)).ratio <= NEARLY for one in added):
             return False
         after = replay.judgement(stage, bugs)
-        if after.ratio > 1.0 or not _is_less(after, before, added) or replay.wrong(right, bugs):
+        if after.ratio > 1.0 or after.error > CHANCE * before.error or replay.wrong(right, bugs):
             return False
         return all(replay.is_same(replay.step_of[each], found, added, [each]) for each in earlier)
 
@@ -259,14 +261,6 @@ def _orders(known: Sequence[Bug], at_once: int) -> Iterator[Bugs]:
         some = tuple(known[place] for place in places)
         overridden = [method for bug in some for method in bug.in_reference]
         yield from itertools.permutations(some) if len({*overridden}) < len(overridden) else [some]
-
-
-def _is_less(after: Judgement, before: Judgement, added: Bugs) -> bool:
-    """Return True if an error falls by far. A wrong bug also moves rounded values, so a small gain is chance.
-
-    Lost precision leaves errors of the same size; it explains them because they are within the tolerance.
-    """
-    return any(bug.is_loss for bug in added) or not after.error > CHANCE * before.error
 
 
 def _is_made_in_sight(replay: Replay, index: int, found: Bugs, bug: Bug) -> bool:

@@ -10,11 +10,8 @@ import numpy as np
 
 from parity.core.records import JsonRecord
 from parity.core.stages import STAGES, stage_named
-from parity.diagnosis.laws import Findings, Law
+from parity.diagnosis.laws import EVERYWHERE, Findings, Law
 from parity.text import and_listed
-
-EVERYWHERE = "everywhere"
-"""The place that is a whole stage."""
 
 UNNAMED = ("law", "unknown")
 """Kinds of a diagnosis in which some difference has no name: a pattern explains it, or nothing does."""
@@ -270,10 +267,9 @@ class Diagnosis(JsonRecord):
     `str(diagnosis)` is short; `diagnosis.text` contains everything.
 
     Attributes:
-        kind: `none`, nothing differs; `convention`, stages are recorded in another convention, and everything computed
-            from them agrees; `rounding`, some errors are just above the budget; `precision`, all are small, and lost
-            precision explains them; `structure`, bugs explain them; `law`, verified patterns do, alone or in addition
-            to bugs; `unknown`, something remains.
+        kind: `none`, nothing differs; `convention`, stages are recorded in a known convention, and agree in it;
+            `precision`, all errors are small, and lost precision reproduces them; `structure`, bugs explain them;
+            `law`, verified patterns do, alone or in addition to bugs; `unknown`, something remains.
         stage: the first stage that differs; empty if none does.
         error: its error (root mean square).
         ratio: its error / budget.
@@ -289,6 +285,7 @@ class Diagnosis(JsonRecord):
         dtype: the problem's.
         taken: the stages of another convention, converted to the reference's if that is possible. JSON omits them.
         sample: the part of a large layer that was searched.
+        hidden: if nothing is wrong in 16 bits, the known bugs that these stages would only show in float32.
     """
 
     kind: str
@@ -307,6 +304,7 @@ class Diagnosis(JsonRecord):
     dtype: str = ""
     taken: Mapping[str, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
     sample: str = ""
+    hidden: tuple[str, ...] = ()
 
     IN_JSON = ("*", *FINDING, "unexplained", "nearest", "headline", "text")
 
@@ -330,7 +328,7 @@ class Diagnosis(JsonRecord):
 
     @property
     def is_wrong(self) -> bool:
-        """True if something is wrong: neither rounding within the budget nor another convention is."""
+        """True if something is wrong: rounding within the budget is not, and a known convention is not."""
         return self.kind not in ("none", "convention")
 
     @property
@@ -384,8 +382,6 @@ class Diagnosis(JsonRecord):
             )
         if self.cause:
             return self.cause
-        if self.kind == "rounding":
-            return f"probably rounding: no known bug explains {self.stage}"
         if self.unknowns:
             return self.unknowns[0].headline
         return " ".join(next(iter(self.malformed.items()), (self.stage, "differs")))
@@ -423,11 +419,8 @@ class Diagnosis(JsonRecord):
         elif self.findings:
             yield from self._findings(verbose=verbose)
         else:
-            malformed = "unexpected shape or dtype" if self.malformed else "unknown"
-            yield "Likely bug", "none, probably rounding" if self.kind == "rounding" else malformed
+            yield "Likely bug", "unexpected shape or dtype" if self.malformed else "unknown"
             yield self.first_line
-            if self.kind == "rounding":
-                yield "Evidence", "no known bug explains the error, and it is close to the budget"
         yield from self._notes(verbose=verbose)
 
     def _findings(self, *, verbose: bool) -> Iterator[Line]:
@@ -450,7 +443,7 @@ class Diagnosis(JsonRecord):
     def _notes(self, *, verbose: bool) -> Iterator[Line]:
         """Yield what applies to the whole diagnosis."""
         if self.agrees and self.is_wrong:
-            yield "Note", "the output agrees, because this cancels in it"
+            yield "Note", "the output agrees with the reference all the same"
         malformed = (each for each in self.malformed.items() if each[0] != self.stage)
         yield from (("Not comparable", f"{stage} {reason}") for stage, reason in malformed)
         if verbose or not self.is_wrong:
@@ -466,6 +459,9 @@ class Diagnosis(JsonRecord):
             )
         yield from [("Searched", f"a sample, {self.sample}")] if self.sample else []
         yield from [("Not tried", f"{self.untried} (limit of the search)")] if self.untried else []
+        if self.hidden:
+            shown = _some(self.hidden, most=len(self.hidden) if verbose else 3)
+            yield "Hidden", f"{shown} would not show in {self.dtype}: compare in float32 as well"
 
     @property
     def first_line(self) -> Line:

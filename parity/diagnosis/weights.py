@@ -22,8 +22,7 @@ from parity.diagnosis.diagnose import Diagnosis, Explanation, Unknown, diagnose
 def diagnose_weights(weights: Weights, spec: AttentionSpec, other: Weights, other_spec: AttentionSpec) -> Diagnosis:
     """Find the bugs in the second of two sets of weights that should hold the same attention.
 
-    The kind is never `rounding`, because both are computed alike and only the weights differ. It is `precision` only if
-    every differing tensor is exactly that of the first in fewer bits.
+    The kind is `precision` only if every differing tensor is exactly that of the first in fewer bits.
 
     Raises:
         ValueError: if the layers differ in more than their weights.
@@ -34,7 +33,7 @@ def diagnose_weights(weights: Weights, spec: AttentionSpec, other: Weights, othe
     laws = [each for each in diagnosis.explanations if each.findings is not None]
     if diagnosis.is_wrong and (laws or diagnosis.kind != "structure") and (ways := _common_ways(weights, other)):
         return _rounded(diagnosis, ways)
-    if diagnosis.kind not in ("rounding", "precision"):
+    if diagnosis.kind != "precision":
         return diagnosis
     if laws:
         return replace(diagnosis, kind="structure")

@@ -141,7 +141,7 @@ def judge(
     if reference is None or not any(stage_named(name).kind in STAGES for name in stages):
         return comparisons, None
     arithmetic = arithmetic or arithmetic_of(actual)
-    diagnosis = diagnose_stages(stages, reference, arithmetic, difference=difference)
+    diagnosis = diagnose_stages(stages, reference, arithmetic, comparisons=comparisons)
     judged = _as_recorded(comparisons, diagnosis, reference, arithmetic)
     if not diagnosis.is_wrong and judged != comparisons:
         warnings.warn(f"{comparisons[0].case}: {diagnosis}", ConventionWarning, stacklevel=3)
@@ -270,7 +270,7 @@ def _compare_with_reference(actual: Stages, reference: Reference, name: str, ari
     unknown = f"the reference has no such stage, only {', '.join(expected)}"
     known = [Label(name, "actual", dtype, stage) for stage in expected if stage in actual]
     lacking = [Label(name, "actual", dtype, stage) for stage in actual if stage not in expected]
-    found = [reference.compare(actual[label.stage], label, arithmetic) for label in known]
+    found = [reference.compare_used(actual[label.stage], label, arithmetic) for label in known]
     return [
         *(_explained(comparison, "the same-precision reference") for comparison in found),
         *(failure(actual[label.stage], unknown, label) for label in lacking),

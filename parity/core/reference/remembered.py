@@ -22,10 +22,10 @@ class Remembered:
 
     Args:
         longer: results for longer inputs.
-        tokens: number of leading tokens of the longer inputs that are these inputs.
+        tokens: indices of the tokens of the longer inputs that are these inputs.
     """
 
-    def __init__(self, longer: Remembered | None = None, tokens: int = 0) -> None:
+    def __init__(self, longer: Remembered | None = None, tokens: np.ndarray | slice = slice(0)) -> None:
         self._longer, self._tokens = longer, tokens
         self._products: dict[tuple[Any, ...], np.ndarray] = {}
         self._projected: dict[tuple[Any, ...], np.ndarray] = {}
@@ -89,7 +89,7 @@ class Remembered:
         if key not in self._products:
             longer = None if self._longer is None else self._longer._products.get(key)
             if longer is not None:
-                self._products[key] = longer[: len(x), : self._tokens]
+                self._products[key] = longer[: len(x), self._tokens]
             else:
                 weight = layer.problem.weights[source]
                 if (source, given) == ("q_proj.weight", "query") and has_rows_of_query(layer.problem):

@@ -71,13 +71,6 @@ def caches(case: Case) -> Iterator[Bug]:
         _into_slots(lambda _, before, added: (before, np.maximum(added - 1, 0))),
         fix="write all new tokens, then attend",
     )
-    if case.new_lengths:
-        yield cached(
-            "cache-holds-padding",
-            "padding is cached with the real tokens",
-            _into_slots(lambda seq_len, before, added: (before, np.minimum(seq_len, capacity - before))),
-            fix="append only the first new_lengths tokens of each sequence",
-        )
 
 
 def _caching(change: Callable[[New], New]) -> dict[str, Override]:

@@ -16,7 +16,8 @@ class BugFamily:
 
     Attributes:
         page: their page in parity/bugs. It is also the name of a fitted pattern.
-        fix: an instruction, with places for `spec`, which is right, `root`, sqrt(head_dim), and RoPE's `scaling`.
+        fix: an instruction, with places for `spec`, which is right, `root`, sqrt(head_dim), and RoPE's `scaling`; empty
+            if the numbers of a pattern do not tell what to change.
         about: a description, with places for `found` and `right`, if known bugs and patterns share it.
     """
 
@@ -66,6 +67,7 @@ THETA = BugFamily(
 EXPONENTS = BugFamily(
     "rope-theta", "use the exponent 2 i / R for pair i of R features, with theta = {spec.rope.theta:g}"
 )
+FREQUENCIES = BugFamily("rope-theta", "")
 SCALING = BugFamily("rope-scaling", "scale RoPE's frequencies as specified: {scaling}")
 ROTARY_DIM = BugFamily(
     "rope-partial", "rotate rotary_dim features of each head, with frequencies for these features alone"
@@ -99,7 +101,7 @@ DIVIDED = BugFamily(
     "divide the scores by sqrt(head_dim) = {root:g}, once",
     "the scale of the scores {found} instead of {right}",
 )
-MULTIPLIED = BugFamily("scale", "multiply the scores by {spec.scale:g}, once", DIVIDED.about)
+MULTIPLIED = BugFamily("scale", "multiply the scores by {spec.score_scale:g}, once", DIVIDED.about)
 SOFT_CAP = BugFamily(
     "soft-cap",
     "scale the scores, cap them with {spec.soft_cap:g} * tanh(scores / {spec.soft_cap:g}), then add the bias and mask",
@@ -134,5 +136,6 @@ PRECISION = BugFamily("low-precision", "keep these values in the problem's dtype
 
 
 def scale_family(spec: AttentionSpec) -> BugFamily:
-    """Return the family of scales, with or without a scale of the layer's own."""
-    return DIVIDED if spec.scale is None else MULTIPLIED
+    """Return the family of scales: the usual one, or that of a layer with its own, as with latents and YaRN."""
+    is_usual = spec.scale is None and math.isclose(spec.score_scale * math.sqrt(spec.head_dim), 1.0)
+    return DIVIDED if is_usual else MULTIPLIED

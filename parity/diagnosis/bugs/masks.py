@@ -144,7 +144,10 @@ def padding(case: Case) -> Iterator[Bug]:
     if lengths is None:
         return
     bug = PADDING.seen_in("mask")
-    if case.is_causal or case.random_mask or case.window_size is not None or case.segment_ids:
+    # A causal mask hides right padding from every real token: to show it changes nothing.
+    may_show = not (case.is_causal and case.seq_len_k is None and min(lengths) > 0)
+    has_other_mask = case.is_causal or case.random_mask or case.window_size is not None or case.segment_ids
+    if has_other_mask and may_show:
         yield bug("padding-ignored", "padding is not hidden", {"is_padding": instead(_of_no_pair)})
     yield bug(
         "padding-on-the-left",
@@ -152,12 +155,17 @@ def padding(case: Case) -> Iterator[Bug]:
         {"is_padding": instead(lambda s, lengths: s < key_len - lengths)},
         fix="hide the keys from each sequence's own length, or move the padding to the left",
     )
-    for by, words, step in (("one", "shows one padding key", 1), ("minus-one", "hides one real key", -1)):
+    if may_show:
         yield bug(
-            f"padding-off-by-{by}",
-            f"the padding mask {words}",
-            {"is_padding": before(lambda s, lengths, step=step: (s, lengths + step))},
+            "padding-off-by-one",
+            "the padding mask shows one padding key",
+            {"is_padding": before(lambda s, lengths: (s, lengths + 1))},
         )
+    yield bug(
+        "padding-off-by-minus-one",
+        "the padding mask hides one real key",
+        {"is_padding": before(lambda s, lengths: (s, lengths - 1))},
+    )
     count = len(lengths)
     seen = {lengths, (key_len,) * count}  # the second is padding-ignored
     for name, words, wrong, change in (
@@ -166,7 +174,8 @@ def padding(case: Case) -> Iterator[Bug]:
         ("the-other", "the one before it", (*lengths[-1:], *lengths[:-1]), lambda x: np.roll(x, 1, axis=0)),
         ("the-first", "the first one", lengths[:1] * count, lambda x: np.repeat(x[:1], len(x), axis=0)),
     ):
-        if wrong not in seen:
+        hides = any(other < own for other, own in zip(wrong, lengths, strict=True))
+        if wrong not in seen and (hides or may_show):
             seen.add(wrong)
             yield bug(
                 f"padding-of-{name}",
@@ -174,7 +183,7 @@ def padding(case: Case) -> Iterator[Bug]:
                 {"is_padding": before(lambda s, x, change=change: (s, change(x)))},
                 fix="hide the keys from each sequence's own length: use row b of the mask for sequence b",
             )
-    if key_len == case.seq_len:
+    if key_len == case.seq_len and may_show:
         yield bug(
             "padding-of-queries",
             "the mask hides the queries of padding instead of its keys",

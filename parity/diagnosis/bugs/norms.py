@@ -14,8 +14,6 @@ from parity.core.reference import Layer
 from parity.diagnosis.bugs.record import Bug, Override
 from parity.diagnosis.bugs.sites import Overrides, norm_with, read_as, weights
 
-SEEN_EPS = 1e-3  # a smaller one disappears in the rounding of float32
-
 of_norms = partial(Bug, page="qk-norm", stages=("q", "k"))
 
 
@@ -79,13 +77,12 @@ def norms(case: Case) -> Iterator[Bug]:
             if is_width
             else "normalize each head separately",
         )
-    if norm.eps >= SEEN_EPS:
-        yield of_norms(
-            "qk-norm-eps-outside",
-            "eps is added to the root of the mean square instead of the mean square",
-            _standardised(_with_eps_outside),
-            fix=f"divide by sqrt(mean(x²) + {norm.eps:g})",
-        )
+    yield of_norms(
+        "qk-norm-eps-outside",
+        "eps is added to the root of the mean square instead of the mean square",
+        _standardised(_with_eps_outside),
+        fix=f"divide by sqrt(mean(x²) + {norm.eps:g})",
+    )
 
 
 def _missing(name: str, of: Collection[str], whose: str, **more: Any) -> Bug:

@@ -20,7 +20,7 @@ from parity.core.reference.arithmetic import MANTISSA, multiplications
 from parity.core.stages import Values
 from parity.core.weights import dtype_named, is_floating
 from parity.core.work import PER_MULTIPLICATION, PER_ROUNDED, ask, begin
-from parity.diagnosis.bugs.record import Bug, Override
+from parity.diagnosis.bugs.record import Bug, Changed, Override
 from parity.diagnosis.bugs.sites import Overrides, before, weights
 
 DTYPES = ("bfloat16", "float16")
@@ -153,6 +153,16 @@ def _weights(case: Case, dtype: str, projection: str = "") -> Iterator[Bug]:
             fix="load the weights in the dtype of the computation, or compare with the rounded weights",
             stages=STAGES.get(projection, ("q",)),
         )
+
+
+def layer_in(case: Case, dtype: str) -> Changed:
+    """Return the change to weights and inputs of a layer that is computed in a narrower dtype."""
+    cut = _to(dtype)
+
+    def rounded_inputs(inputs: Values, positions: np.ndarray) -> tuple[Values, np.ndarray]:
+        return {name: cut(x) for name, x in inputs.items()}, positions
+
+    return Changed({**weights(cut, list(case.spec.weight_shapes)), "project": before(rounded_inputs)})
 
 
 def _projection(projection: str, cut: Cut) -> Overrides:

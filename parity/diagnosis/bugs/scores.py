@@ -47,9 +47,10 @@ def scale(case: Case) -> Iterator[Bug]:
     ):
         first, before = named.get(divisor, (name, ""))
         named[divisor] = first, f"{before} or {words.removeprefix('is ')}" if before else words
+    times = "" if kept == 1.0 else f" times {kept:.4g}"
     for divisor, (name, words) in named.items():
         if divisor != right:
-            about = family.about.format(found=words, right=meant)
+            about = family.about.format(found=words + times, right=meant + times)
             wrong = {"scale": instead(lambda divisor=divisor: divisor / kept)}
             yield of_scores(f"scale-{name}", about, wrong, fix=fix, page=family.page)
     if right != 1.0:

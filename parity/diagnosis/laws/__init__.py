@@ -5,7 +5,7 @@ expected values there: multiplied, exchanged, rotated by another frequency. A pa
 expected values, it leaves only rounding error.
 """
 
-from parity.diagnosis.laws.describe import describe
+from parity.diagnosis.laws.describe import EVERYWHERE, describe, place_of
 from parity.diagnosis.laws.record import Findings, Law, Place
 
-__all__ = ["Findings", "Law", "Place", "describe"]
+__all__ = ["EVERYWHERE", "Findings", "Law", "Place", "describe", "place_of"]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 
 from mha_spec import Refusal
-from parity.core.compare import axis_names, errors_of, kept_dtype, slope, whole_rows
+from parity.core.compare import NOTHING, axis_names, budget, errors_of, kept_dtype, slope, whole_rows
 from parity.core.problem import Problem
 from parity.core.stages import stage_named
 from parity.core.zeros import with_wrong_zeros
@@ -19,10 +19,11 @@ from parity.diagnosis.laws.parts import parts
 from parity.diagnosis.laws.places import find_place, wrong_elements
 from parity.diagnosis.laws.record import Findings, Law, Place, Seen
 from parity.diagnosis.laws.rotation import rotations
-from parity.diagnosis.laws.rounding import narrow, rounded, rounding_signs
+from parity.diagnosis.laws.rounding import rounded, rounding_signs
 from parity.diagnosis.laws.rows import attn_weights, contexts, masks, scores, weights_signs
 from parity.diagnosis.laws.turned import turned
 from parity.diagnosis.laws.values import constants, factors, offsets
+from parity.diagnosis.laws.words import is_round
 
 GROUPS: tuple[Callable[[Seen], Iterator[Law]], ...] = (
     constants,
@@ -34,7 +35,6 @@ GROUPS: tuple[Callable[[Seen], Iterator[Law]], ...] = (
     attn_weights,
     contexts,
     rounded,
-    narrow,
     offsets,
     shifts,
     scores,
@@ -45,12 +45,11 @@ GROUPS: tuple[Callable[[Seen], Iterator[Law]], ...] = (
 )
 """The patterns; among those with equally many fitted numbers, usual ones first."""
 
-OF_SAMPLES = (constants, factors, rounded, narrow, offsets)
+OF_SAMPLES = (constants, factors, rounded, offsets)
 """The patterns that a sample of rows and features can show: the others need the whole stage."""
 
 IMPLIED_BY = {
     "factor": {"zeros"},
-    "narrow": {"rounded"},
     "power": {"uniform"},
     "rows": {"factor"},
     "tokens and features": {"factor"},
@@ -73,6 +72,9 @@ IMPLIED_BY = {
 OF_SCALING = {"rope factor", "rope low_freq_factor", "rope high_freq_factor", "rope beta_fast", "rope beta_slow"}
 """Patterns of fitted numbers of RoPE's scaling."""
 
+EVERYWHERE = "everywhere"
+"""The place that is a whole stage."""
+
 PLAIN = 4
 """The largest number of fitted numbers of a pattern that makes the search for parts of the layer unnecessary."""
 
@@ -90,6 +92,7 @@ def describe(
     problem: Problem | None = None,
     recompute: Recompute | None = None,
     others: Mapping[str, np.ndarray] | None = None,
+    unused: np.ndarray | None = None,
 ) -> Findings:
     """Describe where a stage is wrong, and by which pattern.
 
@@ -105,31 +108,14 @@ def describe(
             and the problem, numbers of the specification are fitted. If no simple pattern fits, replacements of parts
             are tried.
         others: other stages by name, expected or observed, whose values this one may have.
+        unused: cells that are not compared.
 
     Raises:
         ValueError: if the shapes of the two arrays differ.
     """
-    if actual.shape != expected.shape:
-        raise Refusal("actual", f"have the shape of expected, {expected.shape}", actual=actual.shape)
-    dtype = actual.dtype if problem is None else kept_dtype(stage, problem.dtype)
-    kept = MANTISSA.get(dtype.name, 52)
-    known = stage_named(stage)
-    actual, expected = whole_rows(actual, stage).astype(np.float64), expected.astype(np.float64)
-    errors = errors_of(actual, expected)
-    bad, box = wrong_elements(errors, allowed)
-    if not bad.any():
-        errors = with_wrong_zeros(errors, actual, expected, allowed)
-        bad, box = wrong_elements(errors, allowed)
-    gain = _gain(actual, expected, allowed)
-    if not bad.any() and gain:
-        return Findings(Place("everywhere", wrong=bad.size, size=bad.size), (gain,))
-    if not bad.any():
-        return Findings(Place("nowhere", size=expected.size))
-    letters = axis_names(stage, expected.ndim)
-    place, part = find_place(known, letters, bad, box, hidden, None if problem is None else problem.spec)
-    seen = Seen(
-        known, letters, actual, expected, allowed, errors, bad, box, part, place, hidden, problem, others or {}, kept
-    )
+    seen = _seen(stage, actual, expected, allowed, hidden, problem, others, unused)
+    if isinstance(seen, Findings):
+        return seen
     with np.errstate(all="ignore"):
         is_sample = problem is not None and problem.sample is not None
         found = [law for group in (OF_SAMPLES if is_sample else GROUPS) for law in group(seen)]
@@ -139,9 +125,94 @@ def describe(
             found += turned(seen)
         if recompute is not None and not is_sample and all(law.parameters > PLAIN for law in found):
             found += parts(seen, recompute)
-        signs = [*_nan(seen), *weights_signs(seen), *([] if seen.stage.is_exact else rounding_signs(seen))]
+        signs = tuple(_signs(seen))
     found = sorted(_unlike(_not_by_chance(found)), key=lambda law: law.parameters)
-    return Findings(place, tuple(with_pages(law, seen) for law in found), tuple(signs))
+    return Findings(seen.place, tuple(with_pages(law, seen) for law in found), signs)
+
+
+def place_of(
+    stage: str,
+    actual: np.ndarray,
+    expected: np.ndarray,
+    same_precision: np.ndarray,
+    *,
+    problem: Problem,
+    arithmetic: str = "ieee",
+    unused: np.ndarray | None = None,
+) -> Findings:
+    """Describe where a stage is wrong and how much, in time that allows a whole large layer.
+
+    Args:
+        stage, actual, expected, unused: as in `describe`.
+        same_precision: the stage of the reference in the dtype of the problem, which determines the budget.
+        problem: the case, weights and inputs.
+        arithmetic: of the hardware.
+    """
+    if stage_named(stage).is_exact:
+        allowed = NOTHING
+    else:
+        allowed = budget(expected, same_precision, problem.dtype, arithmetic=arithmetic, stage=stage)
+    seen = _seen(stage, actual, expected, allowed, None, problem, None, unused)
+    if isinstance(seen, Findings):
+        return seen
+    with np.errstate(all="ignore"):
+        return Findings(seen.place, (), tuple(_signs(seen)))
+
+
+def _seen(
+    stage: str,
+    actual: np.ndarray,
+    expected: np.ndarray,
+    allowed: Mapping[str, float],
+    hidden: np.ndarray | None,
+    problem: Problem | None,
+    others: Mapping[str, np.ndarray] | None,
+    unused: np.ndarray | None,
+) -> Seen | Findings:
+    """Return the values of a stage and its place; the whole description if no element is wrong by itself."""
+    if actual.shape != expected.shape:
+        raise Refusal("actual", f"have the shape of expected, {expected.shape}", actual=actual.shape)
+    dtype = actual.dtype if problem is None else kept_dtype(stage, problem.dtype)
+    known = stage_named(stage)
+    actual, expected = whole_rows(actual, stage).astype(np.float64), expected.astype(np.float64)
+    actual = actual if unused is None else np.where(unused, expected, actual)
+    errors = errors_of(actual, expected)
+    bad, box = wrong_elements(errors, allowed)
+    if not bad.any():
+        errors = with_wrong_zeros(errors, actual, expected, allowed)
+        bad, box = wrong_elements(errors, allowed)
+    if not bad.any():
+        gain = _gain(actual, expected, allowed)
+        if gain:
+            return Findings(Place(EVERYWHERE, wrong=bad.size, size=bad.size), (gain,))
+        return Findings(Place("nowhere", size=expected.size))
+    letters = axis_names(stage, expected.ndim)
+    place, part = find_place(known, letters, bad, box, hidden, None if problem is None else problem.spec)
+    return Seen(
+        known,
+        letters,
+        actual,
+        expected,
+        allowed,
+        errors,
+        bad,
+        box,
+        part if unused is None else part & ~unused,
+        place,
+        hidden,
+        problem,
+        others or {},
+        MANTISSA.get(dtype.name, 52),
+        unused,
+    )
+
+
+def _signs(seen: Seen) -> Iterator[str]:
+    """Yield unexpected properties of the actual values, which explain nothing by themselves."""
+    yield from _nan(seen)
+    yield from weights_signs(seen)
+    if not seen.stage.is_exact:
+        yield from rounding_signs(seen)
 
 
 def _gain(actual: np.ndarray, expected: np.ndarray, allowed: Mapping[str, float]) -> Law | None:
@@ -164,12 +235,7 @@ def _not_by_chance(laws: list[Law]) -> list[Law]:
         return laws
     of_scaling = [law for law in laws if law.name in OF_SCALING]
     most = 2 if len(of_scaling) > 1 else 3
-    return [law for law in laws if law not in of_scaling or _digits(law.numbers["value"]) <= most]
-
-
-def _digits(number: float) -> int:
-    """Return the number of digits of a number, without zeros at its ends."""
-    return len(f"{number:.12e}".partition("e")[0].replace(".", "").strip("-0"))
+    return [law for law in laws if law not in of_scaling or is_round(law.numbers["value"], most)]
 
 
 def _unlike(laws: list[Law]) -> Iterator[Law]:

@@ -15,8 +15,8 @@ from mha_spec.scaling import Scaling
 from parity.diagnosis.bugs.families import DIVIDED, THETA
 from parity.diagnosis.bugs.record import Change, Changed, instead
 from parity.diagnosis.laws.record import Law, OtherSpec, Seen
-from parity.diagnosis.laws.rotation import as_form
-from parity.diagnosis.laws.words import readable
+from parity.diagnosis.laws.rotation import as_exponent
+from parity.diagnosis.laws.words import readable, readable_apart
 
 Recompute = Callable[[Change], np.ndarray]
 """Computes the stage with a change of the reference, from the same stages before it; TimeoutError at the limit."""
@@ -85,7 +85,7 @@ class Fitted:
 
     def __init__(self, tried: Tried, number: Number) -> None:
         self.tried, self.number, self.actual = tried, number, tried.seen.actual
-        self._finite = np.isfinite(self.actual)
+        self._compared = tried.seen.compared
         self._found: dict[float | None, np.ndarray | None] = {}
 
     def stage(self, value: float | None) -> np.ndarray | None:
@@ -102,7 +102,7 @@ class Fitted:
         if (x := self.stage(value)) is None:
             return math.inf
         with np.errstate(all="ignore"):
-            found = _size(np.where(self._finite, x - self.actual, 0.0))
+            found = _size(np.where(self._compared, x - self.actual, 0.0))
         return found if math.isfinite(found) else math.inf
 
     def has_effect(self) -> bool:
@@ -143,11 +143,11 @@ class Fitted:
         here, there = self.stage(value), self.stage(value * math.exp(step))
         if here is None or there is None:
             return 0.0
-        slope = np.where(self._finite, there - here, 0.0) / step
+        slope = np.where(self._compared, there - here, 0.0) / step
         size = float((slope**2).sum())
         if not size > 0.0 or not math.isfinite(size):
             return 0.0
-        move = float((slope * np.where(self._finite, self.actual - here, 0.0)).sum()) / size
+        move = float((slope * np.where(self._compared, self.actual - here, 0.0)).sum()) / size
         return min(max(move, -2.0), 2.0)
 
 
@@ -166,19 +166,21 @@ def fits(seen: Seen, recompute: Recompute) -> Iterator[Law]:
         for value in values:
             numbers = {"value": value, "expected": number.right}
             change = _made_in_reference(seen.problem.spec, made(value))
-            yield Law(number.name, _words(number, value), numbers, 0 if value is None else 1, change=change)
+            yield Law(
+                number.name, _words(number, value, seen.problem.spec), numbers, 0 if value is None else 1, change=change
+            )
 
 
-def _words(number: Number, value: float | None) -> str:
+def _words(number: Number, value: float | None, spec: AttentionSpec) -> str:
     right, words = number.right, number.words
     if value is None or right is None:
         return f"{words} is {_number(value)} instead of {_number(right)}"
-    about = {"theta": THETA, "scale": DIVIDED}.get(number.name)
-    if about is None:
-        return f"{words} is {readable(value)} instead of {readable(right)}"
-    found = f"is {readable(value)}" if about is DIVIDED else readable(value)
-    form = as_form(value, right) if about is THETA else ""
-    return about.about.format(found=found, right=readable(right)) + form
+    wrong_text, right_text = readable_apart(value, right)
+    if number.name == "scale":
+        return DIVIDED.about.format(found=f"is {wrong_text}", right=right_text)
+    if number.name == "theta":
+        return THETA.about.format(found=wrong_text, right=right_text) + as_exponent(value, spec)
+    return f"{words} is {wrong_text} instead of {right_text}"
 
 
 def _number(value: float | None) -> str:

@@ -13,7 +13,8 @@ from parity.core.stages import stage_named
 from parity.diagnosis.bugs import families as of
 from parity.diagnosis.bugs.families import BugFamily
 from parity.diagnosis.laws.record import Law, Seen
-from parity.diagnosis.laws.words import LOOSEST
+from parity.diagnosis.laws.rotation import as_exponent
+from parity.diagnosis.laws.words import LOOSEST, is_round
 
 NEAR = 0.02
 """The tolerance for the numbers of an order of heads, and for a theta that is only rounded."""
@@ -40,7 +41,7 @@ Families = tuple[BugFamily, ...]
 
 def with_families(law: Law, spec: AttentionSpec, *families: BugFamily) -> Law:
     """Return a pattern with the pages and fixes of its families."""
-    fixes = dict.fromkeys(family.fix_for(spec) for family in families)
+    fixes = dict.fromkeys(family.fix_for(spec) for family in families if family.fix)
     return replace(law, pages=tuple(dict.fromkeys(family.page for family in families)), fixes=tuple(fixes))
 
 
@@ -78,12 +79,18 @@ def _of_scale(_: Law, seen: Seen, spec: AttentionSpec) -> Families:
     return (of.scale_family(spec), *([of.QK_NORM] if is_behind else []))
 
 
-def _of_theta(law: Law, _: Seen, __: AttentionSpec) -> Families:
-    """Return the family of thetas, unless it is the right one, rounded."""
+def _of_theta(law: Law, _: Seen, spec: AttentionSpec) -> Families:
+    """Return the family of thetas, unless it is the right one, rounded.
+
+    A theta that is not round is probably another mistake in the frequencies, which setting the theta does not fix.
+    """
     right = law.numbers["expected"]
-    return (
-        () if abs(law.numbers["theta" if "theta" in law.numbers else "value"] - right) <= NEAR * right else (of.THETA,)
-    )
+    theta = law.numbers["theta" if "theta" in law.numbers else "value"]
+    if abs(theta - right) <= NEAR * right:
+        return ()
+    if as_exponent(theta, spec):
+        return (of.EXPONENTS,)
+    return (of.THETA,) if is_round(theta) else (of.FREQUENCIES,)
 
 
 def _span_of(spec: AttentionSpec) -> BugFamily:
@@ -175,7 +182,7 @@ def _of_offset_of_rope(_: Law, seen: Seen, __: AttentionSpec) -> Families:
 
 
 def _of_exponent(law: Law, _: Seen, __: AttentionSpec) -> Families:
-    return (of.ROTARY_DIM if law.numbers["exponent"] == "2 i / H" else of.EXPONENTS,)
+    return (of.ROTARY_DIM if law.numbers["exponent"] == "2 i / head_dim" else of.EXPONENTS,)
 
 
 def _of_rope_factor(law: Law, seen: Seen, spec: AttentionSpec) -> Families:

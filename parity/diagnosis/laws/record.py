@@ -126,6 +126,7 @@ class Seen:
         problem: the case, weights and inputs, if known.
         others: other known stages by name.
         kept: mantissa bits of the dtype of the actual values, without the leading 1.
+        unused: cells that are not compared, in which the actual values are the expected ones; None if there are none.
     """
 
     stage: Stage
@@ -142,6 +143,13 @@ class Seen:
     problem: Problem | None = None
     others: Mapping[str, np.ndarray] = field(default_factory=dict)
     kept: int = 23
+    unused: np.ndarray | None = None
+
+    @cached_property
+    def compared(self) -> np.ndarray:
+        """The finite actual values that are compared."""
+        is_finite = np.isfinite(self.actual)
+        return is_finite if self.unused is None else is_finite & ~self.unused
 
     @cached_property
     def count(self) -> int:
@@ -195,6 +203,8 @@ class Seen:
             candidate: the expected values after the pattern.
             gain: the factor by which the pattern multiplies rounding errors, broadcast to them.
         """
+        if self.unused is not None:
+            candidate = np.where(self.unused, self.actual, candidate)
         step = max(1, self.expected.size // 512) | 1  # odd, so that every row has other features
         some = slice(None, None, step)
         gain = np.broadcast_to(np.maximum(gain, 1.0), candidate.shape)

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from mha_spec import Rope
+from mha_spec import AttentionSpec, Rope
 from parity.core.reference.rope import frequencies, pairs
 from parity.diagnosis.bugs.families import THETA
 from parity.diagnosis.bugs.record import Changed
 from parity.diagnosis.laws.record import Law, Seen
-from parity.diagnosis.laws.words import listed, readable
+from parity.diagnosis.laws.words import listed, readable, readable_apart
 
 OFFSETS = np.arange(-4096, 4097)
 """Offsets of positions that are tried."""
@@ -94,7 +94,7 @@ def rotations(seen: Seen) -> Iterator[Law]:
         return
     any_frequencies = (_any_frequencies,) if seen.is_enough(len(turning.right) + 1) else ()
     for rules in (_offset, _forms, _scaled, _theta, *any_frequencies):
-        for rule in rules(turning, seen.problem.spec.rope, seen.actual.shape[3]):
+        for rule in rules(turning, seen.problem.spec.rope, seen.problem.spec):
             if seen.holds(turning.turned(seen, rule), rule.amplitude):
                 yield Law(rule.name, rule.words, rule.numbers, rule.parameters, change=turning.made(rule))
                 return
@@ -146,7 +146,7 @@ def _turning(seen: Seen) -> _Turning | None:
 # ---- Rules, the plainest first ---------------------------------------------------------------------------------------
 
 
-def _offset(turning: _Turning, rope: Rope, head_dim: int) -> Iterator[_Rule]:
+def _offset(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iterator[_Rule]:
     misfit = np.abs(np.exp(1j * (OFFSETS[:, None] * turning.right - turning.begin)) - 1.0).sum(axis=1)
     nearest = misfit <= misfit.min() + 1e-3  # slow pairs alone do not distinguish some offsets
     offset = int(min(OFFSETS[nearest], key=abs))
@@ -154,7 +154,7 @@ def _offset(turning: _Turning, rope: Rope, head_dim: int) -> Iterator[_Rule]:
     yield _Rule("rope offset", words, turning.right, {"offset": offset}, 1, offset)
 
 
-def _forms(turning: _Turning, rope: Rope, head_dim: int) -> Iterator[_Rule]:
+def _forms(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iterator[_Rule]:
     """Yield the right base with an exponent of another form, and no rotation."""
     theta, d = rope.theta, 2 * len(turning.right)
     i = np.arange(d // 2)
@@ -168,16 +168,19 @@ def _forms(turning: _Turning, rope: Rope, head_dim: int) -> Iterator[_Rule]:
         "2 (i + 1) / d": 2 * (i + 1) / d,
         "2 i / (d - 2)": 2 * i / max(d - 2, 1),
         "4 i / d": 4 * i / d,
-        **({"2 i / H": 2 * i / head_dim} if head_dim != d else {}),
     }
+    sizes = _divisors(spec, d)
+    forms |= {f"2 i / {name}": 2 * i / size for name, size in sizes.items()}
+    equal_thetas = {"i / d": theta**0.5, "4 i / d": theta**2}
+    equal_thetas |= {f"2 i / {name}": theta ** (d / size) for name, size in sizes.items()}
     for form, exponent in forms.items():
-        same = {"i / d": theta**0.5, "4 i / d": theta**2}.get(form)
+        same = equal_thetas.get(form)
         as_if = "" if same is None else f", or theta is {readable(same)} instead of {readable(theta)}"
         words = f"RoPE's frequencies are theta ** -({form}) instead of theta ** -(2 i / d){as_if}"
         yield _Rule("rope exponent", words, theta**-exponent, {"theta": theta, "exponent": form})
 
 
-def _scaled(turning: _Turning, rope: Rope, head_dim: int) -> Iterator[_Rule]:
+def _scaled(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iterator[_Rule]:
     factor = float((turning.used * turning.right).sum() / (turning.right**2).sum())
     is_more = abs(factor) > 1.0
     for value in filter(None, _rounded(factor if is_more else 1.0 / factor if factor else 0.0)):
@@ -186,7 +189,7 @@ def _scaled(turning: _Turning, rope: Rope, head_dim: int) -> Iterator[_Rule]:
         yield _Rule("rope scaling", words, times * turning.right, {"factor": 1.0 / times}, 1)
 
 
-def _theta(turning: _Turning, rope: Rope, head_dim: int) -> Iterator[_Rule]:
+def _theta(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iterator[_Rule]:
     share = np.arange(len(turning.right)) * 2.0 / (2 * len(turning.right))
     if len(share) < 2:
         return
@@ -198,19 +201,42 @@ def _theta(turning: _Turning, rope: Rope, head_dim: int) -> Iterator[_Rule]:
         logarithm += float((slope * (turning.used - found)).sum() / (slope**2).sum())
         logarithm = min(max(logarithm, LOGARITHMS[0]), LOGARITHMS[-1])
     for value in _rounded(math.exp(logarithm)):
-        words = THETA.about.format(found=readable(value), right=readable(rope.theta)) + as_form(value, rope.theta)
+        wrong_text, right_text = readable_apart(value, rope.theta)
+        words = THETA.about.format(found=wrong_text, right=right_text)
         yield _Rule("rope theta", words, value**-share, {"theta": value, "expected": rope.theta}, 1)
 
 
-def as_form(theta: float, right: float) -> str:
-    """Return an exponent that is equivalent to another base."""
-    for power, form in ((0.5, "i / d"), (2.0, "4 i / d")):
-        if abs(theta - right**power) <= 1e-3 * theta:
+def as_exponent(theta: float, spec: AttentionSpec) -> str:
+    """Return the form of the exponent that, with the right base, is equivalent to another base; empty if none is."""
+    if spec.rope is None:
+        return ""
+    rotated = spec.rope.rotated_features(spec.head_dim)
+    count = len(range(*rotated.indices(spec.head_dim)))
+    powers = {"i / d": 0.5, "4 i / d": 2.0}
+    for name, size in _divisors(spec, count).items():
+        powers.setdefault(f"2 i / {name}", count / size)
+    for form, power in powers.items():
+        if abs(theta - spec.rope.theta**power) <= 1e-3 * theta:
             return f", or the exponent {form} instead of 2 i / d"
     return ""
 
 
-def _any_frequencies(turning: _Turning, rope: Rope, head_dim: int) -> Iterator[_Rule]:
+def _divisors(spec: AttentionSpec, count: int) -> dict[str, int]:
+    """Return sizes that exponents may be divided by instead of the number of rotated features."""
+    sizes = {
+        "head_dim": spec.head_dim,
+        "d_model": spec.d_model,
+        "(num_heads * head_dim)": spec.num_heads * spec.head_dim,
+        "(num_kv_heads * head_dim)": spec.num_kv_heads * spec.head_dim,
+    }
+    distinct: dict[str, int] = {}
+    for name, size in sizes.items():
+        if size != count and size not in distinct.values():
+            distinct[name] = size
+    return distinct
+
+
+def _any_frequencies(turning: _Turning, rope: Rope, spec: AttentionSpec) -> Iterator[_Rule]:
     times = turning.amplitude if abs(turning.amplitude - 1.0) > 1e-4 else 1.0
     used, right = turning.used.tolist(), turning.right.tolist()
     words = f"RoPE's frequencies are {listed(used)} instead of {listed(right)}"

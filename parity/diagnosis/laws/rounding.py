@@ -12,9 +12,6 @@ from parity.diagnosis.laws.words import readable
 FORMATS = {"bfloat16": 7, "float16 or TF32": 10}
 """Explicit mantissa bits of narrow formats, the coarsest first."""
 
-UNITS = 4.0
-"""The largest error of a stage computed in a narrow format, in units of the largest value."""
-
 LEAST = 8
 """The least number of nonzero values that is enough to detect fewer bits."""
 
@@ -28,18 +25,6 @@ def rounded(seen: Seen) -> Iterator[Law]:
         if _is_within(seen, FORMATS[name], share):
             yield Law("rounded", f"the values are {how} to {name}", {"format": name, "bits": FORMATS[name]})
             return
-
-
-def narrow(seen: Seen) -> Iterator[Law]:
-    """Yield computation in a narrower format: every value has its bits, and its error is within its rounding noise."""
-    name = _format_of(seen)
-    if name is None:
-        return
-    unit = 2.0 ** (np.floor(np.log2(seen.scale)) - FORMATS[name])
-    units = float(seen.errors.max()) / unit
-    if units <= UNITS:
-        words = f"the values have the bits of {name}, and their error is within its rounding noise"
-        yield Law("narrow", f"{words}: {_two_digits(units)} units of the largest", {"format": name, "units": units})
 
 
 def _is_within(seen: Seen, bits: int, share: float) -> bool:

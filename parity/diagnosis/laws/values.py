@@ -170,11 +170,11 @@ def _factor_words(seen: Seen, axes: tuple[int, ...], numbers: np.ndarray) -> str
     if not axes:
         factor = float(numbers[0])
         names = known_as(factor, 4.0 * seen.precision + 1e-6, sizes_of(seen), seen.problem)
-        return f"the values there are {number_words(factor, names)} times what they should be"
+        return f"the values there are {number_words(factor, names, 1.0)} times what they should be"
     is_row = len(axes) > 1
     each = "token of each head" if is_row else noun(seen.letters, next(iter(axes)))[0]
     as_a_norm = ", as by a missing or additional norm" if is_row else ""
-    return f"each {each} there is multiplied by a different number{as_a_norm}: {listed(numbers.tolist())}"
+    return f"each {each} there is multiplied by a different number{as_a_norm}: {listed(numbers.tolist(), 1.0)}"
 
 
 def _offset_words(seen: Seen, axes: tuple[int, ...], numbers: np.ndarray) -> str:

@@ -28,11 +28,29 @@ def readable(x: float) -> str:
     return f"{x:.0f}" if 1e4 <= abs(x) < 1e9 and x == round(x) else f"{x:.4g}"
 
 
-def listed(numbers: Sequence[float]) -> str:
-    """Return numbers as a list, or as a range."""
+def is_round(x: float, most: int = 3) -> bool:
+    """Return True if a number has few digits, without zeros at its ends."""
+    mantissa = f"{x:.12e}".partition("e")[0]
+    return len(mantissa.replace(".", "").strip("-0")) <= most
+
+
+def readable_apart(x: float, right: float) -> tuple[str, str]:
+    """Return a number and the right one, with enough digits to distinguish them."""
+    texts = readable(x), readable(right)
+    if x == right or not (math.isfinite(x) and math.isfinite(right)):
+        return texts
+    digits = 4
+    while texts[0] == texts[1]:
+        digits += 1
+        texts = f"{x:.{digits}g}", f"{right:.{digits}g}"
+    return texts
+
+
+def listed(numbers: Sequence[float], right: float = math.nan) -> str:
+    """Return numbers as a list, or as a range, with enough digits to distinguish them from the right one."""
     if len(numbers) <= MOST_LISTED:
-        return ", ".join(map(readable, numbers))
-    return f"from {readable(min(numbers))} to {readable(max(numbers))}"
+        return ", ".join(readable_apart(x, right)[0] for x in numbers)
+    return f"from {readable_apart(min(numbers), right)[0]} to {readable_apart(max(numbers), right)[0]}"
 
 
 def known_as(x: float, tolerance: float, sizes: dict[str, int], problem: Problem | None = None) -> list[str]:
@@ -89,10 +107,11 @@ def _roots(x: float, *, squares: bool) -> Iterator[tuple[str, float]]:
                 yield sign + words.format(whole), math.copysign(whole**exponent, x)
 
 
-def number_words(x: float, names: Sequence[str]) -> str:
-    """Return a number and its names."""
-    others = [name for name in names if name != readable(x)]
-    return f"{readable(x)} ({', or '.join(others)})" if others else readable(x)
+def number_words(x: float, names: Sequence[str], right: float = math.nan) -> str:
+    """Return a number and its names, with enough digits to distinguish it from the right one."""
+    number = readable_apart(x, right)[0]
+    others = [name for name in names if name != number]
+    return f"{number} ({', or '.join(others)})" if others else number
 
 
 # ---- Indices ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,273 @@
+"""Verdicts on large layers in 16 bits: bugs that show only far away, small errors, and bugs that cannot show."""
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import parity
+from mha_spec import AttentionSpec, DynamicScaling, Latent, Llama3Scaling, Norm, Rope
+from parity import Case, make_problem
+from parity.core.compare import kept_dtype
+from parity.core.trace import Reference
+from parity.diagnosis.bugs import bugs_for, wrong_layer
+from parity.diagnosis.laws.rotation import as_exponent
+from parity.diagnosis.laws.words import readable_apart
+from parity.diagnosis.sampling import is_large
+
+LLAMA = AttentionSpec(
+    256,
+    4,
+    num_kv_heads=2,
+    head_dim=64,
+    qkv_bias=False,
+    out_bias=False,
+    rope=Rope(500000.0, scaling=Llama3Scaling(8.0, 8192)),
+)
+FAR = Case("far", LLAMA, "a layer whose scaling shows far from the first token", batch=1, seq_len=600, is_causal=True)
+
+
+def stages_with(problem, name, stages):
+    """Some stages of the reference in the problem's dtype, with a known bug in it."""
+    made = [bug for bug in bugs_for(problem.case) if bug.name == name][:1]
+    assert made
+    values = wrong_layer(problem, problem.dtype, made).forward()
+    return {stage: values[stage].astype(kept_dtype(stage, problem.dtype)) for stage in stages}
+
+
+def names_of(diagnosis):
+    return [name for explanation in diagnosis.explanations for name in explanation.bugs]
+
+
+@pytest.fixture(scope="module")
+def far():
+    problem = make_problem(FAR, "bfloat16")
+    assert is_large(problem)
+    return problem
+
+
+@pytest.mark.parametrize("stages", [("output",), ("q",), ("q", "k", "v", "output")], ids="+".join)
+def test_more_stages_never_name_less(far, stages):
+    observed = stages_with(far, "rope-scaling-missing", stages)
+    diagnosis = parity.diagnose(observed, far)
+    assert names_of(diagnosis) == ["rope-scaling-missing"]
+    assert diagnosis.stage == stages[0]
+
+
+def test_a_message_has_one_ratio(far):
+    """That of the whole stage, also if the bug was found in a sample."""
+    observed = stages_with(far, "rope-scaling-missing", ("q", "k", "v", "output"))
+    with pytest.raises(AssertionError) as raised:
+        parity.assert_parity(observed, problem=far)
+    text = str(raised.value)
+    (ratio,) = map(float, re.findall(r"q, (\S+) times its budget", text))
+    allowed, error = map(float, re.findall(r"allowed +(\S+) \(\w+\); the error is (\S+)", text)[0])
+    assert ratio == pytest.approx(error / allowed, rel=0.1)
+    assert "cancels" not in text
+
+
+def test_a_note_about_the_output_is_of_the_whole(far):
+    """Each difference is a note if, and only if, the whole output is within its budget."""
+    observed = stages_with(far, "rope-scaling-missing", ("q", "k", "v", "output"))
+    reference = Reference(far, stages=frozenset(observed))
+    right = reference.same_precision(local=False)["output"]
+    wrong = parity.diagnose(observed, far)
+    same_output = parity.diagnose({**observed, "output": right}, far)
+    assert (wrong.agrees, same_output.agrees) == (False, True)
+    assert "Note: the output agrees" in str(same_output)
+    assert "Note" not in str(wrong)
+
+
+@pytest.mark.parametrize("stage", ["q", "output"])
+def test_an_unknown_error_has_its_place(far, stage):
+    right = Reference(far, stages=frozenset({"q", "output"})).same_precision(local=False)
+    observed = {name: right[name].copy() for name in ("q", "output")}
+    index = (0, 3, 417, 11) if stage == "q" else (0, 417, 11)
+    observed[stage][index] += 1.0
+    diagnosis = parity.diagnose(observed, far)
+    assert (diagnosis.kind, diagnosis.stage) == ("unknown", stage)
+    assert "position 417" in diagnosis.unknowns[0].where
+    assert "the error is at most" in diagnosis.evidence
+    assert "rounding" not in str(diagnosis)
+
+
+def test_an_error_just_over_the_budget_is_unknown(far):
+    """The budget is the definition of rounding, so what exceeds it is none."""
+    reference = Reference(far, stages=frozenset({"output"}))
+    expected = reference.accumulated["output"]
+    noise = reference.same_precision(local=False)["output"].astype(np.float64) - expected
+    observed = (expected + 6.0 * noise).astype(kept_dtype("output", "bfloat16"))
+    diagnosis = parity.diagnose({"output": observed}, far)
+    assert diagnosis.kind == "unknown"
+    assert 1.0 < diagnosis.ratio < 3.0
+    assert str(diagnosis).startswith("Likely bug: unknown\n")
+    with pytest.raises(AssertionError):
+        parity.assert_parity(observed, problem=far)
+
+
+# ---- Lost precision --------------------------------------------------------------------------------------------------
+
+NORMED = AttentionSpec(
+    64, 4, num_kv_heads=2, head_dim=16, qkv_bias=False, out_bias=False, qk_norm=Norm(eps=1e-5), rope=Rope(500000.0)
+)
+
+
+@pytest.mark.parametrize("stages", [("output",), ("q", "k", "v", "output")], ids="+".join)
+@pytest.mark.parametrize("size", ["small", "large"])
+def test_a_small_eps_outside_is_named(size, stages):
+    """It changes values by 1e-5 of their size, which a loss of precision in a projection could, but does not."""
+    spec = NORMED if size == "small" else replace(NORMED, d_model=256, head_dim=64)
+    case = Case("eps", spec, "", batch=1, seq_len=40 if size == "small" else 300, is_causal=True)
+    problem = make_problem(case, "float32")
+    assert is_large(problem) == (size == "large")
+    diagnosis = parity.diagnose(stages_with(problem, "qk-norm-eps-outside", stages), problem)
+    assert names_of(diagnosis) == ["qk-norm-eps-outside"]
+
+
+@pytest.mark.parametrize("size", [1e-6, 3e-6, 1e-5, 1e-4])
+def test_the_size_of_an_error_is_no_evidence(size):
+    """Noise as large as that of a projection in 16 bits is unknown: no projection in 16 bits has these values."""
+    problem = make_problem(Case("noise", NORMED, "", batch=1, seq_len=40, is_causal=True), "float32")
+    expected = Reference(problem).accumulated["output"]
+    noise = np.random.default_rng(0).standard_normal(expected.shape)
+    observed = (expected + size * np.abs(expected).max() * noise).astype(np.float32)
+    diagnosis = parity.diagnose({"output": observed}, problem)
+    assert (diagnosis.kind, names_of(diagnosis)) == ("unknown", [])
+
+
+# ---- RoPE's frequencies ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rounded_frequencies_are_named(dtype):
+    """q and k turn alike, so the output agrees in bfloat16, and q is wrong by its own size."""
+    spec = AttentionSpec(64, 4, num_kv_heads=2, qkv_bias=False, out_bias=False, rope=Rope(1000000.0))
+    case = Case("rounded", spec, "", batch=1, seq_len=24, is_causal=True, first_position=4000)
+    problem = make_problem(case, dtype)
+    observed = stages_with(problem, "rope-frequencies-bfloat16", ("q", "k", "v", "context", "output"))
+    diagnosis = parity.diagnose(observed, problem)
+    assert names_of(diagnosis) == ["rope-frequencies-bfloat16"]
+    assert diagnosis.agrees == (dtype == "bfloat16")
+    with pytest.raises(AssertionError, match="rope-frequencies-bfloat16"):
+        parity.assert_parity(observed, problem=problem)
+
+
+def test_a_rotation_without_a_name_is_no_convention():
+    """q and k turned by one more angle give the right scores, and are wrong all the same."""
+    spec = AttentionSpec(32, 4, rope=Rope(10000.0))
+    problem = make_problem(Case("turned", spec, "", batch=1, seq_len=12, is_causal=True), "float32")
+    values = wrong_layer(problem, "float32", ()).forward()
+    angles = np.random.default_rng(0).uniform(0.0, 6.0, 4)
+    cos, sin = np.cos(angles), np.sin(angles)
+    for name in "qk":
+        first, second = np.split(values[name].astype(np.float64), 2, axis=-1)
+        turned = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+        values[name] = turned.astype(np.float32)
+    observed = {name: values[name] for name in ("q", "k", "v", "output")}
+    diagnosis = parity.diagnose(observed, problem)
+    assert (diagnosis.is_wrong, diagnosis.stage, diagnosis.agrees) == (True, "q", True)
+    with pytest.raises(AssertionError, match="q: actual differs"):
+        parity.assert_parity(observed, problem=problem)
+
+
+# ---- Hidden bugs -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", ["small", "large"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bugs_that_a_dtype_hides_are_listed(dtype, size):
+    """A window of one key too many changes less than bfloat16 rounds, in the output of enough tokens."""
+    width, tokens = (32, 400) if size == "small" else (256, 600)
+    spec = AttentionSpec(width, 4, num_kv_heads=2, window_size=tokens - 10, rope=Rope(10000.0))
+    problem = make_problem(Case("window", spec, "", batch=1, seq_len=tokens, is_causal=True), dtype)
+    assert is_large(problem) == (size == "large")
+    observed = stages_with(problem, "window-one-too-wide", ("output",))
+    diagnosis = parity.diagnose(observed, problem)
+    if dtype == "float32":
+        assert (names_of(diagnosis), diagnosis.hidden) == (["window-one-too-wide"], ())
+    else:
+        assert diagnosis.kind == "none"
+        assert "window-one-too-wide" in diagnosis.hidden
+        assert "would not show in bfloat16: compare in float32 as well" in str(diagnosis)
+
+
+# ---- Numbers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "right", "texts"),
+    [
+        (0.25000123, 0.25, ("0.250001", "0.25")),
+        (0.2499, 0.25, ("0.2499", "0.25")),
+        (0.35355, 0.3535533906, ("0.3535", "0.3536")),
+        (0.353553, 0.3535533906, ("0.353553", "0.3535534")),
+        (10000.0, 500000.0, ("10000", "500000")),
+        (0.25, 0.25, ("0.25", "0.25")),
+    ],
+)
+def test_a_wrong_number_differs_in_print(number, right, texts):
+    assert readable_apart(number, right) == texts
+
+
+@pytest.mark.parametrize(
+    ("spec", "power", "form"),
+    [
+        (AttentionSpec(96, 2, head_dim=32, rope=Rope(10000.0)), 32 / 96, "2 i / d_model"),
+        (AttentionSpec(96, 2, head_dim=32, rope=Rope(10000.0, rotary_dim=16)), 16 / 32, "i / d"),
+        (AttentionSpec(96, 2, head_dim=32, rope=Rope(10000.0, rotary_dim=24)), 24 / 32, "2 i / head_dim"),
+        (AttentionSpec(96, 2, head_dim=32, rope=Rope(10000.0)), 0.77, ""),
+    ],
+)
+def test_a_theta_may_be_an_exponent(spec, power, form):
+    expected = f", or the exponent {form} instead of 2 i / d" if form else ""
+    assert as_exponent(10000.0**power, spec) == expected
+
+
+@pytest.mark.parametrize("stage", ["q", "output"])
+def test_an_exponent_over_d_model_is_told(stage):
+    """A theta of 21.54 is no theta: the exponents are divided by d_model, and the fix is about them."""
+    spec = AttentionSpec(48, 3, qkv_bias=False, out_bias=False, rope=Rope(10000.0))
+    problem = make_problem(Case("exponent", spec, "", batch=1, seq_len=16, is_causal=True), "float32")
+    other = replace(spec, rope=Rope(10000.0 ** (16 / 48)))
+    wrong = replace(problem, case=replace(problem.case, spec=other))
+    observed = {stage: Reference(wrong).same_precision(local=False)[stage]}
+    text = parity.diagnose(observed, problem).text
+    assert "2 i / d_model" in text
+    assert "use the exponent 2 i / R for pair i of R features, with theta = 10000" in text
+    assert "set RoPE's theta" not in text
+
+
+def test_a_theta_that_is_not_round_has_no_fix():
+    spec = AttentionSpec(32, 4, qkv_bias=False, out_bias=False, rope=Rope(10000.0))
+    problem = make_problem(Case("odd", spec, "", batch=1, seq_len=16, is_causal=True), "float32")
+    wrong = replace(problem, case=replace(problem.case, spec=replace(spec, rope=Rope(1234.56))))
+    diagnosis = parity.diagnose({"q": Reference(wrong).same_precision(local=False)["q"]}, problem)
+    assert "1235" in str(diagnosis)
+    assert (diagnosis.fix, diagnosis.more) == ("", "mha-parity bugs rope-theta")
+
+
+def test_a_scale_with_a_factor_has_its_own_number():
+    """With latents and YaRN the scale is not 1 / sqrt(head_dim), and the fix has the right number."""
+    from mha_spec import YarnScaling
+
+    scaling = YarnScaling(factor=40.0, original_length=64, mscale=0.707, mscale_all_dim=0.707)
+    rope = Rope(10000.0, rotary_dim=8, rotated="last", pairs="interleaved", scaling=scaling)
+    spec = AttentionSpec(
+        64, 4, head_dim=24, value_head_dim=16, latent=Latent(20, 8), rope=rope, qkv_bias=False, out_bias=False
+    )
+    problem = make_problem(Case("mla", spec, "", seq_len=9, is_causal=True), "float32")
+    diagnosis = parity.diagnose(stages_with(problem, "scale-squared", ("output",)), problem)
+    assert diagnosis.fix == f"multiply the scores by {spec.score_scale:g}, once"
+    assert f"1 / sqrt(H) times {scaling.score_factor:.4g}" in diagnosis.explanations[0].about
+
+
+def test_a_length_that_scaling_needs_is_sampled_whole():
+    """Dynamic NTK depends on the length, so single tokens are no layer, and rows have all keys."""
+    rope = Rope(10000.0, scaling=DynamicScaling(4.0, 128))
+    case = replace(FAR, spec=replace(LLAMA, rope=rope), seq_len=300)
+    problem = make_problem(case, "bfloat16")
+    unscaled = replace(problem, case=replace(case, spec=replace(LLAMA, rope=Rope(10000.0))))
+    observed = Reference(unscaled).same_precision(local=False)
+    diagnosis = parity.diagnose({name: observed[name] for name in ("q", "k", "v", "output")}, problem)
+    assert names_of(diagnosis) == ["rope-scaling-missing"]
