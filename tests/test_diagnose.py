@@ -115,7 +115,7 @@ NEAREST = {
 }
 
 
-ALIKE = {"padding-of-queries"}
+ALIKE = {"padding-of-queries", "padding-off-by-one"}
 """Bugs that differ from others only in padding, which is not compared."""
 
 ONE_A_CODE = one_a_code(ALL, lambda each: bug(CASE_OF[each[0]], each[1]).in_reference)

@@ -34,6 +34,7 @@ NEARLY = 10.0  # the remaining error of one bug, over the tolerance, below which
 CHANCE = (
     0.5  # the share of an error that a bug may leave: a wrong one also moves rounded values, so a small gain is chance
 )
+REPEATED = 2.0  # the largest error of a module's path, in multiples of the change by a loss of precision
 SMALL = 0.25  # the largest share of a stage that lost precision may change
 CHEAP = 0.1  # the share of the work that a bug may take before it is postponed until the others were tried
 FOR_LOSSES = 0.6  # of the work in a sample, including earlier work: other samples may show more
@@ -87,18 +88,34 @@ def search(replay: Replay, work: Work, begin: Bugs = ()) -> SearchResult:
                 count += len(choice.bugs)
             if not path.unexplained:
                 break
+            rest = of_part[of_part.index(path.unexplained) + 1 :]
+            if part and _repeats_a_loss(replay, path.unexplained, found):
+                of_part = rest
+                continue
             unknown = _unknown(replay, path.unexplained, found, work)
             assumed = assumption(replay, unknown, found)
             unknowns.append(
                 unknown.explaining(replay.explained(of_part, found, assumed), [law.about for law in assumed])
             )
             found = (*found, *assumed)
-            of_part = of_part[of_part.index(path.unexplained) + 1 :]
+            of_part = rest
         of_stages = found if part == "" else of_stages
         if unknowns:  # the paths of a module contain the same
             break
     found_all = SearchResult(explanations, unknowns, count)
     return _with_begin(replay, found_all, begin, tuple(made)) if begin else found_all
+
+
+def _repeats_a_loss(replay: Replay, stage: str, found: Bugs) -> bool:
+    """Return True if a module's own path only repeats a loss of precision that explains the stage functions.
+
+    Its steps are not observed, so a number in the middle between two narrower ones may be rounded either way, and all
+    that follows differs. The values cannot be reproduced then. They differ as much as the loss changes them.
+    """
+    if not found or not all(getattr(bug, "is_loss", False) for bug in found):
+        return False
+    change = replay.stage(stage, found).astype(np.float64) - replay.stage(stage)
+    return replay.judgement(stage, ()).error <= REPEATED * norms_of(change, np.isfinite(change))["rms"]
 
 
 def _with_begin(replay: Replay, found: SearchResult, begin: Bugs, others: Bugs) -> SearchResult:
