@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,15 +25,25 @@ import parity
 from mha_spec import AttentionSpec, Latent, Llama3Scaling, Norm, Rope
 from parity.conversion.layers import open_layers
 from parity.conversion.layouts import LAYOUTS, from_canonical
-from parity.core.arrays import to_torch
+from parity.core.arrays import to_numpy, to_torch
 from parity.core.cases import CASES
 from parity.core.problem import Problem, make_problem
-from parity.writing import source_of
+from parity.writing import source_of, written
 from parity.writing.check import check_of
-from parity.writing.specialize import specialize
+from parity.writing.specialize import Decision, specialize
 from parity.writing.subject import CallForm
 from tests.refusals import refuses
-from tests.written import NOT_FINITE, WRITTEN, Writing, call_of, module_of, problem_of
+from tests.written import (
+    LENGTH_DEPENDENT,
+    NOT_FINITE,
+    WRITTEN,
+    Writing,
+    call_of,
+    case_named,
+    garbage_at_padding,
+    module_of,
+    problem_of,
+)
 
 LLAMA = AttentionSpec(
     4096,
@@ -66,14 +78,19 @@ def torch_layer(module: Any, problem: Problem) -> Any:
     return torch.no_grad()(layer)
 
 
-def jax_layer(module: Any, problem: Problem) -> Any:
-    params, attention = nested(problem.weights, problem.spec), jax.jit(module.attention)
+def with_jax_defaults(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function with the promotion of ranks and dtypes that JAX allows by default."""
 
-    def call(**given: Any) -> Any:
-        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):  # as JAX is by default
-            return attention(params, **given)
+    def call(*given: Any, **more: Any) -> Any:
+        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+            return function(*given, **more)
 
     return call
+
+
+def jax_layer(module: Any, problem: Problem) -> Any:
+    params = nested(problem.weights, problem.spec)
+    return with_jax_defaults(functools.partial(jax.jit(module.attention), params))
 
 
 TORCH = Writing(
@@ -115,6 +132,52 @@ def test_a_layer_attends_to_the_static_cache_of_another_layer(framework):
     parity.assert_parity(outputs, problem=problem, diagnose=False)
 
 
+def steps_of(layer: Any, cache: Any, as_array: Any, case: parity.Case) -> tuple[list[np.ndarray], Any]:
+    """Return the outputs of a layer with a ragged cache, with garbage as the positions of padding, and the cache."""
+    outputs = []
+    rng = np.random.default_rng(0)
+    for step, num_tokens in enumerate(case.chunks):
+        x = as_array(rng.standard_normal((case.batch, num_tokens, case.spec.d_model), np.float32))
+        new_lengths = as_array(np.array(case.added(step)))
+        positions = as_array(garbage_at_padding(case, step))
+        output, cache = layer(x, cache, new_lengths=new_lengths, positions=positions)
+        outputs.append(to_numpy(output))
+    return outputs, cache
+
+
+@pytest.mark.parametrize("name", [name for name in LENGTH_DEPENDENT if name != "latent"])
+@pytest.mark.parametrize("framework", ["jax", "torch"])
+def test_positions_of_padding_change_nothing(framework, name):
+    """The written layer, the layer and its cache of keys agree, whatever the positions of padding are."""
+    case = case_named(f"ragged-positions-{name}")
+    problem = make_problem(case, "float32")
+    module = module_of(source_of(case.spec, framework, **call_of(case)))
+    sizes = sizes_of(problem)
+    cache_sizes = (case.batch, case.spec.num_kv_heads, case.capacity, case.spec.head_dim)
+    if framework == "torch":
+        weights = {name: torch.tensor(weight) for name, weight in problem.weights.items()}
+        written_layer, as_array = module.Attention().eval(), torch.as_tensor
+        written_layer.load_state_dict(weights)
+        written_layer = torch.no_grad()(written_layer)
+        attend = functools.partial(mha_torch.multi_head_attention_with_static_cache, weights=weights, spec=case.spec)
+        cache = mha_torch.init_cache(*cache_sizes)
+    else:
+        params, as_array = nested(problem.weights, case.spec), jnp.asarray
+        written_layer = with_jax_defaults(functools.partial(jax.jit(module.attention), params))
+        attend = functools.partial(mha_jax.multi_head_attention_with_static_cache, weights=params, spec=case.spec)
+        cache = mha_jax.init_cache(*cache_sizes)
+
+    def layer(x: Any, cache: Any, **given: Any) -> Any:
+        return attend(x, cache=cache, **given)
+
+    found, written_cache = steps_of(written_layer, module.empty_cache(*sizes), as_array, case)
+    expected, own_cache = steps_of(layer, cache, as_array, case)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-6)
+    np.testing.assert_allclose(to_numpy(written_cache.keys), to_numpy(own_cache.keys), atol=2e-6)
+    np.testing.assert_array_equal(to_numpy(written_cache.lengths), to_numpy(own_cache.lengths))
+
+
 def test_only_cases_of_nan_are_not_written():
     assert {name for name, case in CASES.items() if case.not_finite} == NOT_FINITE
     assert len(NOT_FINITE) < len(CASES) / 10
@@ -123,14 +186,31 @@ def test_only_cases_of_nan_are_not_written():
 # ---- The text --------------------------------------------------------------------------------------------------------
 
 
+DECIDED: dict[str, set[Decision]] = {"jax": set(), "torch": set(), "ttnn": set()}
+"""The conditions that chose code of `sources`, with their outcomes, by framework."""
+
+
 @pytest.fixture(scope="module")
 def sources() -> dict[str, str]:
     """Every case in every framework, by a name for its file."""
-    return {
-        f"{name.replace('-', '_')}_{framework}": source_of(CASES[name].spec, framework, **call_of(CASES[name]))
-        for name in WRITTEN
-        for framework in ("jax", "torch", "ttnn")
-    }
+    found = {}
+    for name in WRITTEN:
+        case = case_named(name)
+        for framework, decided in DECIDED.items():
+            source = written(case.spec, framework, CallForm(**call_of(case)), decided=decided)
+            found[f"{name.replace('-', '_')}_{framework}"] = source
+    return found
+
+
+@pytest.mark.parametrize("framework", DECIDED)
+def test_executed_cases_take_all_branches(framework, sources):
+    """A part of a template that no executed case has may be wrong unseen: both outcomes of each condition run."""
+    assert sources
+    outcomes: dict[str, set[bool]] = {}
+    for condition, holds in DECIDED[framework]:
+        outcomes.setdefault(condition, set()).add(holds)
+    only_one = {condition: holds for condition, holds in outcomes.items() if len(holds) == 1}
+    assert only_one == {}
 
 
 def test_what_is_written_imports_nothing_of_ours_and_has_no_branch(sources):
@@ -215,16 +295,6 @@ def test_the_test_of_a_layer_that_shares_keys_passes_its_inputs(framework, with_
     exec(compile(check.source, "test_written.py", "exec"), namespace)
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         namespace["test_output"]()
-
-
-@pytest.mark.parametrize("framework", ["jax", "torch"])
-@pytest.mark.parametrize("over", ["head", "width"])
-@pytest.mark.parametrize("norm", [{"weight": None}, {"bias": True}, {"weight": "1+w", "bias": True}])
-def test_norms_that_no_case_has_are_written(norm, over, framework):
-    spec = AttentionSpec(32, 4, num_kv_heads=2, qk_norm=Norm(over=over, **norm), v_norm=Norm(over=over, **norm))
-    problem = make_problem(parity.Case("norms", spec, "two norms", seq_len=5, is_causal=True), "float32")
-    module = module_of(source_of(spec, framework))
-    parity.assert_parity({"jax": JAX, "torch": TORCH}[framework].outputs(module, problem), problem=problem)
 
 
 @pytest.mark.parametrize("framework", ["jax", "torch"])
@@ -387,7 +457,7 @@ def loader_module(layer: Any, framework: str) -> str:
     from parity.writing.loader import loader_of
 
     names = "import numpy as np\nimport torch\nfrom collections.abc import Mapping\nfrom torch import Tensor\n"
-    return f"{names}Params = Mapping\n{loader_of(layer, framework)}"
+    return f"{names}Params = Mapping\n{loader_of(layer, framework).source}"
 
 
 # ---- The command -----------------------------------------------------------------------------------------------------

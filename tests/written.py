@@ -3,22 +3,75 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 import parity
+from mha_spec import AttentionSpec, DynamicScaling, Latent, LongRopeScaling, Norm, Rope, Temperature
 from parity.core.arrays import to_numpy
 from parity.core.cases import CASES
 from parity.core.problem import Problem, make_problem
 
+def cases_of_norms() -> Iterator[parity.Case]:
+    """Yield a case for each kind of norm, with that norm at queries and keys, at values and at the context."""
+    for kind in ("rms", "layer"):
+        for weight, bias in ((None, False), ("w", False), ("w", True), ("1+w", False), ("1+w", True)):
+            for over in ("head", "width"):
+                # Norms of heads with weights alternate: shared by all heads, or of each head.
+                per_head = over == "head" and weight is not None and bias == (weight == "w")
+                norm = Norm(kind, over, weight, per_head, bias, eps=0.01)
+                of_context = norm.replace(over="width", per_head=False)
+                spec = AttentionSpec(32, 4, num_kv_heads=2, qk_norm=norm, v_norm=norm, context_norm=of_context)
+                words = [kind, over, weight or "none", *["bias"] * bias]
+                yield parity.Case("-".join(("norms", *words)), spec, "three norms", seq_len=5, is_causal=True)
+
+
+def cases_of_parts() -> Iterator[parity.Case]:
+    """Yield cases of other parts."""
+    yield parity.Case("dropout", AttentionSpec(32, 4, dropout=0.5), "dropout, in evaluation", seq_len=5)
+    for name, spec in LENGTH_DEPENDENT.items():
+        yield parity.Case(
+            f"ragged-positions-{name}",
+            spec,
+            "ragged, positions of its own, and a call without new tokens for one sequence",
+            first_position=3,
+            chunks=(4, 1, 3, 1),
+            new_lengths=((4, 2), (1, 1), (0, 3), (1, 1)),
+            seq_len=9,
+            capacity=9,
+        )
+
+
+LENGTH_DEPENDENT = {
+    "dynamic": AttentionSpec(32, 4, rope=Rope(scaling=DynamicScaling(4.0, 6))),
+    "longrope": AttentionSpec(32, 4, rope=Rope(scaling=LongRopeScaling(4.0, 6, (1.0, 1.1, 1.3, 1.6), (1, 2, 8, 30)))),
+    "sections": AttentionSpec(32, 4, rope=Rope(sections=(2, 1, 1), scaling=DynamicScaling(4.0, 6))),
+    "latent": AttentionSpec(
+        32, 4, latent=Latent(16, 4), rope=Rope(rotary_dim=4, rotated="last", scaling=DynamicScaling(4.0, 6))
+    ),
+    "temperature": AttentionSpec(32, 4, rope=Rope(), temperature=Temperature(4, 0.5)),
+}
+"""Layers for which the position of padding could change what real tokens get."""
+
+
 NOT_FINITE = frozenset(name for name, case in CASES.items() if case.not_finite is not None)
 """Cases with NaN in the inputs, which plain code does not contain."""
 
-WRITTEN = [name for name in CASES if name not in NOT_FINITE]
+STATIC_OF_ANOTHER = replace(CASES["decode-shared-kv"], name="decode-shared-kv-static", new_lengths=())
+
+MORE = {case.name: case for case in (*cases_of_norms(), *cases_of_parts(), STATIC_OF_ANOTHER)}
+"""Cases for the parts of the templates that no case of the run has."""
+
+WRITTEN = [name for name in (*CASES, *MORE) if name not in NOT_FINITE]
 """The cases that are written."""
+
+
+def case_named(name: str) -> parity.Case:
+    """Return a case of the run, or one of `MORE`."""
+    return MORE[name] if name in MORE else CASES[name]
 
 
 def call_of(case: parity.Case) -> dict[str, Any]:
@@ -54,6 +107,14 @@ def mask_of(sibling: Any, problem: Problem) -> np.ndarray:
     return mask | problem.inputs["mask"] if "mask" in problem.inputs else mask
 
 
+def garbage_at_padding(case: parity.Case, step: int) -> np.ndarray:
+    """Return the positions of a call, with large and negative ones at padding."""
+    positions = case.positions(step)
+    is_real = np.arange(positions.shape[-1]) < np.array(case.added(step))[:, None]
+    garbage = np.resize([2**30, -(2**30)], positions.shape[-1])
+    return np.where(is_real, positions, garbage)
+
+
 @dataclass(frozen=True)
 class Writing:
     """Run what is written for a framework.
@@ -85,7 +146,7 @@ class Writing:
             if case.new_lengths:
                 given["new_lengths"] = self.beside(np.array(case.added(step)))
             if case.has_positions:
-                given["positions"] = self.beside(case.positions(step))
+                given["positions"] = self.beside(garbage_at_padding(case, step))
             output = layer(**given)
             found[f"step{step}.module.output"], cache = (output, None) if shares else output
         return found
@@ -121,4 +182,5 @@ class Writing:
 
 def problem_of(name: str, dtype: str = "float32") -> Problem:
     """Return the problem of a case, in its own dtype if it has one."""
-    return make_problem(CASES[name], CASES[name].dtype or dtype)
+    case = case_named(name)
+    return make_problem(case, case.dtype or dtype)

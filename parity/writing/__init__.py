@@ -14,8 +14,9 @@ import mha_spec
 from mha_spec import AttentionSpec, Refusal
 from parity.conversion.layers import FileLayer
 from parity.writing.about import NAMES, docstring_of, title_of
-from parity.writing.loader import loader_of
-from parity.writing.specialize import specialize
+from parity.writing.loader import Loader, loader_of
+from parity.writing.quoting import check_keys
+from parity.writing.specialize import Decision, specialize
 from parity.writing.subject import ABSENT, CallForm, CallKeywords
 
 TEMPLATES = Path(__file__).with_name("templates")
@@ -23,7 +24,7 @@ TEMPLATES = Path(__file__).with_name("templates")
 NAMES_GO_HERE = "from parity.writing.templates.names import *\n"
 """The line of a template that `names.py` replaces."""
 
-KEEP = ("Attention", "attention", "params_from", "weights_from")
+KEEP = ("Attention", "attention")
 """Public names of a written module."""
 
 
@@ -68,8 +69,23 @@ def call_of_layer(layer: FileLayer, **call: Unpack[CallKeywords]) -> CallForm:
     return CallForm(**{**default, **call})
 
 
-def written(spec: AttentionSpec, framework: str, call: CallForm, loader: str = "") -> str:
-    """Return the source of a layer, followed by that of a function that loads its weights."""
+def written(
+    spec: AttentionSpec,
+    framework: str,
+    call: CallForm,
+    loader: Loader | None = None,
+    decided: set[Decision] | None = None,
+) -> str:
+    """Return the source of a layer, followed by that of a function that loads its weights.
+
+    The template becomes code without any text of a checkpoint. Only the loader has such text, and it comes last: it has
+    no branches to specialize.
+
+    Args:
+        spec, framework, call: as in `source_of`.
+        loader: the function that loads the weights; None for none.
+        decided: as in `specialize`.
+    """
     if framework not in NAMES:
         raise Refusal("framework", f"be one of {', '.join(NAMES)}", framework=framework)
     if call.is_cross and (spec.rope is not None or spec.latent is not None):
@@ -82,8 +98,14 @@ def written(spec: AttentionSpec, framework: str, call: CallForm, loader: str = "
         raise Refusal("has_positions", "be False for a layer without RoPE and temperature", has_positions=True)
     known = {"spec": replace(spec, fused_qkv=False), "call": call, "ABSENT": ABSENT, **_records()}
     template = (TEMPLATES / f"{framework}.py").read_text().replace(NAMES_GO_HERE, _names(), 1)
-    source = specialize(f"{template}\n\n{loader}", known, _unused(spec, call), _public_names(spec, call))
-    return source.replace("TITLE", docstring_of(spec, framework, call), 1).replace("ABOUT", title_of(spec, call), 1)
+    keep = [*_public_names(spec, call), *(loader.used if loader is not None else ())]
+    source = specialize(template, known, _unused(spec, call), keep, decided)
+    source = source.replace("TITLE", docstring_of(spec, framework, call), 1).replace("ABOUT", title_of(spec, call), 1)
+    if loader is None:
+        return source
+    with_loader = f"{source}\n\n{loader.source}"
+    check_keys(with_loader, f"{source}\n\n{loader.numbered}", loader.names)
+    return with_loader
 
 
 def _names() -> str:

@@ -2,45 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+import ast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mha_spec import Refusal
 from parity.conversion.layers import FileLayer
+from parity.writing.quoting import TENSORS, string_literal
 from parity.writing.specialize import WIDTH
 
 ARRAYS = {"torch": "Tensor", "jax": "np.ndarray", "ttnn": "np.ndarray"}
 """Arrays that the loader of each framework accepts."""
 
 
-def loader_of(layer: FileLayer, framework: str) -> str:
-    """Return the source of a function that builds the weights of a layer from the tensors of its checkpoint.
+class Loader(NamedTuple):
+    """The source of a function that builds the weights of a layer from the tensors of its checkpoint.
+
+    Attributes:
+        source: the source.
+        numbered: the same source without text of the checkpoint: numbers stand for the names of tensors.
+        names: the names of tensors, by number.
+    """
+
+    source: str
+    numbered: str
+    names: Sequence[str]
+
+    @property
+    def used(self) -> set[str]:
+        """Names of Python that the function refers to, such as modules to import."""
+        return {node.id for node in ast.walk(ast.parse(self.numbered)) if isinstance(node, ast.Name)}
+
+
+def loader_of(layer: FileLayer, framework: str) -> Loader:
+    """Return the function that builds the weights of a layer from the tensors of its checkpoint.
 
     Raises:
         ValueError: if the tensors are quantized.
     """
     if layer.quantised:
         raise Refusal("the layer", "hold floating-point tensors to be loaded by plain code", str(layer.quantised))
+    names = list(dict.fromkeys(layer.sources.values()))
+    numbers = {name: str(number) for number, name in enumerate(names)}
+    source = _function(_expressions(layer, framework, string_literal), framework)
+    numbered = _function(_expressions(layer, framework, numbers.__getitem__), framework)
+    return Loader(source, numbered, names)
+
+
+def _expressions(layer: FileLayer, framework: str, key_of: Callable[[str], str]) -> dict[str, str]:
+    """Return an expression for each canonical weight; `key_of` writes the key of a tensor."""
 
     def tensor(name: str) -> _Traced:
         source = layer.sources[name]
-        whole = _traced(f"tensors[{_quoted(source)}]", layer.file.infos[source].shape, framework)
+        whole = _traced(f"{TENSORS}[{key_of(source)}]", layer.file.infos[source].shape, framework)
         return whole if layer.index is None else whole[(slice(None),) * layer.axis + (layer.index,)]
 
     read = {name: layer.placement.read_out(name, tensor) for name in layer.placement.weights}
-    entries = {name: each.text for name, each in read.items() if isinstance(each, _Traced)}
-    return _function(entries, layer.label, framework)
+    return {name: each.text for name, each in read.items() if isinstance(each, _Traced)}
 
 
-def _function(entries: Mapping[str, str], label: str, framework: str) -> str:
+def _function(entries: Mapping[str, str], framework: str) -> str:
     """Return the source of the function, given an expression for each canonical weight."""
     array = ARRAYS[framework]
     if framework == "jax":
         lines = [
-            f"def params_from(tensors: Mapping[str, {array}]) -> Params:",
-            f'    """Return the parameters of `attention` from the tensors of a checkpoint, those of {label}."""',
+            f"def params_from({TENSORS}: Mapping[str, {array}]) -> Params:",
+            '    """Return the parameters of `attention` from the tensors of a checkpoint."""',
             "    return {",
             *_nested(entries),
             "    }",
@@ -48,10 +77,10 @@ def _function(entries: Mapping[str, str], label: str, framework: str) -> str:
     else:
         what = "state dict" if framework == "torch" else "weights"
         lines = [
-            f"def weights_from(tensors: Mapping[str, {array}]) -> dict[str, {array}]:",
-            f'    """Return the {what} of `Attention` from the tensors of a checkpoint, those of {label}."""',
+            f"def weights_from({TENSORS}: Mapping[str, {array}]) -> dict[str, {array}]:",
+            f'    """Return the {what} of `Attention` from the tensors of a checkpoint."""',
             "    return {",
-            *_entries({_quoted(name): text for name, text in entries.items()}, 8),
+            *_entries({string_literal(name): text for name, text in entries.items()}, 8),
             "    }",
         ]
     return "\n".join(lines) + "\n"
@@ -67,10 +96,10 @@ def _nested(entries: Mapping[str, str]) -> Iterator[str]:
         parts.setdefault(part, {})[leaf] = text
     for part, held in parts.items():
         if "" in held:
-            yield from _entries({_quoted(part): held[""]}, 8)
+            yield from _entries({string_literal(part): held[""]}, 8)
             continue
-        yield f"        {_quoted(part)}: {{"
-        yield from _entries({_quoted(leaf): text for leaf, text in held.items()}, 12)
+        yield f"        {string_literal(part)}: {{"
+        yield from _entries({string_literal(leaf): text for leaf, text in held.items()}, 12)
         yield "        },"
 
 
@@ -83,10 +112,6 @@ def _entries(entries: Mapping[str, str], indent: int) -> Iterator[str]:
             yield f"{' ' * indent}{name}: ("
             yield f"{' ' * (indent + 4)}{text}"
             yield f"{' ' * indent}),"
-
-
-def _quoted(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 # ---- Expressions -----------------------------------------------------------------------------------------------------

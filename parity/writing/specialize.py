@@ -16,20 +16,23 @@ Comments and line breaks stay, unless the rest of a call or a signature fits in 
 from __future__ import annotations
 
 import ast
-import builtins
 import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
+
+from parity.writing.evaluate import FUNCTIONS, value_of
 
 LITERALS = (bool, int, float, str, tuple, type(None))
 """Types of known values that can be written as Python literals."""
 
 WIDTH = 120  # columns of a line
 
-BUILTINS = {
-    name: getattr(builtins, name)
-    for name in ("int", "float", "bool", "tuple", "isinstance", "min", "max", "len", "any")
-}
+
+class Decision(NamedTuple):
+    """A condition of a template, and whether it holds for a layer."""
+
+    condition: str
+    holds: bool
 
 
 class Edit(NamedTuple):
@@ -41,7 +44,11 @@ class Edit(NamedTuple):
 
 
 def specialize(
-    template: str, known: Mapping[str, Any], unused: Collection[str] = (), keep: Collection[str] = ()
+    template: str,
+    known: Mapping[str, Any],
+    unused: Collection[str] = (),
+    keep: Collection[str] = (),
+    decided: set[Decision] | None = None,
 ) -> str:
     """Return the module that a template specializes to.
 
@@ -49,15 +56,17 @@ def specialize(
         template: source of a module.
         known: values by name, including that of `ABSENT`.
         unused: names of parameters and arguments to remove.
-        keep: module names that stay although nothing refers to them.
+        keep: module names that stay although nothing refers to them, imported ones too.
+        decided: set to which the conditions that choose code are added, with their outcomes.
 
     Raises:
         ValueError: if a known name remains, for example because a condition is only partly known.
     """
-    values = {**BUILTINS, **known}
-    text = _Branches(template, values).chosen()
+    values = {**FUNCTIONS, **known}
+    decided = set() if decided is None else decided
+    text = _Branches(template, values, decided).chosen()
     steps = (
-        lambda source: _conditional_expressions(source, values),
+        lambda source: _conditional_expressions(source, values, decided),
         lambda source: _arguments(source, unused),
         lambda source: _docstring_entries(source, unused),
         lambda source: _known_expressions(source, values),
@@ -69,7 +78,7 @@ def specialize(
         while edits := list(step(_Source(text))):
             text = _edited(text, edits)
     names = {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
-    if left := sorted(names & {name for name in values if name not in BUILTINS}):
+    if left := sorted(names & {name for name in values if name not in FUNCTIONS}):
         raise ValueError(f"a template must leave no known name, got {left}")
     return _with_blank_lines(text)
 
@@ -127,8 +136,11 @@ def _is_known(node: ast.AST, known: Mapping[str, Any]) -> bool:
     return names - own <= known.keys()
 
 
-def _value(node: ast.expr, known: Mapping[str, Any]) -> Any:
-    return eval(compile(ast.Expression(node), "<template>", "eval"), {"__builtins__": {}, **known})
+def _decide(condition: ast.expr, known: Mapping[str, Any], decided: set[Decision]) -> bool:
+    """Return whether a condition holds, and record it."""
+    holds = bool(value_of(condition, known))
+    decided.add(Decision(ast.unparse(condition), holds))
+    return holds
 
 
 # ---- Branches --------------------------------------------------------------------------------------------------------
@@ -137,9 +149,9 @@ def _value(node: ast.expr, known: Mapping[str, Any]) -> Any:
 class _Branches(_Source):
     """A template whose known branches are resolved."""
 
-    def __init__(self, text: str, known: dict[str, Any]) -> None:
+    def __init__(self, text: str, known: dict[str, Any], decided: set[Decision]) -> None:
         super().__init__(text)
-        self.known = known
+        self.known, self.decided = known, decided
 
     def chosen(self) -> str:
         """Return the source with the branches taken; names that they define become known."""
@@ -172,7 +184,7 @@ class _Branches(_Source):
 
     def _branch(self, statement: ast.If) -> tuple[list[ast.stmt], int]:
         """Return the branch taken, and the last line before it."""
-        if _value(statement.test, self.known):
+        if _decide(statement.test, self.known, self.decided):
             return statement.body, self._end_of_header(statement)
         if not statement.orelse:
             return [], 0
@@ -199,7 +211,7 @@ class _Branches(_Source):
         names = [each.id for each in ast.walk(target) if isinstance(each, ast.Name)]
         if not all(name.islower() for name in names):
             return False
-        value = _value(statement.value, self.known)
+        value = value_of(statement.value, self.known)
         self.known |= {names[0]: value} if isinstance(target, ast.Name) else dict(zip(names, value, strict=True))
         return True
 
@@ -207,10 +219,12 @@ class _Branches(_Source):
 # ---- Edits -----------------------------------------------------------------------------------------------------------
 
 
-def _conditional_expressions(source: _Source, known: Mapping[str, Any]) -> Iterator[Edit]:
+def _conditional_expressions(
+    source: _Source, known: Mapping[str, Any], decided: set[Decision]
+) -> Iterator[Edit]:
     for node in ast.walk(source.tree):
         if isinstance(node, ast.IfExp) and _is_known(node.test, known):
-            chosen = node.body if _value(node.test, known) else node.orelse
+            chosen = node.body if _decide(node.test, known, decided) else node.orelse
             yield Edit(source.begin(node), source.end(node), source.segment(chosen))
 
 
@@ -257,7 +271,7 @@ def _known_expressions(source: _Source, known: Mapping[str, Any]) -> Iterator[Ed
         has_names = any(isinstance(each, ast.Name) for each in ast.walk(node))
         if has_names and isinstance(getattr(node, "ctx", ast.Load()), ast.Load):
             try:
-                value = _value(node, known)
+                value = value_of(node, known)
             except Exception as error:
                 raise ValueError(f"a template must be able to compute {source.segment(node)}: {error}") from error
             if isinstance(value, LITERALS):

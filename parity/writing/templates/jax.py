@@ -71,7 +71,7 @@ def attention(
         other_v: (B, K, S, H), values of that layer.
         cache: earlier tokens, from `empty_cache` or an earlier call; the updated cache is also returned.
         other_cache: cache of another layer, which has already appended these tokens.
-        new_lengths: number of real tokens of each sequence in x, (B,); the rest is padding.
+        new_lengths: number of real tokens of each sequence in x, (B,); the rest is padding, whose positions do not matter.
         mask: boolean, True = masked, (B or 1, N or 1, T or 1, S). A fully masked row returns 0.
         bias: added to the scores; broadcasts to (B, N, T, S).
         positions: position of each token, (B or 1, T); for RoPE with several axes also (axes, B or 1, T).
@@ -88,6 +88,8 @@ def attention(
             token_positions = (other_cache.lengths - new_lengths)[:, None] + jnp.where(is_real, new_tokens, 0)  # (B, T)
         else:
             token_positions = cache.lengths[:, None] + jnp.where(is_real, new_tokens, 0)  # (B, T)
+        if call.has_positions:
+            positions = jnp.where(is_real, positions, positions[..., :1])  # padding adds no length
     elif needs_positions or spec.has_positions:
         token_positions = jnp.arange(num_tokens)[None]  # (1, T)
     if latent is None and not has_wide:
@@ -484,7 +486,17 @@ elif v_norm is not None:
         return wide.astype(features.dtype)
 
 
-if context_norm is not None:
+if context_norm is not None and context_norm.weight is None:
+
+    def normalize_context(features: Array) -> Array:
+        """Normalize the context of all heads."""
+        wide = features.astype(jnp.float32)
+        if context_norm.kind == "layer":
+            wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + CONTEXT_EPS)
+        return wide.astype(features.dtype)
+
+elif context_norm is not None:
 
     def normalize_context(weights: Mapping[str, Array], features: Array) -> Array:
         """Normalize the context of all heads."""
@@ -494,7 +506,7 @@ if context_norm is not None:
         wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + CONTEXT_EPS)
         if context_norm.weight == "1+w":
             wide = wide * (1.0 + weights["weight"])
-        elif context_norm.weight == "w":
+        else:
             wide = wide * weights["weight"]
         if context_norm.bias:
             wide = wide + weights["bias"]

@@ -203,7 +203,7 @@ class Attention(nn.Module):
             other_v: (B, K, S, H), values of that layer.
             cache: earlier tokens, from `empty_cache` or an earlier call. It is updated in place, and also returned.
             other_cache: cache of another layer, which has already appended these tokens.
-            new_lengths: number of real tokens of each sequence in x, (B,); the rest is padding.
+            new_lengths: number of real tokens of each sequence in x, (B,); the rest is padding, whose positions do not matter.
             mask: boolean, True = masked, (B or 1, N or 1, T or 1, S). A fully masked row returns 0.
             bias: added to the scores; broadcasts to (B, N, T, S).
             positions: position of each token, (B or 1, T); for RoPE with several axes also (axes, B or 1, T).
@@ -223,6 +223,8 @@ class Attention(nn.Module):
                 )  # (B, T)
             else:
                 token_positions = cache.lengths[:, None] + torch.where(is_real, new_tokens, 0)  # (B, T)
+            if call.has_positions:
+                positions = torch.where(is_real, positions, positions[..., :1])  # padding adds no length
         elif needs_positions or spec.has_positions:
             token_positions = torch.arange(num_tokens, device=device)[None]  # (1, T)
         if latent is None and not has_wide:

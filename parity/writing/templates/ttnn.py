@@ -96,7 +96,7 @@ class Attention:
             other_v: (B, K, S, H), values of that layer.
             cache: earlier tokens, from `empty_cache` or an earlier call; the updated cache is also returned.
             other_cache: cache of another layer, which has already appended these tokens.
-            new_lengths: number of real tokens of each sequence in x, (B,); the rest is padding.
+            new_lengths: number of real tokens of each sequence in x, (B,); the rest is padding, whose positions do not matter.
             mask: boolean, True = masked, (B or 1, N or 1, T or 1, S). A fully masked row returns 0.
             bias: added to the scores; broadcasts to (B, N, T, S).
             positions: position of each token, (B or 1, T); for RoPE with several axes also (axes, B or 1, T).
@@ -113,6 +113,8 @@ class Attention:
                 token_positions = lengths[:, None] + np.where(is_real, np.arange(num_tokens), 0)  # (B, T)
             else:
                 token_positions = cache.lengths[:, None] + np.where(is_real, np.arange(num_tokens), 0)  # (B, T)
+            if call.has_positions:
+                positions = np.where(is_real, positions, positions[..., :1])  # padding adds no length
             shown = self.upload(np.broadcast_to(is_real[:, :, None], tuple(x.shape)))
             x = ttnn.where(shown, x, 0.0)
         elif needs_positions or spec.has_positions:
