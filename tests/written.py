@@ -111,7 +111,7 @@ def garbage_at_padding(case: parity.Case, step: int) -> np.ndarray:
     """Return the positions of a call, with large and negative ones at padding."""
     positions = case.positions(step)
     is_real = np.arange(positions.shape[-1]) < np.array(case.added(step))[:, None]
-    garbage = np.resize([2**30, -(2**30)], positions.shape[-1])
+    garbage = np.resize([-(2**30), 2**30], positions.shape[-1])
     return np.where(is_real, positions, garbage)
 
 

@@ -89,7 +89,7 @@ def attention(
         else:
             token_positions = cache.lengths[:, None] + jnp.where(is_real, new_tokens, 0)  # (B, T)
         if call.has_positions:
-            positions = jnp.where(is_real, positions, positions[..., :1])  # padding adds no length
+            positions = jnp.where(is_real, positions, 0)  # padding adds no length
     elif needs_positions or spec.has_positions:
         token_positions = jnp.arange(num_tokens)[None]  # (1, T)
     if latent is None and not has_wide:

@@ -224,7 +224,7 @@ class Attention(nn.Module):
             else:
                 token_positions = cache.lengths[:, None] + torch.where(is_real, new_tokens, 0)  # (B, T)
             if call.has_positions:
-                positions = torch.where(is_real, positions, positions[..., :1])  # padding adds no length
+                positions = torch.where(is_real, positions, 0)  # padding adds no length
         elif needs_positions or spec.has_positions:
             token_positions = torch.arange(num_tokens, device=device)[None]  # (1, T)
         if latent is None and not has_wide:

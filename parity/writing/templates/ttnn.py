@@ -114,7 +114,7 @@ class Attention:
             else:
                 token_positions = cache.lengths[:, None] + np.where(is_real, np.arange(num_tokens), 0)  # (B, T)
             if call.has_positions:
-                positions = np.where(is_real, positions, positions[..., :1])  # padding adds no length
+                positions = np.where(is_real, positions, 0)  # padding adds no length
             shown = self.upload(np.broadcast_to(is_real[:, :, None], tuple(x.shape)))
             x = ttnn.where(shown, x, 0.0)
         elif needs_positions or spec.has_positions:
