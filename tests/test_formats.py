@@ -764,7 +764,7 @@ except OSError as error:
 def test_a_full_disk_is_one_line(tmp_path, suffix):
     path = tmp_path / f"w{suffix}"
     result = subprocess.run([sys.executable, "-c", FILL_THE_DISK, path], capture_output=True, text=True, check=True)
-    assert result.stdout == "[Errno 27] File too large\n"
+    assert result.stdout == f"[Errno 27] File too large: {str(path)!r}\n"
     assert result.stderr == ""
     assert os.listdir(tmp_path) == []
 

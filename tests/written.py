@@ -15,6 +15,7 @@ from parity.core.arrays import to_numpy
 from parity.core.cases import CASES
 from parity.core.problem import Problem, make_problem
 
+
 def cases_of_norms() -> Iterator[parity.Case]:
     """Yield a case for each kind of norm, with that norm at queries and keys, at values and at the context."""
     for kind in ("rms", "layer"):

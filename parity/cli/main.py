@@ -173,9 +173,13 @@ def _report_of_bug(error: Exception, words: Sequence[str]) -> str:
 
 def _check_output() -> None:
     """Raise an error if something printed cannot be written. Readers of a pipe may stop early."""
-    with suppress(BrokenPipeError):
+    try:
         if sys.stdout is not None:
             sys.stdout.flush()
+    except BrokenPipeError:
+        return
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, "standard output") from None
 
 
 @contextmanager
@@ -256,7 +260,9 @@ def _run_command(options: argparse.Namespace) -> int:
         setattr(options, to_stdout[0], str(path))
         with redirect_stdout(sys.stderr):  # output for people
             status = _run_and_write(options)
-        with suppress(BrokenPipeError):  # the reader has stopped
+        from parity.files.target import errors_name
+
+        with suppress(BrokenPipeError), errors_name("standard output"):  # the reader has stopped
             sys.stdout.flush()
             sys.stdout.buffer.write(path.read_bytes())
             sys.stdout.flush()

@@ -51,44 +51,58 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> Result:
     """Write the layer, and its test if requested."""
     from parity.conversion.layers import open_layers
-    from parity.files.target import write_whole
+    from parity.files.target import errors_name, write_files
     from parity.running.models import chosen_layers
 
     _check_output(options)
+    paths = _paths(options)
+    _check_free(paths, force=options.force)
     with open_layers(options.source, options.layout, prefix=options.prefix, **layer_options(options)) as found:
         chosen = chosen_layers(found, options.layers) if options.layers else found[:1]
         if len(chosen) != 1:
             labels = ", ".join(each.label for each in chosen)
             raise refusal("--layers", "select one layer, or --prefix match one", f"{len(chosen)}: {labels}")
-        files = _files_of(chosen[0], options)
-    content = {"layer": chosen[0].label, "source": next(iter(files.values())), "files": []}
+        contents = _contents(chosen[0], options)
+    content = {"layer": chosen[0].label, "source": contents[0].decode(), "files": []}
     if options.output is None:
-        print(content["source"], end="")
+        with errors_name("standard output"):
+            print(content["source"], end="")
         return 0, content
-    _check_free(list(files), force=options.force)
-    for path, text in files.items():
-        write_whole(path, text if isinstance(text, bytes) else text.encode())
-    print(f"written: {', '.join(map(str, files))}")
-    return 0, {**content, "files": [str(path) for path in files]}
+    write_files(dict(zip(paths, contents, strict=True)), overwrite=options.force)
+    print(f"written: {', '.join(map(str, paths))}")
+    return 0, {**content, "files": [str(path) for path in paths]}
 
 
-def _files_of(layer: FileLayer, options: argparse.Namespace) -> dict[Path, str | bytes]:
-    """Return the content of each file, by path."""
+def _paths(options: argparse.Namespace) -> list[Path]:
+    """Return the files to write: the layer, its test, and the trace that the test reads."""
+    if options.output is None:
+        return []
+    path = Path(options.output)
+    paths = [path]
+    if options.test is not None:
+        paths.append(path.with_name(f"test_{path.name}"))
+    if options.test == "trace":
+        paths.append(path.with_name(f"{path.stem}_trace.npz"))
+    return paths
+
+
+def _contents(layer: FileLayer, options: argparse.Namespace) -> list[bytes]:
+    """Return the content of each file to write; of the layer alone for standard output."""
     from parity.writing import call_of_layer, source_of_layer
     from parity.writing.check import check_of
 
     call: Any = {"cache": options.cache, "has_mask": options.mask}
     if options.cache is not None and not call_of_layer(layer).is_causal:
         raise refusal("--cache", "be passed with a causal layer", layer.label)
-    path = Path(options.output or "attention.py")
-    files: dict[Path, str | bytes] = {path: source_of_layer(layer, options.to, **call)}
+    contents = [source_of_layer(layer, options.to, **call).encode()]
     if options.test is not None:
         form = call_of_layer(layer, **call)
-        check = check_of(path.stem, layer.spec, options.to, form, with_trace=options.test == "trace")
-        files[path.with_name(f"test_{path.name}")] = check.source
+        module = Path(options.output).stem
+        check = check_of(module, layer.spec, options.to, form, with_trace=options.test == "trace")
+        contents.append(check.source.encode())
         if check.trace is not None:
-            files[path.with_name(f"{path.stem}_trace.npz")] = check.trace
-    return files
+            contents.append(check.trace)
+    return contents
 
 
 def _check_output(options: argparse.Namespace) -> None:

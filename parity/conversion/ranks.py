@@ -25,7 +25,7 @@ from parity.conversion.layouts.layout import Ranks
 from parity.conversion.prefixes import ENTRY, join
 from parity.files import FileTensor, TensorFile, TensorInfo, open_tensors, write_tensors
 from parity.files.reading import SUFFIXES
-from parity.files.target import locked, move, scratch_beside
+from parity.files.target import Batch, errors_name, locked, move, scratch_beside
 from parity.sharding.shard import ShardPlan, shard_spec
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -224,7 +224,7 @@ def write_ranks(
         return divisions[name].parts(np.asarray(read(name)), count)[rank].reshape(own[name][0])
 
     _refuse_used(folder)
-    with scratch_beside(folder) as scratch:
+    with errors_name(folder), scratch_beside(folder) as scratch:
         for rank in range(count):
             path = scratch / folder.name / ranks.file.format(rank=f"{rank:02}")
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -232,7 +232,7 @@ def write_ranks(
         if not dry_run:
             with locked(folder.parent):
                 _refuse_used(folder)
-                move([folder.name], scratch, folder.parent)
+                move(Batch([folder.name], scratch, folder.parent))
     return folder
 
 

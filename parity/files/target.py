@@ -16,10 +16,11 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from mha_spec import Refusal
 from parity.files.reading import INDEX, shards_in
@@ -34,6 +35,9 @@ SCRATCH = ".mha-parity"
 
 BEFORE = ".before"
 """Subfolder of a scratch folder that keeps files until they are replaced."""
+
+REPLACED = ".replaced"
+"""Its name once all files are in place, and nothing is put back any more."""
 
 _ORBAX = re.compile(
     r"_METADATA|_CHECKPOINT_METADATA|_sharding|_strings\.json|commit_success\.txt|d|array_metadatas(/process_\d+)?|"
@@ -283,44 +287,79 @@ def _remove_tree(folder: Path) -> None:
 # ---- Into place ------------------------------------------------------------------------------------------------------
 
 
-def move(names: Sequence[str], scratch: Path, folder: Path, stale: Sequence[str] = ()) -> None:
-    """Move written files into place: one file atomically; several files or folders with rollback.
+class Batch(NamedTuple):
+    """Written files that go into one folder.
 
-    Args:
+    Attributes:
         names: files or folders in `scratch`, an index last.
         scratch: their current folder.
         folder: destination folder.
         stale: names in `folder` to remove at the same time.
     """
-    if len(names) == 1 and not (scratch / names[0]).is_dir():
-        (scratch / names[0]).replace(folder / names[0])
-        return
+
+    names: Sequence[str]
+    scratch: Path
+    folder: Path
+    stale: Sequence[str] = ()
+
+
+def move(*batches: Batch) -> None:
+    """Move written files into place: one file atomically; several files, or folders, all or none."""
+    if len(batches) == 1 and len(batches[0].names) == 1:
+        (name,), scratch, folder, _ = batches[0]
+        if not (scratch / name).is_dir():
+            (scratch / name).replace(folder / name)
+            return
+    try:
+        for batch in batches:
+            _set_aside(batch)
+        for names, scratch, folder, _ in batches:
+            for name in names:
+                (scratch / name).replace(folder / name)
+        for batch in batches:
+            (batch.scratch / BEFORE).replace(batch.scratch / REPLACED)
+    except BaseException:  # also an interrupt after any of these lines; the disk shows the progress
+        for batch in reversed(batches):
+            _move_back(batch)
+        raise
+
+
+def _set_aside(batch: Batch) -> None:
+    """Move the files to replace into the scratch folder."""
+    names, scratch, folder, stale = batch
     before = scratch / BEFORE
     before.mkdir()
-    try:
-        for name in (*reversed(names), *stale):  # the index first, so that it never refers to wrong files
-            if os.path.lexists(folder / name):
-                (folder / name).replace(before / name)
-        for name in names:
-            (scratch / name).replace(folder / name)
-        before.replace(scratch / ".replaced")  # no rollback from here on
-    except BaseException:  # also an interrupt after any of these lines; the disk shows the progress
-        if before.is_dir():
-            for name in reversed(names):
-                if not os.path.lexists(scratch / name):
-                    (folder / name).replace(scratch / name)
-            _put_back(scratch)
-        raise
+    for name in (*reversed(names), *stale):  # the index first, so that it never refers to wrong files
+        if os.path.lexists(folder / name):
+            (folder / name).replace(before / name)
+
+
+def _move_back(batch: Batch) -> None:
+    """Undo what was moved of a batch."""
+    before, replaced = batch.scratch / BEFORE, batch.scratch / REPLACED
+    if replaced.is_dir():
+        replaced.replace(before)
+    if not before.is_dir():
+        return
+    for name in reversed(batch.names):
+        if not os.path.lexists(batch.scratch / name):
+            (batch.folder / name).replace(batch.scratch / name)
+    _put_back(batch.scratch)
 
 
 def flush(folder: Path) -> None:
     """Wait until the contents of a folder are on disk."""
     for path in (folder, *folder.rglob("*")):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        _flush_file(path)
+
+
+def _flush_file(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
@@ -356,13 +395,79 @@ def write_whole(
     Raises:
         OSError: if the file cannot be written.
     """
-    if os.path.exists(path) and not os.path.isfile(path):  # a device or a pipe cannot be replaced
-        Path(path).write_bytes(data)
-        return
-    path = Path(os.path.realpath(path))  # the target of a link, not the link
-    with scratch_beside(path) as scratch:
-        written = scratch / path.name
-        written.write_bytes(data)
-        flush(scratch)
-        verify(written)
-        written.replace(path)
+    with errors_name(path):
+        if os.path.exists(path) and not os.path.isfile(path):  # a device or a pipe cannot be replaced
+            Path(path).write_bytes(data)
+            return
+        target = Path(os.path.realpath(path))  # the target of a link, not the link
+        with scratch_beside(target) as scratch:
+            written = scratch / target.name
+            written.write_bytes(data)
+            flush(scratch)
+            verify(written)
+            written.replace(target)
+
+
+def write_files(files: Mapping[Path, bytes], *, overwrite: bool = True) -> None:
+    """Write several files, all or none: if one cannot be written, the others are as they were before.
+
+    Args:
+        files: contents by path.
+        overwrite: replace files that exist; False raises an error instead.
+
+    Raises:
+        OSError: if a file cannot be written; its message names the file.
+        FileExistsError: if one exists and `overwrite` is False.
+        ValueError: if a path is not that of a file, or two paths are of one file.
+    """
+    targets: dict[Path, Path] = {}
+    for path in files:
+        target = Path(os.path.realpath(path))  # the target of a link, not the link
+        if target in targets:
+            raise Refusal(path, "be another file than the others to write", str(targets[target]))
+        targets[target] = path
+    _check_free(files, overwrite=overwrite)
+    with ExitStack() as stack:
+        scratch_of: dict[Path, Path] = {}
+        for target, path in targets.items():
+            with errors_name(path):
+                if target.parent not in scratch_of:
+                    scratch_of[target.parent] = stack.enter_context(scratch_beside(target))
+                written = scratch_of[target.parent] / target.name
+                written.write_bytes(files[path])
+                _flush_file(written)
+        batches = []
+        for folder, scratch in scratch_of.items():
+            names = [target.name for target in targets if target.parent == folder]
+            with errors_name(folder / names[0]):
+                _flush_file(scratch)
+            batches.append(Batch(names, scratch, folder))
+        for folder in sorted(scratch_of):  # in one order, so that two writers do not wait for each other
+            stack.enter_context(locked(folder))
+        _check_free(files, overwrite=overwrite)  # again, because others may have written there meanwhile
+        with errors_name(next(iter(files))):
+            move(*batches)
+
+
+def _check_free(paths: Iterable[Path], *, overwrite: bool) -> None:
+    """Refuse files to write that exist, unless they are files that may be replaced."""
+    for path in paths:
+        if not _exists(path):
+            continue
+        if not overwrite:
+            raise FileExistsError(f"{path} exists; pass --force to replace it")
+        if path.exists() and not path.is_file():
+            raise Refusal(path, "be a file or not exist yet, but it is something else")
+
+
+@contextmanager
+def errors_name(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Name the file that is being written in errors that name none, such as that of a full disk, or a scratch file."""
+    try:
+        yield
+    except OSError as error:
+        named = error.filename
+        is_scratch = isinstance(named, (str, os.PathLike)) and SCRATCH in os.fspath(named)
+        if error.errno is None or (named is not None and not is_scratch):
+            raise
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from None

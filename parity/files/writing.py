@@ -18,7 +18,7 @@ from parity.files.msgpack import METADATA, write_msgpack
 from parity.files.orbax import write_orbax
 from parity.files.reading import INDEX, SUFFIXES, open_tensors
 from parity.files.safetensors import CODES, write_safetensors
-from parity.files.target import check_target, flushing, locked, move, scratch_beside
+from parity.files.target import Batch, check_target, errors_name, flushing, locked, move, scratch_beside
 from parity.files.tensor_file import (
     DTYPES,
     NATIVE,
@@ -118,6 +118,7 @@ def write_tensors(
         nest(checked)  # raises for names that cannot be nested
 
     with (
+        errors_name(path),
         scratch_beside(place) as scratch,
         ThreadPoolExecutor(1) as pool,  # hashes tensors while they are written
     ):
@@ -138,7 +139,7 @@ def write_tensors(
             _verify(path, scratch / place.name, checked, metadata)
         with locked(place.parent):  # check again, because others may have written there meanwhile
             stale = check_target(path, kind, names, place.parent, overwrite=overwrite, source=source)
-            move(names, scratch, place.parent, stale)
+            move(Batch(names, scratch, place.parent, stale))
     return written
 
 

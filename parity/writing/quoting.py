@@ -54,7 +54,7 @@ class _Numbering(ast.NodeTransformer):
     def __init__(self, names: Sequence[str]) -> None:
         self.numbers = {name: number for number, name in enumerate(names)}
 
-    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:  # noqa: N802
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
         """Replace the key, if the subscript is of `tensors`."""
         self.generic_visit(node)
         if isinstance(node.value, ast.Name) and node.value.id == TENSORS:

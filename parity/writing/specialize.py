@@ -219,9 +219,7 @@ class _Branches(_Source):
 # ---- Edits -----------------------------------------------------------------------------------------------------------
 
 
-def _conditional_expressions(
-    source: _Source, known: Mapping[str, Any], decided: set[Decision]
-) -> Iterator[Edit]:
+def _conditional_expressions(source: _Source, known: Mapping[str, Any], decided: set[Decision]) -> Iterator[Edit]:
     for node in ast.walk(source.tree):
         if isinstance(node, ast.IfExp) and _is_known(node.test, known):
             chosen = node.body if _decide(node.test, known, decided) else node.orelse

@@ -71,7 +71,7 @@ def attention(
         other_v: (B, K, S, H), values of that layer.
         cache: earlier tokens, from `empty_cache` or an earlier call; the updated cache is also returned.
         other_cache: cache of another layer, which has already appended these tokens.
-        new_lengths: number of real tokens of each sequence in x, (B,); the rest is padding, whose positions do not matter.
+        new_lengths: number of real tokens of each sequence in x, (B,); the rest is padding, at any position.
         mask: boolean, True = masked, (B or 1, N or 1, T or 1, S). A fully masked row returns 0.
         bias: added to the scores; broadcasts to (B, N, T, S).
         positions: position of each token, (B or 1, T); for RoPE with several axes also (axes, B or 1, T).
