@@ -3,9 +3,11 @@
 import json
 import os
 import pathlib
+import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 import types
@@ -594,6 +596,17 @@ def test_with_no_bug_it_is_told_which_a_call_allows(injecting):
 def test_only_what_changed_something_is_noticed(status, told, verdict):
     found, _ = _result_of(Run(status, [(event, "") for event in told], "", 0.0))
     assert found is verdict
+
+
+def test_a_temporary_folder_may_have_spaces(tmp_path, monkeypatch):
+    """pytest splits its options as a shell does."""
+    folder = tmp_path / "a folder; $(x)"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    command = ["python", "-c", "import os; print(os.environ['PYTEST_ADDOPTS'])"]
+    options = shlex.split(Suite("mine:attention", VIEW, command).run(is_hooked=False).said)
+    assert options[-2] == "-o"
+    assert options[-1].startswith(f"cache_dir={folder}/")
 
 
 def test_a_run_that_takes_too_long_is_ended():

@@ -38,9 +38,7 @@ CONFIG = {
 }
 
 SYSTEM = '__import__("os").system("touch PWNED")'
-FROM_SPEC = (
-    'spec.__class__.__init__.__globals__["__builtins__"]["__import__"]("os").system("touch PWNED")'
-)
+FROM_SPEC = 'spec.__class__.__init__.__globals__["__builtins__"]["__import__"]("os").system("touch PWNED")'
 """Expressions that leave a file behind: one for anyone who evaluates them, one for who knows only `spec`."""
 
 HOSTILE = {
@@ -84,7 +82,7 @@ def save(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
     elif path.suffix == ".pt":
         torch.save({name: torch.tensor(x) for name, x in tensors.items()}, path)
     else:
-        np.savez(path, **{name: x for name, x in tensors.items()})  # pyright: ignore[reportArgumentType]
+        np.savez(path, **tensors)  # pyright: ignore[reportArgumentType]
 
 
 def file_of(folder: Path, prefix: str, suffix: str) -> tuple[Path, dict[str, np.ndarray]]:
@@ -262,7 +260,24 @@ def test_text_of_a_configuration_stays_data(folder, capsys, name, text):
 
 PIECES = [
     *('"""', "'''", '"', "'", "\\", "{", "}", "{i}", "#", "%", "$(touch PWNED)", "`", ";", ":", "[", "]", "(", ")"),
-    *(" ", ",", "=", "+", "tensors", "spec", "call", "ABOUT", "TITLE", "é", "\u2028", "\n", "\r", "\u0085", "\t", "\x00"),
+    *(
+        " ",
+        ",",
+        "=",
+        "+",
+        "tensors",
+        "spec",
+        "call",
+        "ABOUT",
+        "TITLE",
+        "é",
+        "\u2028",
+        "\n",
+        "\r",
+        "\u0085",
+        "\t",
+        "\x00",
+    ),
     *(SYSTEM, FROM_SPEC, "\\N{LF}", "\\x22", "\\\n", "\ufeff", "\u200b", "f'{", "return", "lambda: 0", "...", "0", "x"),
 ]
 

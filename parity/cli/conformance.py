@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 
 from parity.cli.help import Page, Result
 from parity.cli.messages import refusal
@@ -85,9 +86,11 @@ def run(options: argparse.Namespace) -> Result:
         found = [examine(target, options.checks, options.dtypes, name=options.subject, **declared)]
 
     def again(subject: str, question: str) -> str:
-        given = [f"--libraries --only {subject}" if options.libraries else options.subject]
-        given += [f"{flag} {value}" for flag, value in flags.items()]
-        return f"mha-parity conformance {' '.join(given)} --checks '{question}'"
+        words = ["mha-parity", "conformance"]
+        words += ["--libraries", "--only", subject] if options.libraries else [options.subject]
+        for flag, value in flags.items():
+            words += [flag, str(value)]
+        return shlex.join([*words, "--checks", question])
 
     print_conformance(found, console(), again)
     return exit_status(found), {"packages": installed(), "subjects": found}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -141,7 +142,8 @@ class Suite:
         environment = dict(os.environ)
         _prepend(environment, "PATH", str(Path(sys.executable).parent), os.pathsep)
         options = environment.get("PYTEST_ADDOPTS", "")
-        environment["PYTEST_ADDOPTS"] = f"{options} -o cache_dir={folder}/pytest_cache".strip()
+        cache = shlex.quote(f"cache_dir={folder}/pytest_cache")  # pytest splits the variable as a shell does
+        environment["PYTEST_ADDOPTS"] = f"{options} -o {cache}".strip()
         return environment
 
     def _wait(self, environment: dict[str, str], out: Any) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -87,8 +88,11 @@ def reproduction(comparison: Comparison, report: Report) -> str:
     """Return the command that runs a comparison's case again; empty if its name is not enough."""
     if not comparison.library or find_case(comparison.case) is None:
         return ""
-    command = f"mha-parity run --backends {comparison.library} --cases {comparison.case} --dtypes {comparison.dtype}"
+    words = ["mha-parity", "run", "--backends", comparison.library]
+    words += ["--cases", comparison.case, "--dtypes", comparison.dtype]
     device = report.environment.get("backends", {}).get(comparison.library, {}).get("device", "cpu")
     if comparison.library == "torch" and device != "cpu":
-        command += f" --device {device}"
-    return f"{command}{' --grad' if stage_named(comparison.stage).is_gradient else ''}"
+        words += ["--device", str(device)]
+    if stage_named(comparison.stage).is_gradient:
+        words.append("--grad")
+    return shlex.join(words)
