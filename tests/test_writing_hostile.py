@@ -147,10 +147,15 @@ def run_write(source: Path, framework: str, *options: str) -> int:
 # ---- Names ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("framework", ["torch", "jax", "ttnn"])
-@pytest.mark.parametrize("text", HOSTILE.values(), ids=list(HOSTILE))
-def test_names_of_tensors_stay_data(folder, text, framework):
-    prefix = f"{text}.{LAYER}"
+WORST = ("known expression", "expression", "end of a key, escaped", "words of the template")
+
+
+@pytest.mark.parametrize(
+    ("framework", "name"),
+    [*(("torch", name) for name in HOSTILE), *((framework, name) for framework in ("jax", "ttnn") for name in WORST)],
+)
+def test_names_of_tensors_stay_data(folder, framework, name):
+    prefix = f"{HOSTILE[name]}.{LAYER}"
     source, tensors = file_of(folder, prefix, "folder")
     assert run_write(source, framework, "--cache", "static") == 0
     check_written(Path("attention.py"), framework, tensors)
@@ -335,7 +340,7 @@ def test_a_literal_is_the_text_in_one_line_of_ascii():
 )
 def test_a_name_anywhere_else_is_no_written_module(source):
     check_keys('x = tensors["a"]\n', "x = tensors[0]\n", ["a"])
-    with pytest.raises(ValueError, match="a written module must"):
+    with refuses("a written module", ""):
         check_keys(source, "x = tensors[0]\n", ["a"])
 
 

@@ -37,7 +37,7 @@ BEFORE = ".before"
 """Subfolder of a scratch folder that keeps files until they are replaced."""
 
 REPLACED = ".replaced"
-"""Its name once all files are in place, and nothing is put back any more."""
+"""Its name once all files are in place, so that none is restored."""
 
 _ORBAX = re.compile(
     r"_METADATA|_CHECKPOINT_METADATA|_sharding|_strings\.json|commit_success\.txt|d|array_metadatas(/process_\d+)?|"

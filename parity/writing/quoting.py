@@ -8,8 +8,12 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 
+from mha_spec import Refusal
+
 TENSORS = "tensors"
 """The argument of a loader whose keys are names of tensors."""
+
+RULE = f"be Python that has the names of tensors as keys of {TENSORS} alone"
 
 
 def string_literal(text: str) -> str:
@@ -43,9 +47,9 @@ def check_keys(source: str, numbered: str, names: Sequence[str]) -> None:
     try:
         tree = _Numbering(names).visit(ast.parse(source))
     except (SyntaxError, ValueError) as error:
-        raise ValueError(f"a written module must be Python with names as keys of {TENSORS} alone: {error}") from None
+        raise Refusal("a written module", RULE, str(error)) from None
     if ast.dump(tree) != ast.dump(ast.parse(numbered)):
-        raise ValueError(f"a written module must have names as keys of {TENSORS} alone")
+        raise Refusal("a written module", RULE, "them elsewhere")
 
 
 class _Numbering(ast.NodeTransformer):
@@ -59,6 +63,6 @@ class _Numbering(ast.NodeTransformer):
         self.generic_visit(node)
         if isinstance(node.value, ast.Name) and node.value.id == TENSORS:
             if not isinstance(node.slice, ast.Constant) or node.slice.value not in self.numbers:
-                raise ValueError(f"a key that is no name of a tensor, in line {node.lineno}")
+                raise ValueError(f"line {node.lineno} has a key that does not name a tensor")
             node.slice = ast.Constant(self.numbers[node.slice.value])
         return node
