@@ -1,8 +1,8 @@
 """Attention over all keys at once: the kernel of `fused` on CPUs for few scores, and that of parts of a window.
 
 XLA fuses it into one kernel that stores no scores, because it has only what XLA's library for CPUs supports: a minimum
-hides keys, and no operation between the products has less than 4096 elements. The smallest maximum is therefore the
-start of a reduction, and sums are spread over the features before anything is added.
+hides keys, and no operation between the products has less than 4096 elements. The smallest maximum is therefore taken
+of each score, before the reduction, and sums are spread over the features before anything is added.
 """
 
 from functools import partial
@@ -70,8 +70,10 @@ def attend_finite(
     if hidden is not None:
         logits = _hide(logits, jnp.where(hidden, -jnp.inf, jnp.inf).astype(logits.dtype))
     lowest = jnp.asarray(jnp.finfo(logits.dtype).min, logits.dtype)  # exp(-inf + inf) is NaN
+    # As the initial value of the reduction, `lowest` would not reach a row of one score: XLA takes an initial value for
+    # the identity, and leaves it out of a reduction over one element.
     if fits_cache:
-        largest = lax.reduce(lax.stop_gradient(logits), lowest, lax.max, (3,))[..., None]
+        largest = jnp.maximum(lax.stop_gradient(logits), lowest).max(axis=-1, keepdims=True)
     else:
         largest = jnp.maximum(lax.stop_gradient(logits).max(axis=-1, keepdims=True), lowest)
     sinks = None if scores.sinks is None else group(scores.sinks.astype(logits.dtype)[None, :, None, None])

@@ -110,7 +110,7 @@ class _Part(NamedTuple):
         """Return the part of (B, K, S, ·)."""
         sizes = self.sizes
         starts = (self.sequence, self.kv_head, self.key, 0)
-        return lax.dynamic_slice(x, starts, (sizes.sequences, sizes.kv_heads, sizes.keys, x.shape[3]))
+        return lax.dynamic_slice(x, *place_in(x, starts, (sizes.sequences, sizes.kv_heads, sizes.keys, x.shape[3])))
 
     def scores_of(self, x: Array) -> Array:
         """Return the part of (B or 1, N or 1, T or 1, S or 1)."""
