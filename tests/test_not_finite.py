@@ -461,6 +461,12 @@ def test_a_call_looks_at_values_once(looks):
     assert len(looks) == 1
 
 
+def test_plain_path_looks_once_whether_inputs_are_finite(looks):
+    x = torch.randn(2, 2, 5, 8)
+    mha_torch.scaled_dot_product_attention(x, x, x, is_causal=True)
+    assert len(looks) == 2  # also whether a row is empty
+
+
 def test_a_cuda_graph_is_asked_for_no_value_and_keeps_the_rules(monkeypatch, looks):
     layer, x = mha_torch.MultiHeadSelfAttention(GATED), torch.randn(2, 5, 16)
     x[1, 3, 0] = torch.nan

@@ -194,8 +194,11 @@ def contained_with_weights(attend: Callable[..., tuple[Tensor, Tensor]]) -> Call
     def contained(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> tuple[Tensor, Tensor]:
         if mask.is_trivial and scores.bias is None:  # all rows attend to all keys: NaN spreads by itself
             return attend(query, key, value, mask, scores)
+        # One number of each tensor shows that all are finite; to look at each token takes ten times as long.
+        if not key.numel() or (not is_graph() and _are_moderate(query, key, value, scores)):
+            return attend(query, key, value, mask, scores)
         wrong = [nonfinite_tokens(x) for x in (query, key, value)]
-        if not key.numel() or not any(maybe_any(of_one) for of_one in wrong):
+        if not any(maybe_any(of_one) for of_one in wrong):
             return attend(query, key, value, mask, scores)
         query, key, value = (zero_where(x, where) for x, where in zip((query, key, value), wrong, strict=True))
         context, attn_weights = attend(query, key, value, mask, scores)
