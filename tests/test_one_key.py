@@ -359,7 +359,7 @@ def test_step_over_a_cache_of_one_slot_is_its_value(platform):
         *(jnp.asarray(arrays[name]) for name in ("query", "key", "value")),
         mask,
         Scores(spec),
-        sizes=SMALL,
+        sizes=FusedAttention(keys=1, last_keys=1),
         platform=platform,
     )
     np.testing.assert_array_equal(context, arrays["value"].repeat(NUM_HEADS // NUM_KV_HEADS, axis=1))
