@@ -15,7 +15,7 @@ from parity.cli.options import flag_of
 if TYPE_CHECKING:
     from parity.conversion.hints import LayerKeywords
     from parity.conversion.layers import FileLayer
-    from parity.conversion.not_compared import NotCompared
+    from parity.conversion.not_compared import NotCompared, OnlyInOne
 
 
 ASSUMED_CAUSAL = "is assumed to be causal; if it is not, pass --no-causal"
@@ -69,10 +69,11 @@ def warn_of_parts(path: str) -> None:
 
 
 class Pairs(NamedTuple):
-    """Matching layers of two files, and parts that their comparison leaves out."""
+    """Matching layers of two files, parts that their comparison leaves out, and tensors that only one file has."""
 
     layers: list[tuple[Any, Any]]
     not_compared: list[NotCompared]
+    only_in_one: list[OnlyInOne]
 
 
 def status_of(same: bool, pairs: Pairs) -> int:
@@ -85,7 +86,7 @@ def pairs_of_layers(options: argparse.Namespace) -> Iterator[Pairs]:
     """Yield matching layers of two open files. An option that is passed once holds for both files."""
     from parity.conversion.layers import open_model
     from parity.conversion.metadata import tells_layout
-    from parity.conversion.not_compared import by_reason, find_not_compared, of_files
+    from parity.conversion.not_compared import by_reason, find_not_compared, find_only_in_one, of_files
 
     def each(flag: str, values: list[str]) -> list[str | None]:
         if len(values) > 2:
@@ -112,7 +113,10 @@ def pairs_of_layers(options: argparse.Namespace) -> Iterator[Pairs]:
         left_out = find_not_compared(pairs, options.files, opened)
         for words in by_reason(left_out):
             warn(f"not compared: {words}")
-        yield Pairs([(_restored(each, beside), _restored(beside, each)) for each, beside in pairs], left_out)
+        only_in_one = find_only_in_one(pairs, options.files, opened)
+        yield Pairs(
+            [(_restored(each, beside), _restored(beside, each)) for each, beside in pairs], left_out, only_in_one
+        )
 
 
 def _in_order_of(layers: list[FileLayer], others: list[FileLayer]) -> list[FileLayer]:

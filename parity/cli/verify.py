@@ -12,8 +12,8 @@ PAGE = Page(
     "compare the attention weights of two files",
     "Check that two files hold the same attention, whatever their layouts. Tensors are compared one by one and, if "
     "they differ, the stages computed with them. With {i} in --prefix, or a stack, all layers are "
-    "compared. Parts that cannot be compared are named, and then the exit status is not 0. --from and --prefix "
-    "hold for both files if passed once, and for each in turn if passed twice.",
+    "compared. Parts that cannot be compared are named, and then the exit status is not 0. Tensors that only one file "
+    "has are named. --from and --prefix hold for both files if passed once, and for each in turn if passed twice.",
     "mha-parity verify model.safetensors flax.safetensors --from transformers.LLaMA \\\n"
     "      --from flax.nnx --prefix model.layers.0.self_attn --num-heads 32",
     "the same attention",
@@ -54,10 +54,18 @@ def run(options: argparse.Namespace) -> Result:
             if not weights.same and all(verdict.weights.same for verdict in verdicts):
                 diagnosis = diagnose_weights(*layers)
             verdicts.append(Verdict(one.label, other.label, weights, stages))
+    for tensors in pairs.only_in_one:
+        warn(str(tensors))
     for path, kinds in quantised.items():
         if kinds:
             warn(f"{path} is quantized ({', '.join(sorted(kinds))}): its dequantized weights are compared")
     print_verdicts(verdicts, diagnosis, options.files, console(), pairs.not_compared)
     results = [each for verdict in verdicts for each in verdict.stages]
-    told = {"results": results, "layers": verdicts, "diagnosis": diagnosis, "not_compared": pairs.not_compared}
-    return status_of(all(verdict.weights.same for verdict in verdicts), pairs), told
+    record = {
+        "results": results,
+        "layers": verdicts,
+        "diagnosis": diagnosis,
+        "not_compared": pairs.not_compared,
+        "only_in_one": pairs.only_in_one,
+    }
+    return status_of(all(verdict.weights.same for verdict in verdicts), pairs), record

@@ -7,7 +7,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Unpack
 
@@ -20,10 +20,10 @@ from parity.conversion.layouts.detection import DoesNotFit, find_placement, find
 from parity.conversion.layouts.layout import unused_in
 from parity.conversion.layouts.placement import Placement
 from parity.conversion.metadata import FileHints, file_hints, sources
-from parity.conversion.model_config import ModelHints
 from parity.conversion.not_carried import NotCarriedWarning
 from parity.conversion.prefixes import ENTRY, concrete_prefix, fitting_prefixes, numbered
 from parity.conversion.ranks import open_checkpoint
+from parity.conversion.sharing import name_in_file
 from parity.core.weights import Weights, is_finite, is_floating
 from parity.files import FileTensor, TensorFile
 from parity.models.specs import ModelLayer, sections_named
@@ -67,11 +67,13 @@ class OpenLayers(NamedTuple):
         layers: the layers, in numerical order.
         missing: paths of layers that the configuration or the file's metadata requires.
         others: prefixes of layers that the configuration does not describe.
+        rest: names of the tensors that belong to no layer; None if only some layers were requested.
     """
 
     layers: list[FileLayer]
     missing: list[str]
     others: list[str]
+    rest: list[str] | None
 
 
 @contextmanager
@@ -91,9 +93,14 @@ def open_model(
             for layer in sorted(layers_under(cache, each, of_layout, known), key=lambda layer: layer.place)
         ]
         missing = known.missing([layer.label for layer in layers], file)
-        if prefix is not None:  # among the requested layers
-            missing = [each for each in missing if f".{prefix}".endswith(f".{numbered(each)}") and "{i}" in prefix]
-        yield OpenLayers(layers, missing, _others(file, known, layers) if prefix is None else [])
+        if prefix is None:
+            of_layers = {name for layer in layers for name in layer.sources.values()}
+            rest = [name for name in file.infos if name not in of_layers]
+            yield OpenLayers(layers, missing, _others(file, known, layers), rest)
+            return
+        # Without {i} one layer is requested, so others are not missing.
+        of_prefix = [path for path in missing if f".{prefix}".endswith(f".{numbered(path)}") and "{i}" in prefix]
+        yield OpenLayers(layers, of_prefix, [], None)
 
 
 def _others(file: TensorFile, known: FileHints, layers: list[FileLayer]) -> list[str]:
@@ -121,6 +128,7 @@ class FileLayer:
         hints: merged hints about it.
         sources: full names of its tensors, by name after the prefix.
         known: hints about the layers of its file.
+        shared: weights that it shares with other layers, by canonical name, each with its holder (see `sharing`).
         written: its specification in another layout, if that differs.
     """
 
@@ -134,6 +142,7 @@ class FileLayer:
     hints: LayerHints
     sources: dict[str, str]
     known: FileHints
+    shared: Mapping[str, str] = field(default_factory=dict)
     written: AttentionSpec | None = None
 
     @property
@@ -265,7 +274,7 @@ def layers_under(file: TensorCache, prefix: str, layout: Layout, known: FileHint
         raise _no_layer(Refusal, file, prefix, layout)
     layers = []
     for concrete, (numbers, own) in found.items():
-        held = _with_lent(file, concrete, own, known.model)
+        held = _with_shared(file, concrete, own, layout, known)
         try:
             if (told := known.at(concrete).spec) is not None:
                 held = {short: name for short, name in held.items() if short not in unused_in(layout, told)}
@@ -286,11 +295,11 @@ def layers_under(file: TensorCache, prefix: str, layout: Layout, known: FileHint
             entries = [each for each in entries if each[0] == int(entry[2])]
             if not entries:
                 raise Refusal("prefix", f"be that of a layer in {file.path}", f"prefix={prefix!r} of {size}")
-        layers += [
-            FileLayer(file, concrete, numbers, index, axis, placement, hints.spec, hints, held, known)
-            for index, hints, placement in entries
-            if hints.spec is not None
-        ]
+        for index, hints, placement in entries:
+            if hints.spec is not None:
+                label = concrete if index is None else f"{concrete}[{index}]"
+                layer = FileLayer(file, concrete, numbers, index, axis, placement, hints.spec, hints, held, known)
+                layers.append(replace(layer, shared=known.holders_at(label, layout, file.infos)))
     for layer in layers:
         _check_values(layer)
     if unread := {name: value for layer in layers for name, value in layer.hints.unread.items()}:
@@ -326,15 +335,19 @@ def _check_values(layer: FileLayer) -> None:
         raise DoesNotFit("values", f"{rule}, by config.json", shorten(layer.sources), where=layer.label)
 
 
-def _with_lent(file: TensorCache, prefix: str, held: dict[str, str], model: ModelHints) -> dict[str, str]:
+def _with_shared(
+    file: TensorCache, prefix: str, own: dict[str, str], layout: Layout, known: FileHints
+) -> dict[str, str]:
     """Return the tensors of a layer, with those that it shares with other modules and without irrelevant ones."""
-    layer = model.layer_at(prefix)
-    if layer is None:
-        return held
-    before = prefix.removesuffix(layer.path)
-    lent = {short: f"{before}{path}" for short, path in layer.shared.items() if short not in held}
-    found = {short: name for short, name in held.items() if short not in layer.ignored}
-    return found | {short: name for short, name in lent.items() if name in file.infos}
+    layer = known.model.layer_at(prefix)
+    irrelevant = () if layer is None else layer.ignored
+    held = {short: name for short, name in own.items() if short not in irrelevant}
+    for weight, holder in known.holders_at(prefix, layout, file.infos).items():
+        short = layout.name_of(weight)
+        name = name_in_file(holder, weight, layout, file.infos)
+        if short is not None and name is not None and short not in held:
+            held[short] = name
+    return held
 
 
 Entry = tuple[int | None, LayerHints, Placement]

@@ -18,6 +18,7 @@ from parity.conversion.layouts.layout import DROPPABLE, UNSAID
 from parity.conversion.model_config import ModelHints, model_hints
 from parity.conversion.prefixes import ENTRY, all_prefixes, concrete_prefix, fitting_prefixes, numbered
 from parity.conversion.ranks import NORMS, NUM_RANKS, open_checkpoint
+from parity.conversion.sharing import holders_in_model, name_in_file
 from parity.core.weights import FORMAT, read_spec
 from parity.files import TensorFile
 from parity.files.reading import SUFFIXES
@@ -37,6 +38,8 @@ class FileHints:
         dropped: features that the file lost, from its metadata.
         ignored: names (with wildcards) under the prefix of a layer that are not its weights, from its metadata.
         unread: attention keys of its source that no specification contains, with their values, from its metadata.
+        shared: weights that layers share, from its metadata: by label and canonical name, each with its holder (see
+            `sharing`).
         model: the model of the layers, if neither the caller nor the file's metadata specifies each layer.
     """
 
@@ -45,11 +48,31 @@ class FileHints:
     dropped: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     unread: Mapping[str, Any] = field(default_factory=dict)
+    shared: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     model: ModelHints = field(default_factory=ModelHints)
 
     def at(self, label: str) -> LayerHints:
         """Return the merged hints about the layer with a label."""
         return merge(label, self.sources)
+
+    def holders_at(self, label: str, layout: Layout, names: Collection[str]) -> Mapping[str, str]:
+        """Return the weights that the layer with a label shares, by canonical name, each with its holder.
+
+        By the rules of a family a layer may also have its own, as in BEiT: it shares only what the file has once.
+
+        Args:
+            label: label of the layer.
+            layout: its layout.
+            names: names of the tensors of the file.
+        """
+        if label in self.shared:
+            return self.shared[label]
+        holders = holders_in_model(label, self.model)
+        return {
+            weight: holder
+            for weight, holder in holders.items()
+            if name_in_file(holder, weight, layout, names) is not None
+        }
 
     def without_heads_of_model(self, label: str) -> LayerHints:
         """Return the hints without heads from a configuration, which may describe other layers, or another model.
@@ -115,17 +138,18 @@ def file_hints(file: TensorFile, caller: LayerHints) -> FileHints:
         return FileHints((lambda label: caller, model.hints), model=model)
     dropped, ignored, unread = _read(file, "dropped", list), _read(file, "ignored", list), _read(file, "unread", dict)
     dropped, ignored = (tuple(map(str, names)) for names in (dropped, ignored))
+    shared = _shared(file)
     if unknown := sorted({*dropped} - {*DROPPABLE} - {*unread}):
         raise Refusal(file.path, f"list only {', '.join(DROPPABLE)} as dropped", ", ".join(unknown))
     if spec is not None or caller.rope is not None:  # which restores dropped features
         dropped = tuple(name for name in dropped if name != "rope")
     if spec is not None:
         dropped = tuple(name for name in dropped if name not in unread)
-        return FileHints((lambda label: caller,), {}, dropped, ignored)
+        return FileHints((lambda label: caller,), {}, dropped, ignored, shared=shared)
     sources = (lambda label: caller, partial(_own_hints, own, {k: v for k, v in unread.items() if k not in dropped}))
     if "" in own:
         merge(str(file.path), sources)  # reject contradictions before searching for layers
-    return FileHints(sources, {} if "" in own else own, dropped, ignored, unread)
+    return FileHints(sources, {} if "" in own else own, dropped, ignored, unread, shared)
 
 
 def _own_hints(specs: Mapping[str, AttentionSpec], unread: Mapping[str, Any], label: str) -> LayerHints:
@@ -153,6 +177,15 @@ def _read(file: TensorFile, name: str, kind: type[Held]) -> Held:
     if not isinstance(held, kind) or (isinstance(held, list) and not all(isinstance(each, str) for each in held)):
         raise Refusal(file.path, f"hold a JSON {kind.__name__} as {name} in its metadata", f"{held!r:.80}")
     return held
+
+
+def _shared(file: TensorFile) -> dict[str, dict[str, str]]:
+    """Return the weights that layers share, in our file's metadata, with their holders."""
+    shared = _read(file, "shared", dict)
+    for holders in shared.values():
+        if not isinstance(holders, dict) or not all(isinstance(holder, str) for holder in holders.values()):
+            raise Refusal(file.path, "name a holder for each shared weight in its metadata", f"{shared!r:.80}")
+    return shared
 
 
 def tells_layout(path: str | os.PathLike[str]) -> bool:
@@ -233,6 +266,7 @@ def metadata_of(
     dropped: Collection[str] = (),
     ignored: Collection[str] = (),
     unread: Mapping[str, Any] | None = None,
+    shared: Mapping[str, Mapping[str, str]] | None = None,
     *,
     has_others: bool = False,
 ) -> dict[str, str]:
@@ -246,6 +280,7 @@ def metadata_of(
         ignored: names (with wildcards) under the prefix of a layer that are not its weights.
         unread: attention keys that no specification contains, with their values. If there are any, fields that are
             None are omitted, because such a key may specify them.
+        shared: weights that layers share, by label and canonical name, each with its holder.
         has_others: whether layers of other kinds have such prefixes; each label is then listed.
     """
     fields = {label: json.loads(spec.to_json()) for label, spec in specs.items()}
@@ -264,12 +299,12 @@ def metadata_of(
         metadata |= {name: str(getattr(spec, name)) for name in COUNTS}
     else:
         metadata["specs"] = json.dumps(fields)
-    found = {"dropped": sorted(dropped), "ignored": sorted(ignored), "unread": unread}
+    found = {"dropped": sorted(dropped), "ignored": sorted(ignored), "unread": unread, "shared": shared}
     return metadata | {name: json.dumps(held, sort_keys=True) for name, held in found.items() if held}
 
 
 OURS = {"format", "mha_parity", "layout", "rope", "prefix", "spec", "specs", *COUNTS}
-OURS |= {"dropped", "ignored", "unread", NUM_RANKS, NORMS}
+OURS |= {"dropped", "ignored", "unread", "shared", NUM_RANKS, NORMS}
 """Reserved names in metadata: values that other programs store under them are not copied."""
 
 MOST_IN_ZIP = 65_000

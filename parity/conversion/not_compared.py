@@ -7,8 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from parity.conversion.layers import FileLayer, OpenLayers, key_in_words
+from parity.conversion.prefixes import join
+from parity.conversion.verify import same_array
 from parity.core.records import JsonRecord
-from parity.text import some_of
+from parity.text import counted, some_of
 
 Path = str | os.PathLike[str]
 
@@ -28,6 +30,72 @@ class NotCompared(JsonRecord):
     reason: str
     labels: list[str] = field(default_factory=list, compare=False)
     is_open: bool = True
+
+
+@dataclass(frozen=True)
+class OnlyInOne(JsonRecord):
+    """Tensors that one of two files has, and the other lacks.
+
+    Attributes:
+        file: path of the file that has them.
+        other: path of the file that lacks them.
+        names: their names.
+        copy_of: name of the tensor in the same file that they repeat bit for bit, and that layers of the other file
+            share; empty if they belong to no layer, and were not compared.
+    """
+
+    file: str
+    other: str
+    names: list[str]
+    copy_of: str = ""
+
+    def __str__(self) -> str:
+        if not self.copy_of:
+            return f"only in {self.file}: {counted(len(self.names), 'tensor')} of no layer: {some_of(self.names, 3)}"
+        repeated = f"the same bits as {self.copy_of}, which layers of {self.other} share"
+        return f"only in {self.file}: {some_of(self.names)}: {repeated}"
+
+
+def find_only_in_one(
+    pairs: Sequence[tuple[FileLayer, FileLayer]], files: Sequence[Path], opened: Sequence[OpenLayers]
+) -> list[OnlyInOne]:
+    """Return the tensors that only one of two files has, apart from differences of layouts.
+
+    They are tensors of no layer, and copies of a weight that the other file has once for several layers.
+    """
+    found: list[OnlyInOne] = []
+    for (file, other), mine, theirs, swap in (
+        (files, *opened, False),
+        (files[::-1], *opened[::-1], True),
+    ):
+        # If only some layers were requested, the rest is of no interest.
+        if mine.rest is not None and theirs.rest is not None:
+            of_layers = {name for layer in theirs.layers for name in layer.sources.values()}
+            others = {*theirs.rest, *of_layers}
+            rest = [name for name in mine.rest if name not in others]
+            if rest:
+                found.append(OnlyInOne(str(file), str(other), rest))
+        copies: dict[str, list[str]] = {}
+        for pair in pairs:
+            layer, beside = pair[::-1] if swap else pair
+            for name, repeated in _copies(layer, beside):
+                copies.setdefault(repeated, []).append(name)
+        found += [OnlyInOne(str(file), str(other), names, repeated) for repeated, names in copies.items()]
+    return found
+
+
+def _copies(layer: FileLayer, other: FileLayer) -> Iterator[tuple[str, str]]:
+    """Yield a layer's own tensors that the same layer in another file shares, each with the tensor that it repeats."""
+    if layer.layout != other.layout:
+        return
+    for short, shared_name in other.sources.items():
+        own_name = layer.sources.get(short)
+        is_own = own_name == join(layer.prefix, short)
+        is_shared = shared_name != join(other.prefix, short)
+        if own_name is None or not is_own or not is_shared or shared_name not in layer.file.infos:
+            continue
+        if same_array(layer.file.read_finite(own_name), layer.file.read_finite(shared_name)):
+            yield own_name, shared_name
 
 
 def by_reason(parts: Sequence[NotCompared]) -> list[str]:

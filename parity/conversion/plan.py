@@ -21,6 +21,8 @@ from parity.conversion.layouts.layout import CARRIED, lost_in
 from parity.conversion.layouts.placement import Placement
 from parity.conversion.metadata import metadata_of
 from parity.conversion.prefixes import concrete_prefix, join
+from parity.conversion.sharing import label_of_holder, name_in_file, renamed
+from parity.conversion.verify import same_array
 from parity.core.records import JsonRecord
 from parity.files import FileTensor
 
@@ -133,6 +135,8 @@ class Plan:
         layers: layers under each prefix of the target.
         stacked: prefixes under which they are stacked.
         tensors: tensors by name.
+        holders: weights that layers share, by label in the target and canonical name, each with its holder.
+        held_elsewhere: names of tensors that are not written, because the holder of their weight has them.
     """
 
     path: str | os.PathLike[str]
@@ -140,6 +144,8 @@ class Plan:
     layers: dict[str, list[FileLayer]] = field(default_factory=dict)
     stacked: set[str] = field(default_factory=set)
     tensors: dict[str, PlannedTensor] = field(default_factory=dict)
+    holders: dict[str, dict[str, str]] = field(default_factory=dict)
+    held_elsewhere: set[str] = field(default_factory=set)
 
     def take(self, layers: dict[str, list[FileLayer]], is_stacked: bool) -> None:
         """Add layers under prefixes of the target."""
@@ -153,8 +159,9 @@ class Plan:
         only once.
 
         Raises:
-            ValueError: if two tensors have the same name.
+            ValueError: if two tensors have the same name, or the target has one tensor for copies that differ.
         """
+        self._find_holders(file, keep_rest=keep_rest)
         rest, added = [], set()
         for name, info in file.infos.items():
             new = [prefix for prefix in self._prefixes_of.get(name, ()) if prefix not in added]
@@ -194,7 +201,7 @@ class Plan:
         }
         for name in dict.fromkeys(name for each in placements.values() for name in each.shapes):
             for prefix, placement in placements.items():
-                if name not in placement.shapes:
+                if name not in placement.shapes or join(prefix, name) in self.held_elsewhere:
                     continue
                 group, shape, make = self.layers[prefix], placement.shapes[name], _laid_out
                 if prefix in self.stacked:
@@ -202,6 +209,46 @@ class Plan:
                     shape, make = (*shape[:axis], len(group), *shape[axis:]), _stacked
                 made = partial(make, group, name, placement), partial(_sources_of, group, name, placement)
                 self._add(join(prefix, name), PlannedTensor(shape, group[0].dtype, *made))
+
+    def _find_holders(self, file: TensorCache, *, keep_rest: bool) -> None:
+        """Find the holders of shared weights in the target, and the copies that it does not need.
+
+        Raises:
+            ValueError: if a copy is not equal to its holder.
+        """
+        layers = self.labels
+        new_labels = {layer.label: label for label, layer in layers.items()}
+        makers: dict[str, FileLayer] = {}  # the layer whose copy becomes a tensor outside of the layers
+        for label, layer in layers.items():
+            holders = renamed(layer.shared, new_labels)
+            if not holders:
+                continue
+            self.holders[label] = holders
+            for weight, holder in holders.items():
+                if weight not in self.layout.shares or weight not in layer.placement.weights:
+                    continue
+                if label not in self.layers:  # an entry of a stack, which is one array with an entry for each layer
+                    continue
+                holder_label = label_of_holder(holder, weight)
+                kept_name = name_in_file(holder, weight, self.layout, file.infos) if keep_rest else None
+                if holder_label in layers:
+                    held = layers[holder_label].read(weight)
+                elif kept_name is not None:
+                    held = file.read_finite(kept_name)
+                elif holder_label is None:
+                    maker = makers.setdefault(holder, layer)
+                    held = maker.read(weight)
+                else:
+                    continue  # the target has no holder, so the layer keeps its copy
+                if not same_array(layer.read(weight), held):
+                    rule = f"equal {holder}, because layers in {self.layout.name} share one"
+                    raise Refusal(f"{weight} of {label}", rule, "a copy that differs")
+                self.held_elsewhere.add(join(label, str(self.layout.name_of(weight))))
+        for holder, layer in makers.items():
+            ((weight, _),) = [item for item in layer.shared.items() if item[1] == holder]
+            make = partial(layer.read, weight)
+            sources = partial(list, [layer.sources[str(layer.layout.name_of(weight))]])
+            self._add(holder, PlannedTensor(layer.placement.weights[weight], layer.dtype, make, sources))
 
     @property
     def labels(self) -> dict[str, FileLayer]:
@@ -241,7 +288,8 @@ class Plan:
         under = [concrete_prefix(prefix or "", name) for name in kept]
         has_others = any(at is not None and at[0] not in self.layers for at in under)
         ignored = ignored if kept else ()
-        return metadata_of(self.layout, self.specs, prefix, lost, ignored, unread, has_others=has_others)
+        known = lost, ignored, unread, self.holders
+        return metadata_of(self.layout, self.specs, prefix, *known, has_others=has_others)
 
     def record(self, layout_from: str, metadata: Mapping[str, str]) -> ConversionPlan:
         """Return the plan as a record; `layout_from` is CALLER if the caller specified the layout."""

@@ -61,6 +61,8 @@ def print_layout(layout: Layout, out: Console) -> None:
         out.print(f"rule: {RULES[rule].words}")
     lost = [name for name in CARRIED if name not in layout.carries]
     out.print(f"not carried: {', '.join(lost)}" if lost else "carried: all that a specification says", soft_wrap=True)
+    if layout.shares:
+        out.print(f"once in a file if layers share them: {', '.join(layout.shares)}", soft_wrap=True)
     if layout.unsaid:
         out.print(f"not said: {', '.join(layout.unsaid)}; drop {UNSAID} leaves it out", soft_wrap=True)
     for prefix in layout.prefixes:

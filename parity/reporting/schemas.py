@@ -97,6 +97,7 @@ SCHEMAS = {
                 "layers": "verdict on each pair of layers",
                 "diagnosis": "diagnosis of the first pair that differs",
                 "not_compared": "layers that were not compared, and why",
+                "only_in_one": "tensors that only one of the files has",
             }
         },
     ),

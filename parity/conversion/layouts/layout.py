@@ -151,6 +151,7 @@ class Layout(JsonRecord):
         needs_spec: whether shapes alone never identify such a layer, or would suggest another layout.
         carries: features that the module computes or a configuration specifies, although weights do not show them:
             names of `CARRIED`.
+        shares: canonical weights that layers of its library may share; a file then has them once.
         stack_axis: axis on which layers are stacked when written; this one and the first are read.
         ranks: storage of checkpoints of several ranks, if the layout supports them.
     """
@@ -170,6 +171,7 @@ class Layout(JsonRecord):
     prefixes: tuple[str, ...] = ()
     needs_spec: bool = False
     carries: tuple[str, ...] = ()
+    shares: tuple[str, ...] = ()
     stack_axis: int = 0
     ranks: Ranks | None = None
 
@@ -196,6 +198,10 @@ class Layout(JsonRecord):
     def ignores(self, name: str, others: Iterable[str] = ()) -> bool:
         """Return whether a name under the prefix of a layer is not a weight, by the layout or by other patterns."""
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in (*OTHERS, *self.ignored, *others))
+
+    def name_of(self, weight: str) -> str | None:
+        """Return the name of the optional tensor that holds a canonical weight; None if the layout has none."""
+        return next((tensor.name for tensor in self.others if tensor.parts == [weight]), None)
 
     def leaves_unsaid(self, name: str) -> bool:
         """Return whether a name under the prefix of a layer is that of a bias on a grid."""
