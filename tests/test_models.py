@@ -31,7 +31,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_M
 import mha_spec
 import mha_torch
 from mha_spec import Llama3Scaling, Norm, ProportionalScaling, RelativeBias, Rope, YarnScaling
-from parity import Alibi, AttentionSpec, load_into, specs_of
+from parity import Alibi, AttentionSpec, Gate, load_into, specs_of
 from parity.cli.main import main
 from parity.models.families import FAMILIES
 from parity.models.families.not_covered import NOT_COVERED, SENSES, WITHOUT_ATTENTION
@@ -436,6 +436,83 @@ def test_keys_of_released_models_change_nothing(family):
     values = transformers.AutoConfig.for_model(family).to_dict()
     values |= TURNED_IN_PART if family == "glm4v_text" else {}
     assert specs_of({**values, **AS_RELEASED[family]}) == specs_of(values)
+
+
+QWEN35 = {  # as released, without tokens and numbers of training
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "model_type": "qwen3_5_moe",
+    "text_config": {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attn_output_gate": True,
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "layer_types": [*(["linear_attention"] * 3), "full_attention"] * 2,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128,
+        "mamba_ssm_dtype": "float32",
+        "max_position_embeddings": 262144,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_5_moe_text",
+        "moe_intermediate_size": 512,
+        "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False,
+        "num_attention_heads": 16,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 8,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000,
+            "rope_type": "default",
+        },
+        "router_aux_loss_coef": 0.001,
+        "shared_expert_intermediate_size": 512,
+        "use_cache": True,
+        "vocab_size": 248320,
+    },
+    "tie_word_embeddings": False,
+    "vision_config": {
+        "deepstack_visual_indexes": [],
+        "depth": 27,
+        "hidden_size": 1152,
+        "model_type": "qwen3_5_moe",
+        "num_heads": 16,
+        "num_position_embeddings": 2304,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+    },
+}
+
+
+def test_a_released_hybrid_with_a_gate_is_read(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN35))
+    assert main(["spec", str(tmp_path), "--json", str(tmp_path / "spec.json")]) == 0
+    layers = json.loads((tmp_path / "spec.json").read_text())["layers"]
+    specs = {layer["index"]: layer["spec"] for layer in layers if layer["spec"] is not None}
+    assert specs.keys() == {3, 7}
+    rope = Rope(1e7, rotary_dim=64, sections=(11, 11, 10), section_order="interleaved")
+    norm = Norm(weight="1+w", eps=1e-6)
+    sizes = {"num_kv_heads": 2, "head_dim": 256, "qkv_bias": False, "out_bias": False}
+    expected = AttentionSpec(2048, 16, qk_norm=norm, gate=Gate(), rope=rope, **sizes)
+    assert [AttentionSpec.from_json(json.dumps(each)) for each in specs.values()] == [expected] * 2
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
+def test_gated_families_refuse_a_missing_gate(family):
+    values = transformers.AutoConfig.for_model(family, num_hidden_layers=4).to_dict()
+    assert specs_of({**values, "attn_output_gate": True}) == specs_of(values)
+    with refuses("attn_output_gate", attn_output_gate=False):
+        specs_of({**values, "attn_output_gate": False})
 
 
 PARTS_AS_RELEASED = {  # which say only what is not usual

@@ -104,11 +104,18 @@ OF_QWEN3_NEXT: dict[str, Any] = {
     "kind": _qwen3_next,
 }
 
+ALWAYS_GATED = {"attn_output_gate": True}
+"""A key of released configurations. The modules of transformers do not read it, and always have a gate."""
+
 HYBRIDS: dict[str, Family] = {
-    "qwen3_next": family(OF_QWEN3_NEXT, rope=rope(fraction=0.25)),
+    "qwen3_next": family(OF_QWEN3_NEXT, rope=rope(fraction=0.25), fixed=ALWAYS_GATED),
     **dict.fromkeys(
         ("qwen3_5_text", "qwen3_5_moe_text"),
-        family(OF_QWEN3_NEXT, rope=rope(fraction=0.25, sections=(11, 11, 10), section_order="interleaved")),
+        family(
+            OF_QWEN3_NEXT,
+            rope=rope(fraction=0.25, sections=(11, 11, 10), section_order="interleaved"),
+            fixed=ALWAYS_GATED,
+        ),
     ),
     "minimax": family(
         HEADS,
