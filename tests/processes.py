@@ -393,7 +393,7 @@ def carried(here):
     layer = parallel.shard(make(mha_torch.MultiHeadAttention, EVERYTHING), here.mesh, heads="heads")
     weights = parity.weights_of(layer)
     other = parallel.shard(mha_torch.MultiHeadAttention(EVERYTHING), here.mesh, heads="heads")
-    parity.load_into(other, weights)
+    parity.load_into(other, weights, EVERYTHING)
     return {name: parity.to_torch(weight) for name, weight in weights.items()}, {
         name: held.full_tensor().clone() for name, held in other.named_parameters()
     }

@@ -163,7 +163,7 @@ def check_near(found: np.ndarray, expected: np.ndarray, what: str, allowed: floa
 
 def _filled(sibling: Sibling, kind: str, released: Released) -> Any:
     weights = {name: weight.detach().float().numpy() for name, weight in released.weights().items()}
-    return load_into(sibling.module(kind, released.spec), weights)
+    return load_into(sibling.module(kind, released.spec), weights, released.spec)
 
 
 def _axes(released: Released, length: int) -> np.ndarray | None:

@@ -233,7 +233,7 @@ def _check(
     assert layer.spec is not None
     assert (kv is not None) == (layer.kind == "cross_attention"), what
     ours = mha_torch.MultiHeadAttention(layer.spec, dtype=torch.float64).eval()
-    load_into(ours, {name: weight.detach().double().numpy() for name, weight in weights.items()})
+    load_into(ours, {name: weight.detach().double().numpy() for name, weight in weights.items()}, layer.spec)
     given = {} if layer.spec.rope is None or layer.spec.rope.sections is None else {"positions": AXES}
     of_keys = (None if kv is None else kv.double(),) if received is None else received
     with torch.no_grad():

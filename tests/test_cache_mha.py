@@ -46,7 +46,8 @@ def layer(sibling, kind, spec, dtype=np.float32):
     """A module of that class and dtype; equal specs give equal weights. Tests share it and do not change it."""
     keyword = {"jax": "param_dtype", "torch": "dtype"}[sibling.name]
     module = sibling.module(kind, spec, **{keyword: sibling.array(np.zeros(1, dtype)).dtype})
-    parity.load_into(module, {name: weight.astype(dtype) for name, weight in parity.random_weights(spec).items()})
+    weights = {name: weight.astype(dtype) for name, weight in parity.random_weights(spec).items()}
+    parity.load_into(module, weights, spec)
     return module
 
 
@@ -127,7 +128,7 @@ def sharing(sibling, source):
     """A cached layer of the same weights that shares the keys and values of a source."""
     weights = {name: array for name, array in parity.weights_of(source).items() if name[:2] not in ("k_", "v_")}
     shared = sibling.module("MultiHeadAttentionWithCache", source.spec.replace(shared_kv=True))
-    return parity.load_into(shared, weights)
+    return parity.load_into(shared, weights, shared.spec)
 
 
 @pytest.mark.parametrize("steps", [[None] * 3, [[4, 2, 0], [1, 1, 1], [0, 1, 1]]], ids=["even", "ragged"])

@@ -639,9 +639,10 @@ import numpy as np, torch, mha_torch, parity
 
 weights, spec = parity.load("layer.safetensors")
 layer = mha_torch.MultiHeadAttention(spec).eval()
-parity.load_into(layer, weights)
+parity.load_into(layer, weights, spec)
 wrong = mha_torch.MultiHeadAttention(spec).eval()
-parity.load_into(wrong, {**weights, "out_proj.weight": np.ascontiguousarray(weights["out_proj.weight"].T)})
+transposed = np.ascontiguousarray(weights["out_proj.weight"].T)
+parity.load_into(wrong, {**weights, "out_proj.weight": transposed}, spec)
 
 
 @torch.no_grad()

@@ -94,14 +94,14 @@ def test_every_layer_is_tested():
 @every_layer
 def test_a_filled_layer_gives_what_the_reference_gives(name, spec):
     problem = problem_of(spec, seq_len_k=9)
-    layer = parity.load_into(made(name, spec), problem.weights)
+    layer = parity.load_into(made(name, spec), problem.weights, problem.spec)
     parity.assert_parity(output_of(name, layer, problem), problem=problem, stage="module.output")
 
 
 @every_layer
 def test_a_mask_hides_in_a_filled_layer_what_it_hides_in_the_reference(name, spec):
     problem = problem_of(spec, seq_len_k=9, key_padding_lengths=(9, 4))
-    layer = parity.load_into(made(name, spec), problem.weights)
+    layer = parity.load_into(made(name, spec), problem.weights, problem.spec)
     hidden = np.broadcast_to((np.arange(9) >= np.array([[9], [4]]))[:, None, None], (2, 1, 7, 9))
     parity.assert_parity(output_of(name, layer, problem, hidden), problem=problem, stage="module.output")
     with pytest.raises(AssertionError):  # the control
@@ -111,7 +111,7 @@ def test_a_mask_hides_in_a_filled_layer_what_it_hides_in_the_reference(name, spe
 @every_layer
 def test_a_filled_layer_is_causal_by_a_mask_and_by_its_flag(name, spec):
     problem = problem_of(replace(spec, d_kv=spec.d_in), is_causal=True)
-    layer = parity.load_into(made(name, problem.case.spec), problem.weights)
+    layer = parity.load_into(made(name, problem.case.spec), problem.weights, problem.spec)
     causal = ~np.tri(7, dtype=bool)[None, None]
     parity.assert_parity(output_of(name, layer, problem, causal), problem=problem, stage="module.output")
     if name.startswith(("keras", "flax.nnx")):
@@ -122,21 +122,21 @@ def test_a_filled_layer_is_causal_by_a_mask_and_by_its_flag(name, spec):
 def test_a_layer_of_torch_may_have_the_batch_second():
     problem = problem_of(SQUARE, seq_len_k=9)
     name = "torch.nn.MultiheadAttention"
-    layer = parity.load_into(torch.nn.MultiheadAttention(24, 4), problem.weights)
+    layer = parity.load_into(torch.nn.MultiheadAttention(24, 4), problem.weights, problem.spec)
     parity.assert_parity(output_of(name, layer, problem), problem=problem, stage="module.output")
 
 
 @every_layer
 def test_weights_come_back_bit_for_bit(name, spec):
     weights = random_weights(spec, seed=1)
-    assert bits(parity.weights_of(parity.load_into(made(name, spec), weights))) == bits(weights)
+    assert bits(parity.weights_of(parity.load_into(made(name, spec), weights, spec))) == bits(weights)
 
 
 @pytest.mark.parametrize("dtype", rest_thorough(["bfloat16", "float16"], ["bfloat16"]))
 @every_library
 def test_weights_of_half_precision_come_back_bit_for_bit(name, spec, dtype):
     weights = {key: x.astype(dtype_named(dtype)) for key, x in random_weights(spec, seed=1).items()}
-    layer = parity.load_into(made(name, spec, dtype), weights)
+    layer = parity.load_into(made(name, spec, dtype), weights, spec)
     assert bits(parity.weights_of(layer)) == bits(weights)
 
 
@@ -158,7 +158,7 @@ def test_a_layer_takes_the_weights_of_a_module_and_gives_them_to_one(name, spec)
 def test_what_cannot_change_stays_as_it_was(name):
     layer = made(name, CROSS)
     before = bits(parity.weights_of(layer))
-    filled = parity.load_into(layer, random_weights(CROSS, seed=1))
+    filled = parity.load_into(layer, random_weights(CROSS, seed=1), CROSS)
     assert filled is not layer
     assert type(filled) is type(layer)
     assert bits(parity.weights_of(layer)) == before
@@ -170,7 +170,7 @@ def test_a_filled_module_of_linen_gives_its_parameters():
     module = flax.linen.MultiHeadAttention(4, qkv_features=12, out_features=10)  # by its other name
     x, key = jnp.ones((1, 2, 18)), jnp.ones((1, 3, 15))
     variables = module.init(jax.random.key(0), x, key)
-    filled = parity.load_into(module.bind(variables), weights)
+    filled = parity.load_into(module.bind(variables), weights, CROSS)
     params = filled.variables["params"]
     assert jax.tree.structure(params) == jax.tree.structure(variables["params"])
     assert (module.apply({"params": params}, x, key) == filled(x, key)).all()
@@ -182,12 +182,12 @@ def test_a_layer_inside_a_model_of_keras_is_reached():
     layer = keras.layers.MultiHeadAttention(4, 6)
     keras.Sequential([x, keras.layers.Dense(24)]).name = "outer"
     model = keras.Model(x, layer(x, x))
-    parity.load_into(model.layers[-1], random_weights(SQUARE))
+    parity.load_into(model.layers[-1], random_weights(SQUARE), SQUARE)
     assert bits(parity.weights_of(layer)) == bits(random_weights(SQUARE))
 
 
 def test_a_layer_is_saved_with_its_specification(tmp_path):
-    layer = parity.load_into(made("equinox.nn.MultiheadAttention", CROSS), random_weights(CROSS))
+    layer = parity.load_into(made("equinox.nn.MultiheadAttention", CROSS), random_weights(CROSS), CROSS)
     parity.save(tmp_path / "a.npz", layer)
     weights, spec = parity.load(tmp_path / "a.npz")
     assert spec == CROSS
@@ -238,6 +238,22 @@ def lacking(weights):
     return {name: x for name, x in weights.items() if name != "v_proj.bias"}
 
 
+@every_library
+def test_weights_of_other_heads_are_refused(name, spec):
+    """The shapes of torch, equinox and canonical weights do not show the heads."""
+    layer = made(name, spec)
+    before = bits(parity.weights_of(layer))
+    heads, size = spec.num_heads // 2, 2 * spec.head_dim
+    other = replace(spec, num_heads=heads, num_kv_heads=heads, head_dim=size, value_head_dim=size)
+    weights = random_weights(other, seed=1)
+    assert {key: x.shape for key, x in weights.items()} == {key: x[1] for key, x in before.items()}
+    with refuses_type("spec", spec=None):
+        parity.load_into(layer, weights)
+    with refuses("the module"):
+        parity.load_into(layer, weights, other)
+    assert bits(parity.weights_of(layer)) == before
+
+
 def spoiled(weights):
     return {name: np.full_like(x, np.nan) if name == "q_proj.bias" else x for name, x in weights.items()}
 
@@ -256,7 +272,7 @@ def test_weights_that_do_not_fit_are_refused_and_nothing_changes(name, spec, cha
     layer = made(name, spec)
     before = bits(parity.weights_of(layer))
     with refusal:
-        parity.load_into(layer, change(random_weights(spec, seed=1)))
+        parity.load_into(layer, change(random_weights(spec, seed=1)), spec)
     assert bits(parity.weights_of(layer)) == before
 
 
@@ -316,7 +332,11 @@ def built(layer):
 )
 def test_a_layer_that_no_specification_describes_is_refused(make, refusal):
     layer = make()
-    for function in (parity.spec_of, parity.weights_of, lambda layer: parity.load_into(layer, random_weights(SQUARE))):
+    for function in (
+        parity.spec_of,
+        parity.weights_of,
+        lambda layer: parity.load_into(layer, random_weights(SQUARE), SQUARE),
+    ):
         with refusal:
             function(layer)
 
@@ -325,7 +345,7 @@ def test_a_projection_of_flax_that_is_wrapped_is_named():
     module = made("flax.nnx.MultiHeadAttention", SQUARE)
     module.query = nnx.LoRA(24, 2, 24, base_module=module.query, rngs=nnx.Rngs(0))
     with refuses("tensors", "query.kernel"):
-        parity.load_into(module, random_weights(SQUARE))
+        parity.load_into(module, random_weights(SQUARE), SQUARE)
 
 
 @pytest.mark.parametrize(

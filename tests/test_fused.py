@@ -808,7 +808,7 @@ SPEC = parity.AttentionSpec(16, 4, num_kv_heads=2, head_dim=32, rope=Rope(10000.
 def layer(package, kind):
     """A module with the random weights of its spec; tests share it."""
     options = {"rngs": nnx.Rngs(0)} if package is mha_jax else {}
-    return parity.load_into(getattr(package, kind)(SPEC, **options), parity.random_weights(SPEC))
+    return parity.load_into(getattr(package, kind)(SPEC, **options), parity.random_weights(SPEC), SPEC)
 
 
 @functools.cache

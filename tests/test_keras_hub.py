@@ -224,7 +224,7 @@ def test_a_layer_of_keras_hub_computes_the_same(name):
     seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril().expand(2, -1, -1)
     expected = voice.call(layer, torch.from_numpy(x), seen).detach().numpy()
     for sibling in SIBLINGS.values():
-        module = load_into(sibling.module("MultiHeadAttention", voice.spec), voice.weights(layer))
+        module = load_into(sibling.module("MultiHeadAttention", voice.spec), voice.weights(layer), voice.spec)
         for need_weights in (False, True) if sibling.name == "torch" else (False,):  # each compiles anew in JAX
             output, _ = module(sibling.array(x), is_causal=True, need_weights=need_weights)
             check_near(sibling.numpy(output), expected, f"{name} in {sibling.name}", 2 * NEAR)

@@ -28,11 +28,11 @@ X = np.random.default_rng(4).standard_normal((2, 13, 32)).astype(np.float32)
 
 
 def module(sibling, spec=SPEC):
-    return parity.load_into(sibling.module("MultiHeadLatentAttention", spec), random_weights(spec, 3))
+    return parity.load_into(sibling.module("MultiHeadLatentAttention", spec), random_weights(spec, 3), spec)
 
 
 def expected(sibling, **keywords):
-    whole = parity.load_into(sibling.module("MultiHeadSelfAttention", SPEC), WEIGHTS)
+    whole = parity.load_into(sibling.module("MultiHeadSelfAttention", SPEC), WEIGHTS, SPEC)
     return sibling.numpy(whole(sibling.array(X), is_causal=True, **keywords))
 
 
@@ -68,7 +68,7 @@ def test_factors_of_latents_are_as_if_the_weights_of_their_norms_had_them(siblin
                 sibling.array(X[:, begin:end]), held(weights, each), each, cache, absorb=absorb
             )
             outputs.append(sibling.numpy(output))
-        whole = parity.load_into(sibling.module("MultiHeadSelfAttention", each), weights)
+        whole = parity.load_into(sibling.module("MultiHeadSelfAttention", each), weights, each)
         found += [np.concatenate(outputs, axis=1), sibling.numpy(whole(sibling.array(X), is_causal=True))]
     with_factors, _, *others = found
     assert all(near(other, with_factors) for other in found[1:4])
@@ -100,7 +100,7 @@ def test_sequences_of_different_lengths(sibling):
         outputs.append(sibling.numpy(output))
     assert sibling.numpy(cache.lengths).tolist() == [8, 6]
     for row, tokens in enumerate(([0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 6, 7, 8])):
-        whole = parity.load_into(sibling.module("MultiHeadSelfAttention", SPEC), WEIGHTS)
+        whole = parity.load_into(sibling.module("MultiHeadSelfAttention", SPEC), WEIGHTS, SPEC)
         wanted = sibling.numpy(whole(sibling.array(X[row : row + 1, tokens]), is_causal=True))
         found = np.concatenate(outputs, axis=1)[row][tokens]
         assert near(found, wanted[0])
@@ -144,7 +144,7 @@ def test_a_mask_and_a_bias_reach_attention_over_latents(sibling):
 @pytest.mark.compiles
 def test_an_implementation_without_a_norm_is_not_equal(sibling):
     weights = {**WEIGHTS, "kv_a_norm.weight": np.ones_like(WEIGHTS["kv_a_norm.weight"])}
-    layer = parity.load_into(sibling.module("MultiHeadLatentAttention", SPEC), weights)
+    layer = parity.load_into(sibling.module("MultiHeadLatentAttention", SPEC), weights, SPEC)
     output, _ = layer(sibling.array(X[:, :5]), layer.init_cache(2, 6))
     assert not near(sibling.numpy(output), expected(sibling)[:, :5], 1e-2)
 
@@ -207,7 +207,7 @@ def test_what_does_not_fit_is_refused(sibling, call, refusal):
 
 @pytest.mark.compiles
 def test_no_tokens_and_no_sequences(sibling):
-    layer, whole = module(sibling), parity.load_into(sibling.module("MultiHeadSelfAttention", SPEC), WEIGHTS)
+    layer, whole = module(sibling), parity.load_into(sibling.module("MultiHeadSelfAttention", SPEC), WEIGHTS, SPEC)
     for x in (X[:, :0], X[:0]):
         assert whole(sibling.array(x), is_causal=True).shape == x.shape
         output, cache = layer(sibling.array(x), layer.init_cache(len(x), 4))
@@ -252,7 +252,7 @@ class Wrapped(torch.nn.Module):
 
 def test_a_projection_that_was_replaced_takes_part():
     layer = module(SIBLINGS["torch"])
-    whole = parity.load_into(mha_torch.MultiHeadSelfAttention(SPEC), WEIGHTS)
+    whole = parity.load_into(mha_torch.MultiHeadSelfAttention(SPEC), WEIGHTS, SPEC)
     layer.kv_b_proj = whole.kv_b_proj = Wrapped(layer.kv_b_proj)
     x = torch.from_numpy(X[:, :5])
     with torch.no_grad():
@@ -280,7 +280,7 @@ def pruned(layer):
 @pytest.mark.parametrize("change", [doubled, called_otherwise, pruned])
 def test_a_projection_that_does_more_than_multiply_by_its_weight_is_called(change):
     layer = module(SIBLINGS["torch"])
-    whole = parity.load_into(mha_torch.MultiHeadSelfAttention(SPEC), WEIGHTS)
+    whole = parity.load_into(mha_torch.MultiHeadSelfAttention(SPEC), WEIGHTS, SPEC)
     change(layer)
     change(whole)
     x = torch.from_numpy(X[:, :5])
@@ -305,7 +305,7 @@ def test_gradients_go_through_latents_of_earlier_steps():
     _, cache = layer(x[:, :5], layer.init_cache(2, 6))
     output, _ = layer(x[:, 5:], cache)
     (found,) = torch.autograd.grad(output.sum(), x)
-    whole = parity.load_into(mha_torch.MultiHeadSelfAttention(SPEC), WEIGHTS).double()
+    whole = parity.load_into(mha_torch.MultiHeadSelfAttention(SPEC), WEIGHTS, SPEC).double()
     (wanted,) = torch.autograd.grad(whole(x, is_causal=True)[:, 5:].sum(), x)
     assert near(found.numpy(), wanted.numpy(), 1e-12)
 

@@ -64,7 +64,7 @@ def test_a_layer_of_swin_is_ours_with_its_bias_given_or_told(tmp_path):
     with open_layers(tmp_path / "c.safetensors") as layers:
         weights, spec = layers[-1].load()
     module = model.get_submodule("encoder.layers.1.blocks.0.attention")
-    ours = load_into(mha_torch.MultiHeadAttention(spec), weights)
+    ours = load_into(mha_torch.MultiHeadAttention(spec), weights, spec)
     with torch.no_grad():
         expected = module(x)[0].numpy()
         found, _ = ours(x, bias=module.relative_position_bias())
@@ -74,7 +74,7 @@ def test_a_layer_of_swin_is_ours_with_its_bias_given_or_told(tmp_path):
     told = replace(spec, relative_bias=GridBias(4, 4))
     weights = convert(module.state_dict(), source="transformers.ViT-5", target="canonical", spec=told)
     with torch.no_grad():
-        found, _ = load_into(mha_torch.MultiHeadAttention(told), weights)(x)
+        found, _ = load_into(mha_torch.MultiHeadAttention(told), weights, told)(x)
     assert np.abs(found.numpy() - expected).max() < 1e-5 * np.abs(expected).max()
 
 

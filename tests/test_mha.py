@@ -129,7 +129,7 @@ def dot_product_attention(sibling, form, query, key, value, **options):
 def filled(sibling, kind, spec, seed=0):
     """A module with the random weights of its spec; the seed is that of what is dropped."""
     module = sibling.module(kind, spec, seed=seed)
-    return parity.load_into(module, parity.random_weights(spec))
+    return parity.load_into(module, parity.random_weights(spec), spec)
 
 
 def num_parameters(sibling, module):
@@ -319,7 +319,7 @@ def test_textbook_example_is_the_core_of_projected_inputs(sibling, textbook):
 
 def test_textbook_example_is_reproduced_by_the_causal_module(sibling, textbook):
     module = sibling.module("MultiHeadSelfAttention", AttentionSpec(4, 2, d_in=3, qkv_bias=False, out_proj=False))
-    parity.load_into(module, {name: x for name, x in textbook.items() if name != "query"})
+    parity.load_into(module, {name: x for name, x in textbook.items() if name != "query"}, module.spec)
 
     output = sibling.numpy(module(sibling.array(textbook["query"]), is_causal=True))
 
@@ -881,13 +881,13 @@ def test_a_scale_is_in_place_of_the_usual_one(sibling, need_weights):
     query, key = sibling.array(arrays["query"]), sibling.array(arrays["key"])
     weights = {name: 2.0 * x if name.startswith("q_proj") else x for name, x in parity.random_weights(SPEC).items()}
     doubled = sibling.module("MultiHeadAttention", replace(SPEC, scale=2.0 * SPEC.score_scale))
-    parity.load_into(doubled, parity.random_weights(SPEC))
-    usual = parity.load_into(sibling.module("MultiHeadAttention", SPEC), weights)
+    parity.load_into(doubled, parity.random_weights(SPEC), SPEC)
+    usual = parity.load_into(sibling.module("MultiHeadAttention", SPEC), weights, SPEC)
 
     found, expected = (module(query, key, need_weights=need_weights)[0] for module in (doubled, usual))
 
     assert np.array_equal(sibling.numpy(found), sibling.numpy(expected))
-    plain = parity.load_into(sibling.module("MultiHeadAttention", SPEC), parity.random_weights(SPEC))
+    plain = parity.load_into(sibling.module("MultiHeadAttention", SPEC), parity.random_weights(SPEC), SPEC)
     assert not np.array_equal(sibling.numpy(found), sibling.numpy(plain(query, key)[0]))
 
 
@@ -986,7 +986,8 @@ SOURCE = parity.AttentionSpec(24, 6, num_kv_heads=2, qk_norm=parity.Norm(), rope
 def sharing(sibling, source, x):
     """A layer of the same weights that shares the keys and values of a source, and these as that layer made them."""
     weights = {name: array for name, array in parity.weights_of(source).items() if name[:2] not in ("k_", "v_")}
-    shared = parity.load_into(sibling.module("MultiHeadAttention", source.spec.replace(shared_kv=True)), weights)
+    spec = source.spec.replace(shared_kv=True)
+    shared = parity.load_into(sibling.module("MultiHeadAttention", spec), weights, spec)
     return shared, sibling.package.project_qkv(source.project, x, x, x, source.spec)[1:]
 
 

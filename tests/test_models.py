@@ -202,7 +202,8 @@ def test_a_layer_of_the_specification_gives_what_the_released_one_gives(name):
     released = other(*OTHERS[name])
     x = torch.randn(2, 11, 32, generator=torch.Generator().manual_seed(1)).double()
     layer = mha_torch.MultiHeadAttention(released.spec, dtype=torch.float64)
-    load_into(layer, {name: weight.detach().numpy() for name, weight in released.weights().items()})
+    weights = {name: weight.detach().numpy() for name, weight in released.weights().items()}
+    load_into(layer, weights, released.spec)
     with torch.no_grad():
         expected, (found, _) = released(x), layer.eval()(x, is_causal=True)
     check_near(found.numpy(), expected.numpy(), f"the output of {name}")

@@ -109,7 +109,7 @@ def test_a_new_layer_multiplies_by_one(sibling, spec):
 @every_spec
 def test_weights_go_in_and_out_bit_for_bit(sibling, spec):
     weights = parity.random_weights(spec, 3)
-    module = parity.load_into(sibling.module("MultiHeadAttention", spec), weights)
+    module = parity.load_into(sibling.module("MultiHeadAttention", spec), weights, spec)
     found = parity.weights_of(module)
     assert list(found) == list(weights)
     assert all(np.array_equal(found[name], weights[name]) for name in weights)
@@ -128,7 +128,7 @@ def test_a_layer_with_norms_is_another_one_than_without(sibling, spec, rng):
     bare = replace(spec, qk_norm=None, v_norm=None)
     left = {name: w for name, w in weights.items() if name not in spec.parameters}
     outputs = [
-        sibling.numpy(parity.load_into(sibling.module("MultiHeadAttention", each), held)(x)[0])
+        sibling.numpy(parity.load_into(sibling.module("MultiHeadAttention", each), held, each)(x)[0])
         for each, held in ((spec, weights), (bare, left))
     ]
     assert np.abs(outputs[0] - outputs[1]).max() > 0.01
@@ -140,9 +140,9 @@ def test_a_cache_gives_what_one_pass_gives_at_every_position(sibling, spec, rng)
     """Sequences of different lengths, in a prompt and then token by token."""
     x = rng.standard_normal((3, 6, 16)).astype(np.float32)
     weights, lengths = parity.random_weights(spec), [3, 1, 2]
-    plain = parity.load_into(sibling.module("MultiHeadAttention", spec), weights)
+    plain = parity.load_into(sibling.module("MultiHeadAttention", spec), weights, spec)
     expected = sibling.numpy(plain(sibling.array(x), is_causal=True)[0])
-    module = parity.load_into(sibling.module("MultiHeadAttentionWithCache", spec), weights)
+    module = parity.load_into(sibling.module("MultiHeadAttentionWithCache", spec), weights, spec)
     output, cache = module(sibling.array(x[:, :3]), module.init_cache(3, 6), new_lengths=sibling.array(lengths))
     found = [sibling.numpy(output)[b, : lengths[b]] for b in range(3)]
     for step in range(3):

@@ -76,12 +76,12 @@ def test_a_packed_module_is_its_layout(name):
     make, kv_heads = MODULES[name]
     module, layout, x = make(kv_heads), LAYOUTS[name], torch.randn(2, 7, SIZE)
     weights, spec = to_canonical(module.state_dict(), layout, num_heads=HEADS, num_kv_heads=kv_heads)
-    ours = load_into(mha_torch.MultiHeadAttention(spec), weights)
+    ours = load_into(mha_torch.MultiHeadAttention(spec), weights, spec)
     with torch.no_grad():
         torch.testing.assert_close(ours(x, mask=mha_torch.create_causal_mask(7))[0], module(x))
     back = {name: torch.from_numpy(each) for name, each in from_canonical(random_weights(spec), spec, layout).items()}
     module.load_state_dict({**dict(module.named_buffers()), **back})
-    load_into(ours, random_weights(spec))
+    load_into(ours, random_weights(spec), spec)
     with torch.no_grad():
         torch.testing.assert_close(ours(x, mask=mha_torch.create_causal_mask(7))[0], module(x))
 

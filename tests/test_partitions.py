@@ -110,7 +110,7 @@ def test_a_module_keeps_its_placement_when_weights_are_loaded():
     layer, other = (mha_jax.MultiHeadAttention(AttentionSpec(64, 8), rngs=nnx.Rngs(seed)) for seed in (0, 1))
     parallel.shard(layer, mesh, heads="heads")
     weights = parity.weights_of(other)
-    parity.load_into(layer, weights)
+    parity.load_into(layer, weights, parity.spec_of(other))
     assert layer.q_proj.kernel.get_value().sharding == jax.sharding.NamedSharding(
         mesh, jax.sharding.PartitionSpec(None, "heads")
     )

@@ -41,7 +41,7 @@ def inputs(spec, rng):
 
 def ours(sibling, spec, weights, inputs, need_weights=True, **options) -> Any:
     """Return output and attention weights of our module."""
-    module = parity.load_into(sibling.module("MultiHeadAttention", spec), weights)
+    module = parity.load_into(sibling.module("MultiHeadAttention", spec), weights, spec)
     options = {name: sibling.array(x) for name, x in options.items()}
     results = module(*(sibling.array(x) for x in inputs), need_weights=need_weights, **options)
     return [x if x is None else sibling.numpy(x) for x in results]
@@ -51,7 +51,7 @@ def of_peer(name, spec, weights, inputs, **options) -> Any:
     """Return output and attention weights of another library's layer, built and called by its adapter."""
     adapter = load_adapter(name)
     convert = to_torch if name.startswith("torch") else to_jax
-    layer = parity.load_into(adapter.make(spec), weights)
+    layer = parity.load_into(adapter.make(spec), weights, spec)
     query, key = (convert(x) for x in inputs) if len(inputs) == 2 else [convert(*inputs)] * 2
     options = {name: convert(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
     return [x if x is None else to_numpy(x) for x in adapter.call(layer, query, key, key, **options)]
@@ -109,7 +109,7 @@ def test_output_with_bias_per_head_matches_torch(sibling, spec, weights, inputs,
 @pytest.mark.parametrize("spec", [BIASES], ids=["biases"])
 def test_causal_self_attention_matches_torch(sibling, spec, weights, inputs):
     query, _ = inputs
-    module = parity.load_into(sibling.module("MultiHeadSelfAttention", spec), weights)
+    module = parity.load_into(sibling.module("MultiHeadSelfAttention", spec), weights, spec)
 
     output = sibling.numpy(module(sibling.array(query), is_causal=True))
 
@@ -163,7 +163,7 @@ def test_output_with_grouped_heads_matches_flax(sibling, rng, num_kv_heads, need
 @pytest.mark.parametrize("spec", [BIASES], ids=["biases"])
 def test_causal_self_attention_matches_flax(sibling, peer, spec, weights, inputs):
     query, _ = inputs
-    module = parity.load_into(sibling.module("MultiHeadSelfAttention", spec), weights)
+    module = parity.load_into(sibling.module("MultiHeadSelfAttention", spec), weights, spec)
 
     output = sibling.numpy(module(sibling.array(query), is_causal=True))
 

@@ -249,7 +249,8 @@ def test_tokens_in_steps_are_those_of_the_released_cache(name):
     released = LAYERS[name]()
     x = torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     layer = mha_torch.MultiHeadAttentionWithCache(released.spec, dtype=torch.float64)
-    load_into(layer, {name: weight.detach().numpy() for name, weight in released.weights().items()})
+    weights = {name: weight.detach().numpy() for name, weight in released.weights().items()}
+    load_into(layer, weights, released.spec)
     config: Any = released.module.config
     theirs = {"layer_past" if name == "GPT-NeoX" else "past_key_values": DynamicCache(config=config)}
     cache, past = layer.init_cache(2, 12), 0

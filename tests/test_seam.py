@@ -26,7 +26,7 @@ class Noting:
 
 
 def filled(sibling, kind, spec):
-    return parity.load_into(sibling.module(kind, spec), parity.random_weights(spec))
+    return parity.load_into(sibling.module(kind, spec), parity.random_weights(spec), spec)
 
 
 def tokens(sibling, seq_len=5, spec=SPEC):

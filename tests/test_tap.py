@@ -930,8 +930,8 @@ def test_our_own_nnx_modules_and_torchs_beside_them(rng):
     ours = NnxBlock(lambda: mha_jax.MultiHeadAttention(FULL, rngs=nnx.Rngs(0)))
     theirs = torch.nn.ModuleList([mha_torch.MultiHeadAttention(FULL) for _ in weights])
     for place, each in enumerate(weights):
-        parity.load_into(ours.layers[place], each)
-        parity.load_into(theirs[place], each)
+        parity.load_into(ours.layers[place], each, FULL)
+        parity.load_into(theirs[place], each, FULL)
     x = rng.standard_normal((2, 6, 32), dtype=np.float32)
     with parity.tap(ours) as one:
         ours(jnp.asarray(x), is_causal=True, need_weights=True)
@@ -954,7 +954,7 @@ class OthersAttention(nnx.Module):
 
     def __init__(self, spec, weights):
         self.inner = mha_jax.MultiHeadAttention(spec, rngs=nnx.Rngs(0))
-        parity.load_into(self.inner, weights)
+        parity.load_into(self.inner, weights, spec)
         self.query = nnx.LinearGeneral(spec.d_model, (spec.num_heads, spec.head_dim), rngs=nnx.Rngs(0))
 
     def __call__(self, x, segment_pos):

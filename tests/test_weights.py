@@ -89,7 +89,7 @@ def test_mixed_dtypes_are_refused(weights):
 def test_weights_survive_a_module_bit_for_bit(sibling, kind, fused_qkv, dtype):
     spec = AttentionSpec(10, 6, num_kv_heads=2, head_dim=4, d_in=7, fused_qkv=fused_qkv)
     weights = {name: weight.astype(dtype) for name, weight in random_weights(spec, seed=2).items()}
-    module = parity.load_into(new_module(sibling, kind, spec, dtype), weights)
+    module = parity.load_into(new_module(sibling, kind, spec, dtype), weights, spec)
     back = parity.weights_of(module)
     assert list(back) == list(weights)
     assert all(same_bits(back[name], weights[name]) for name in weights)
@@ -110,13 +110,13 @@ def test_a_refused_load_leaves_the_module_as_it_was(sibling, weights, change):
     else:
         weights = {name: weight.astype(np.float16) for name, weight in weights.items()}
     with pytest.raises((ValueError, TypeError)):
-        parity.load_into(module, weights)
+        parity.load_into(module, weights, SPEC)
     after = parity.weights_of(module)
     assert all(same_bits(before[name], after[name]) for name in before)
 
 
 def test_weights_of_are_a_copy(sibling, weights):
-    module = parity.load_into(new_module(sibling, "MultiHeadAttention", SPEC, "float32"), weights)
+    module = parity.load_into(new_module(sibling, "MultiHeadAttention", SPEC, "float32"), weights, SPEC)
     parity.weights_of(module)["q_proj.weight"][:] = 0.0
     assert same_bits(parity.weights_of(module)["q_proj.weight"], weights["q_proj.weight"])
 
@@ -125,7 +125,7 @@ def test_a_subclass_of_a_users_own_is_known(sibling, weights):
     base = getattr(sibling.package, "MultiHeadAttention")  # noqa: B009  (a name that pyright cannot follow)
     module = new_module(sibling, "MultiHeadAttention", SPEC, "float32")
     module.__class__ = type("Mine", (base,), {"__module__": "elsewhere"})
-    parity.load_into(module, weights)
+    parity.load_into(module, weights, SPEC)
     assert same_bits(parity.weights_of(module)["q_proj.weight"], weights["q_proj.weight"])
 
 
@@ -134,7 +134,7 @@ def test_weights_of_any_framework_are_loaded_bit_for_bit(sibling, weights, dtype
     weights = {name: weight.astype(dtype) for name, weight in weights.items()}
     for of_framework in (parity.to_torch, parity.to_jax):
         module = new_module(sibling, "MultiHeadAttention", SPEC, dtype)
-        parity.load_into(module, {name: of_framework(x) for name, x in weights.items()})
+        parity.load_into(module, {name: of_framework(x) for name, x in weights.items()}, SPEC)
         assert all(same_bits(x, weights[name]) for name, x in parity.weights_of(module).items())
 
 
@@ -157,7 +157,7 @@ def test_a_module_is_filled_from_another_one_bit_for_bit():
     ],
 )
 def test_weights_of_a_layer_that_computes_something_else_are_refused(sibling, weights, other, message):
-    module = parity.load_into(new_module(sibling, "MultiHeadAttention", SPEC, "float32"), weights)
+    module = parity.load_into(new_module(sibling, "MultiHeadAttention", SPEC, "float32"), weights, SPEC)
     layer = mha_torch.MultiHeadAttention(other)
     with refuses("the module", message):
         parity.load_into(module, layer)
@@ -173,6 +173,15 @@ def test_four_heads_do_not_pass_for_eight_of_the_same_width(sibling):
         parity.load_into(module, random_weights(four), four)
     with refuses("the module"):
         parity.load_into(module, torch.nn.MultiheadAttention(16, 4))
+
+
+@pytest.mark.parametrize("kind", ["MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache"])
+def test_weights_without_a_spec_are_refused(kind, sibling, weights):
+    module = new_module(sibling, kind, replace(SPEC, d_kv=SPEC.d_in), "float32")
+    held = parity.weights_of(module)
+    with refuses_type("spec", spec=None):
+        parity.load_into(module, random_weights(module.spec))
+    assert all(same_bits(x, held[name]) for name, x in parity.weights_of(module).items())
 
 
 @pytest.mark.parametrize("kind", ["MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache"])
@@ -196,7 +205,7 @@ def test_a_wrapped_projection_is_named(sibling, weights):
     else:
         module.q_proj = nnx.LoRA(7, 2, 24, base_module=module.q_proj, rngs=nnx.Rngs(0))
         missing, unexpected = "q_proj.weight", "q_proj.base_module.weight"
-    for call in (lambda: parity.weights_of(module), lambda: parity.load_into(module, weights)):
+    for call in (lambda: parity.weights_of(module), lambda: parity.load_into(module, weights, SPEC)):
         refusal = refuses("module", missing=..., unexpected=...)
         with refusal:
             call()
@@ -334,7 +343,7 @@ def test_a_hostile_spec_is_refused(tmp_path, weights, spec):
 def test_weights_of_another_dtype_are_refused_and_not_narrowed(sibling, weights):
     module = new_module(sibling, "MultiHeadAttention", SPEC, "float32")
     with refuses_type("weights"):
-        parity.load_into(module, {name: weight.astype(np.float64) for name, weight in weights.items()})
+        parity.load_into(module, {name: weight.astype(np.float64) for name, weight in weights.items()}, SPEC)
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff" * 8, b"\xff" * 64, b"PK\x03\x04" + bytes(100), bytes(4096)])

@@ -68,24 +68,28 @@ def load_into(module: Any, weights: Any, spec: AttentionSpec | None = None) -> A
             `flax.linen.MultiHeadDotProductAttention`, bound to its variables, `keras.layers.MultiHeadAttention` or
             `GroupQueryAttention`, built, or `equinox.nn.MultiheadAttention`.
         weights: canonical weights, as arrays of any framework, in the dtype of the module; or another such module.
-        spec: specification of the weights, as `load` and `spec_of` return it. The module must then compute the same
-            function, because weights alone show neither the number of heads nor RoPE. Not needed if `weights` is a
-            module.
+        spec: specification of the weights, as `load` and `spec_of` return it, and `problem.spec`: the module must
+            compute that function. Required with weights by name, because they show neither the number of heads nor
+            RoPE; optional if `weights` is a module.
 
     Returns:
         The module. Linen and Equinox modules are immutable, so a new one is returned; a linen module is bound to the
         new weights, `.variables["params"]`.
 
     Raises:
-        TypeError: if the module is not supported, or dtypes differ.
+        TypeError: if the module is not supported, dtypes differ, or weights by name have no `spec`.
         ValueError: if names or shapes do not fit, a value is not finite, or the specifications differ.
     """
     adapter = _adapter_of(module)
     if not isinstance(weights, Mapping):
-        spec = spec_of(weights) if spec is None else spec
+        if spec is None:
+            spec = spec_of(weights)
         weights = weights_of(weights)
-    if spec is not None:
-        check_same_layer(adapter.spec_of(module), spec, "the module", "the weights")
+    if spec is None:
+        # Weights of 4 heads also fit a module with 8 heads of half the size.
+        hint = "`parity.load` and `parity.spec_of` return it, and a problem has it as `problem.spec`"
+        raise WrongType("spec", "be passed with weights by name", spec=None, hint=hint)
+    check_same_layer(adapter.spec_of(module), spec, "the module", "the weights")
     return adapter.load_into(module, weights)
 
 
