@@ -4,6 +4,7 @@ Nothing is downloaded: models are tiny and have random weights.
 """
 
 import json
+import shlex
 import shutil
 from dataclasses import replace
 
@@ -24,6 +25,7 @@ from test_models_whole import MODELS
 
 import mha_jax
 import mha_torch
+import parity
 from mha_spec import LinearScaling, Rope
 from parity import (
     AttentionSpec,
@@ -40,6 +42,8 @@ from parity import (
 )
 from parity.cli.main import main
 from parity.conversion.layers import open_layers
+from parity.conversion.layouts import LAYOUTS
+from parity.conversion.layouts.losses import Written, check_losses
 from parity.models.families import FAMILIES
 
 NEAR = 2e-5  # of the largest number, for layers in float32
@@ -137,7 +141,7 @@ def test_layers_of_a_folder_are_those_of_the_model(folder):
 
 def heads_of(weights, spec, x):
     """The keys and values that a layer makes, as they enter its attention."""
-    module = load_into(mha_torch.MultiHeadAttention(spec), weights)
+    module = load_into(mha_torch.MultiHeadAttention(spec), weights, spec)
     with torch.no_grad():
         return mha_torch.project_qkv(module.project, x.float(), x.float(), x.float(), spec)[1:]
 
@@ -171,7 +175,7 @@ def check_siblings(layer, weights, x, kv, output, names, inputs):
     spec = replace(layer.spec, dropout=0.0, output_dropout=0.0)
     for name in names:
         sibling = SIBLINGS[name]
-        module = load_into(UNFILLED[name](spec), weights)
+        module = load_into(UNFILLED[name](spec), weights, spec)
         given = {"is_causal": layer.is_causal}
         if spec.rope is not None and spec.rope.sections:
             given["positions"] = sibling.array(positions)
@@ -429,18 +433,63 @@ def test_what_a_target_does_not_carry_is_refused_or_dropped(gemma, llama, capsys
     assert "hold the same weights in all 2 layers: 2 the same, bit for bit" in out
     assert f"not compared: rope (left out when {target} was written)" in out
     out = said(capsys, "convert", gemma, tmp_path / "b.npz", "--to", "meta.LLaMA", status=2)
-    assert refuses("the layer", "['k_norm.weight', 'q_norm.weight']").is_printed_in(out)
+    assert refuses("the layer", {"qk_norm": ..., "window_size": 4}).is_printed_in(out)
     out = said(capsys, "convert", gemma, tmp_path / "b.npz", "--to", "canonical", "--drop", "ropes", status=2)
     assert refuses("--drop", {"--drop": "ropes"}).is_printed_in(out)
     assert "rope.scaling" in out
+
+
+def accepted(out):
+    """Return the command that the last line of an error ends with."""
+    return shlex.split(out.strip().splitlines()[-1].partition(": mha-parity ")[2])
+
+
+def test_every_loss_is_listed_at_once(capsys, tmp_path):
+    """ModernBERT has RoPE in each layer, and windows in some; the printed command accepts both."""
+    saved("modernbert", tmp_path / "model folder")
+    target = tmp_path / "a.safetensors"
+    for given in ((), ("--drop=rope",), ("--drop", "window_size")):
+        out = said(capsys, "convert", tmp_path / "model folder", target, "--to", "flax.linen", *given, status=2)
+        lost = {"rope": ..., "window_size": ...}
+        lost = {name: value for name, value in lost.items() if name not in "".join(given)}
+        assert refuses("the layer", lost).is_printed_in(out)
+        command = accepted(out)
+        assert {*command[command.index("--drop") + 1].split(",")} == {"rope", "window_size"}
+        assert command.count("--drop") == 1
+    assert not target.exists()
+    said(capsys, *command)
+    assert target.exists()
+
+
+def test_losses_and_missing_biases_are_listed_together(llama, capsys, tmp_path):
+    """Llama's layers, with as many keys as queries, lack biases and lose RoPE in GPT-2."""
+    weights, spec = parity.load(llama, prefix="layers.0.self_attn")
+    spec = replace(spec, num_kv_heads=spec.num_heads)
+    weights |= {name: np.concatenate([x, x]) for name, x in weights.items() if name[0] in "kv"}
+    with refuses("the layer", rope=..., qkv_bias=False, remedy={"drop": "rope", "fill_bias": True}):
+        check_losses([Written(spec, but_for=())], LAYOUTS["transformers.GPT2"])
+    check_losses([Written(spec, but_for=())], LAYOUTS["transformers.GPT2"], ["rope"], fill_bias=True)
+    parity.save(tmp_path / "w.npz", weights, spec)
+    out = said(capsys, "convert", tmp_path / "w.npz", tmp_path / "g.npz", "--to", "transformers.GPT2", status=2)
+    said(capsys, *accepted(out))
+    assert (tmp_path / "g.npz").exists()
+
+
+def test_weights_without_a_name_are_an_obstacle(capsys, tmp_path):
+    """Nothing can leave out gpt-oss's sinks; the error names layouts that hold them, and these accept the model."""
+    saved("gpt_oss", tmp_path / "model")
+    out = said(capsys, "convert", tmp_path / "model", tmp_path / "a.npz", "--to", "flax.nnx", status=2)
+    assert refuses("the layer", "['sinks']", hint="canonical, ").is_printed_in(out)
+    assert all(name in out for name in ("rope.scaling", "window_size"))
+    assert "--drop" not in out
+    said(capsys, "convert", tmp_path / "model", tmp_path / "a.npz", "--to", "canonical")
 
 
 def test_norms_that_a_target_has_no_room_for_are_refused_or_dropped(capsys, tmp_path):
     saved("qwen3", tmp_path / "model")
     target = tmp_path / "m.safetensors"
     out = said(capsys, "convert", tmp_path / "model", target, "--to", "meta.LLaMA", status=2)
-    assert "['k_norm.weight', 'q_norm.weight']" in out
-    assert "; --drop qk_norm " in out
+    assert refuses("the layer", {"qk_norm": ...}, remedy={"--drop": "qk_norm"}).is_printed_in(out)
     said(capsys, "convert", tmp_path / "model", target, "--to", "meta.LLaMA", "--drop", "qk_norm")
     with open_layers(tmp_path / "model") as before, open_layers(target) as after:
         for one, other in zip(before, after, strict=True):

@@ -14,7 +14,8 @@ from mha_spec import Alibi, Gate, GridBias, Latent, LinearScaling, Norm, Refusal
 from parity import AttentionSpec, random_weights
 from parity.conversion.layouts.canonical import from_canonical, to_canonical
 from parity.conversion.layouts.detection import placements
-from parity.conversion.layouts.layout import RULES, SHARING, Layout, Tensor, check_carried, with_dropped, without
+from parity.conversion.layouts.layout import RULES, SHARING, Layout, Tensor, with_dropped, without
+from parity.conversion.layouts.losses import Written, check_losses
 from parity.conversion.layouts.tables import LAYOUTS
 from parity.core.weights import check_weights, dtype_named, weight_shapes
 
@@ -455,9 +456,9 @@ def check_carried_or_refused(name, field):
         assert bits(back) == bits(weights)
         return
     if field == "rope":  # which may be applied outside, and is refused where a configuration says it
-        check_carried(spec, layout)
+        check_losses([Written(spec)], layout)
         with refuses("the layer", rope=...):
-            check_carried(spec, layout, ())
+            check_losses([Written(spec, but_for=())], layout)
         return
     with refuses("the layer", {field: ...}):
         from_canonical(weights, spec, layout)

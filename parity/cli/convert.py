@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, cast
 
 from parity.cli.help import Page, Result
 from parity.cli.layers import add_layer_options, layer_options, said_of_layers, warn_of_parts
 from parity.cli.messages import refusal, warn
 from parity.cli.options import name_list
 from parity.text import some_of
+
+if TYPE_CHECKING:
+    from parity.conversion.layouts.losses import Lossy as LossyType
 
 MOST_GIB = 2**20  # of a shard: a pebibyte
 
@@ -58,10 +64,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_layer_options(parser, "a layer")
 
 
+def _accepting(words: Sequence[str], lossy: LossyType) -> str:
+    """Return the command line of this process with the options that accept its losses."""
+    remedy: Mapping[str, Any] = dict(cast(Any, lossy.remedy))
+    kept: list[str] = []
+    skips_value = False
+    for word in words:
+        if skips_value:
+            skips_value = False
+        elif "drop" in remedy and word == "--drop":
+            skips_value = True
+        elif "drop" not in remedy or not word.startswith("--drop="):
+            kept.append(word)
+    if "drop" in remedy:
+        kept += ["--drop", remedy["drop"]]
+    if "fill_bias" in remedy:
+        kept.append("--fill-bias")
+    return shlex.join(["mha-parity", *kept])
+
+
 def run(options: argparse.Namespace) -> Result:
     """Convert, and print the result for the tensors."""
     from parity.conversion.convert import convert_file
     from parity.conversion.inspect import count_tensors
+    from parity.conversion.layouts.losses import Lossy
     from parity.identification.folders import is_unknown, observe_folder, observed_file
     from parity.reporting.console import console, progress_bar
     from parity.reporting.conversion import print_conversion
@@ -80,23 +106,27 @@ def run(options: argparse.Namespace) -> Result:
             if source != options.source and options.rest == "keep":
                 raise refusal("--rest", "be drop if no rules distinguish the other tensors", {"--rest": "keep"})
         on_tensor = stack.enter_context(progress_bar(count_tensors(source)))
-        converted = convert_file(
-            source,
-            options.target,
-            source=options.layout,
-            target=options.to,
-            prefix=options.prefix,
-            to_prefix=options.to_prefix,
-            keep_rest=options.rest == "keep",
-            max_shard_bytes=None if gib is None else max(1, int(gib * 2**30)),
-            ranks=options.ranks,
-            drop=options.drop,
-            fill_bias=options.fill_bias,
-            force=options.force,
-            dry_run=options.dry_run,
-            on_tensor=on_tensor,
-            **layer_options(options),
-        )
+        try:
+            converted = convert_file(
+                source,
+                options.target,
+                source=options.layout,
+                target=options.to,
+                prefix=options.prefix,
+                to_prefix=options.to_prefix,
+                keep_rest=options.rest == "keep",
+                max_shard_bytes=None if gib is None else max(1, int(gib * 2**30)),
+                ranks=options.ranks,
+                drop=options.drop,
+                fill_bias=options.fill_bias,
+                force=options.force,
+                dry_run=options.dry_run,
+                on_tensor=on_tensor,
+                **layer_options(options),
+            )
+        except Lossy as lossy:
+            lossy.command = _accepting(options.words, lossy)
+            raise
     print_conversion(converted, options.to, console())
     for layer in observed:
         warn(f"no rules of a family, observed with random inputs: {layer}")

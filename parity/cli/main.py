@@ -113,6 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 hint = " ".join(filter(None, (did_you_mean(name, COMMANDS), "`mha-parity --help` lists them")))
                 raise refusal("COMMAND", "be a known command", name or "none", hint=hint)
             options, unknown = make_parser().parse_known_args(words)
+            options.words = words
             if unknown and not unknown[0].startswith("-"):
                 raise refusal("arguments", f"be those of {options.parser.usage_line()}", unknown[0])
             if unknown:

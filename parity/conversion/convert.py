@@ -15,7 +15,8 @@ from parity.conversion.hints import CALLER, LayerHints, LayerKeywords
 from parity.conversion.layers import FileLayer, TensorCache, key_in_words, layers_under, open_layers
 from parity.conversion.layouts import Layout, find_layout, from_canonical, to_canonical
 from parity.conversion.layouts.detection import DoesNotFit, placements
-from parity.conversion.layouts.layout import DROPPABLE, UNSAID, check_carried, lost_in, unused_in, without
+from parity.conversion.layouts.layout import DROPPABLE, UNSAID, lost_in, unused_in, without
+from parity.conversion.layouts.losses import Written, check_losses, with_all_biases
 from parity.conversion.metadata import file_hints, metadata_of, sources, with_source
 from parity.conversion.plan import Converted, Plan
 from parity.conversion.prefixes import ENTRY, fitting_prefixes, join
@@ -178,14 +179,15 @@ def convert_file(
             raise Refusal("prefix", f"be one of {', '.join((of for of, _ in found))} with to_prefix", "none")
         if keep_rest and any(ENTRY.fullmatch(of) for of, _ in found):
             raise Refusal("prefix", "be that of a whole stack if the rest is kept", prefix=prefix)
+        groups = [layers_under(cache, of, layout, known) for of, layout in found]
+        to_write = [_to_write(layer) for group in groups for layer in group]
+        check_losses(to_write, target_layout, drop, fill_bias=fill_bias)
         plan, layers, to = Plan(target_path, target_layout), [], ""
-        for of, layout in found:
+        for (of, _), source_layers in zip(found, groups, strict=True):
             entry = ENTRY.fullmatch(of)
-            to = to_prefix if to_prefix is not None else str(entry[1]) if entry else of
-            group = [
-                replace(layer, written=_written(layer, target_layout, drop, fill_bias=fill_bias))
-                for layer in layers_under(cache, of, layout, known)
-            ]
+            own_prefix = str(entry[1]) if entry else of
+            to = own_prefix if to_prefix is None else to_prefix
+            group = [replace(layer, written=_written(layer, target_layout, drop)) for layer in source_layers]
             plan.take(*_targets(group, of, to))
             layers += group
         rest = plan.fill(cache, keep_rest=keep_rest)
@@ -257,23 +259,19 @@ def _ignored(layers: Iterable[FileLayer], known: Iterable[str], target: Layout) 
     return found - {tensor.name for tensor in (*target.tensors, *target.others)}
 
 
-def _written(layer: FileLayer, target: Layout, drop: Collection[str], *, fill_bias: bool) -> AttentionSpec:
-    """Return a layer's spec in the target, without dropped features and with added biases; reject it if impossible."""
+def _to_write(layer: FileLayer) -> Written:
+    """Return a layer with what may be lost of it: a configuration's RoPE is that of the layer."""
+    but_for = () if layer.hints.from_model == "config.json" else ("rope",)
+    return Written(layer.spec, but_for, layer.hints.unread)
+
+
+def _written(layer: FileLayer, target: Layout, drop: Collection[str]) -> AttentionSpec:
+    """Return a layer's spec in the target, which can hold it: without dropped features, and with added biases."""
     spec = without(layer.spec, [name for name in lost_in(target, layer.spec) if name in drop])
-    filled = replace(spec, qkv_bias=True, out_bias=spec.out_proj)
     try:
         placements(spec, target)
-    except DoesNotFit as error:
-        try:
-            placements(filled, target)
-        except DoesNotFit:
-            raise error from None  # biases would not help
-        if not fill_bias:
-            error.remedy, error.hint = {"fill_bias": True}, "adds biases of zeros"
-            raise
-        spec = filled
-    unread = {name: value for name, value in layer.hints.unread.items() if name not in drop}
-    check_carried(spec, target, () if layer.hints.from_model == "config.json" else ("rope",), unread)
+    except DoesNotFit:
+        return with_all_biases(spec)
     return spec
 
 

@@ -10,7 +10,8 @@ import numpy as np
 from mha_spec import AttentionSpec, WrongType
 from parity.conversion.hints import CALLER, LayerHints, LayerKeywords
 from parity.conversion.layouts.detection import find_placement, find_spec, placement_for, placements
-from parity.conversion.layouts.layout import Layout, check_carried, unused_in
+from parity.conversion.layouts.layout import Layout, unused_in
+from parity.conversion.layouts.losses import Written, check_losses
 from parity.core.arrays import to_numpy_by_name
 from parity.core.weights import Weights, check_weights, is_floating
 
@@ -21,8 +22,7 @@ def from_canonical(weights: Mapping[str, Any], spec: AttentionSpec, layout: Layo
     Raises:
         TypeError, ValueError: if the weights do not match the spec, or the layout cannot represent the layer.
     """
-    placements(spec, layout)
-    check_carried(spec, layout)
+    check_losses([Written(spec)], layout)
     read = check_weights(weights, spec).__getitem__
     placement = placement_for([read], spec, layout)
     return {name: placement.lay_out(name, read) for name in placement.shapes}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -350,30 +350,6 @@ def weights_of_norm(name: str) -> set[str]:
 
 def _has_weights(value: Any) -> bool:
     return isinstance(value, Norm) and value.weight is not None
-
-
-def check_carried(
-    spec: AttentionSpec,
-    layout: Layout,
-    but_for: Collection[str] = ("rope",),
-    unread: Mapping[str, Any] | None = None,
-) -> None:
-    """Reject a layout that loses features of a layer.
-
-    Args:
-        spec: the layer.
-        layout: layout of its weights.
-        but_for: features that may be lost. Default: plain RoPE, which some programs apply outside the layer.
-        unread: attention keys that no specification contains, with their values. Only a layout that carries every
-            feature accepts them.
-
-    Raises:
-        ValueError: if neither the weights in this layout nor their module express every feature.
-    """
-    lost = lost_in(layout, spec) | ({} if {*CARRIED} <= {*layout.carries} else dict(unread or {}))
-    if set(lost) - set(but_for):
-        rule = f"be one that weights in {layout.name} and their module can express"
-        raise Refusal("the layer", rule, lost, remedy={"drop": ",".join(lost)}, hint="leaves it out")
 
 
 def without(spec: AttentionSpec, names: Iterable[str]) -> AttentionSpec:
