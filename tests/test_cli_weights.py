@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -481,6 +482,24 @@ def test_inspect_of_a_file_without_attention_says_so(tmp_path, capsys):
     write_tensors(tmp_path / "a.npz", {"x": ((2,), np.float32)}, lambda name: np.ones(2, np.float32))
     assert main(["inspect", str(tmp_path / "a.npz")]) == 0
     assert "No attention layer that a layout fits" in capsys.readouterr().out
+
+
+NEBULA = {"blk.0.mix": np.ones((24, 48), np.float32), "blk.0.back": np.ones((24, 24), np.float32)}
+"""A layer in a layout of nobody: neither its names nor its shapes are those of a layout."""
+
+
+@pytest.mark.parametrize("command", [["inspect"], ["convert", "out.npz", "--to", "mha_jax"]])
+def test_an_unlisted_layout_has_a_way_out(command, tmp_path, capsys):
+    """The message leads to a section of the page, whose code a test of the pages runs."""
+    np.savez(tmp_path / "nebula.npz", **NEBULA)
+    name, *others = command
+    status = main([name, str(tmp_path / "nebula.npz"), *others])
+    assert status == {"inspect": 0, "convert": 2}[name]
+    text = "".join(capsys.readouterr())
+    assert "`mha-parity inspect`" not in text
+    section = text.partition("shows under '")[2].partition("'")[0]
+    page = Path(__file__).parents[1] / text.partition(" as ")[2].partition(" shows")[0]
+    assert f"\n## {section}\n" in page.read_text("utf-8")
 
 
 def test_inspect_of_a_damaged_file_is_one_line(source, tmp_path, capsys):

@@ -148,3 +148,13 @@ def test_verify_names_tensors_that_one_file_lacks(tmp_path, capsys):
     assert status == 0
     assert "shared.weight" in text
     assert (found["file"], found["names"]) == (str(tmp_path / "model"), ["shared.weight"])
+
+
+def test_a_number_of_several_parts_names_their_prefixes(tmp_path, capsys):
+    """T5 has three layers of number 0; each prefix that the message lists selects one."""
+    saved("t5", tmp_path / "model")
+    command = ["write", str(tmp_path / "model"), "--to", "torch"]
+    assert main([*command, "--layers", "0"]) == 2
+    prefix = "decoder.block.0.layer.1.EncDecAttention"
+    assert refuses("--layers", remedy={"--prefix": prefix}).is_printed_in(capsys.readouterr().err)
+    assert main([*command, "--prefix", prefix]) == 0

@@ -34,7 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("source", metavar="MODEL", help="folder with a config.json and weights, or file of weights")
     parser.add_argument("--to", required=True, choices=FRAMEWORKS, help="framework of the code")
-    parser.add_argument("--layers", type=range_list, metavar="N", help="number of the layer; default: the first one")
+    parser.add_argument(
+        "--layers",
+        type=range_list,
+        metavar="N",
+        help="number of the layer; --prefix selects one if several parts have that number; default: the first in MODEL",
+    )
     parser.add_argument("--cache", choices=("static", "ragged"), help="write the layer over a key/value cache")
     parser.add_argument("--mask", action="store_true", help="accept a boolean mask, True = masked, in each call")
     parser.add_argument("-o", "--output", metavar="FILE.py", help="file to write; default: standard output")
@@ -60,8 +65,8 @@ def run(options: argparse.Namespace) -> Result:
     with open_layers(options.source, options.layout, prefix=options.prefix, **layer_options(options)) as found:
         chosen = chosen_layers(found, options.layers) if options.layers else found[:1]
         if len(chosen) != 1:
-            labels = ", ".join(each.label for each in chosen)
-            raise refusal("--layers", "select one layer, or --prefix match one", f"{len(chosen)}: {labels}")
+            remedy = [{"--prefix": layer.label} for layer in chosen]
+            raise refusal("--layers", "select one layer", f"{len(chosen)} of them", remedy=remedy, hint="selects one")
         contents = _contents(chosen[0], options)
     content = {"layer": chosen[0].label, "source": contents[0].decode(), "files": []}
     if options.output is None:

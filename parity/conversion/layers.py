@@ -414,6 +414,8 @@ def _entries(
 def _no_layer(kind: type[Refusal], file: TensorCache, prefix: str, layout: Layout) -> Refusal:
     """Make the error for a prefix without a layer; it lists the prefixes of layers."""
     fitting = fitting_prefixes({name: info.shape for name, info in file.infos.items()}, layout)
-    hint = f"fits {layout.name}" if fitting else f"none fits {layout.name}; `mha-parity inspect` lists what fits"
+    hint = f"fits {layout.name}"
+    if not fitting:
+        hint = f"none fits {layout.name}; `mha-parity inspect` lists the layouts that fit, and what to do if none does"
     remedy = [{"prefix": each} for each in fitting]
     return kind("prefix", f"be that of a layer in {file.path}", prefix=prefix, remedy=remedy, hint=hint)

@@ -194,6 +194,13 @@ def tells_layout(path: str | os.PathLike[str]) -> bool:
         return _is_ours(file.metadata) and "layout" in file.metadata
 
 
+NOT_LISTED = (
+    "no layout fits its names: rearrange its projections with NumPy into those that `mha-parity layouts canonical` "
+    "lists, and convert from canonical, as docs/how-to/convert.md shows under 'My layout is not listed'"
+)
+"""Advice for a file in a layout that is not in `LAYOUTS`."""
+
+
 # ---- Prefixes and layouts of layers ----------------------------------------------------------------------------------
 
 
@@ -225,7 +232,7 @@ def sources(
     shapes = {name: info.shape for name, info in file.infos.items()}
     found = [(each, p) for each in LAYOUTS.values() for p in fitting_prefixes(shapes, each)]
     fitting = [{what: each.name, "prefix": p} for each, p in found]
-    hint = ["fits" if fitting else "`mha-parity inspect` lists what is in it"]
+    hint = ["fits" if fitting else NOT_LISTED]
     if len({each.packing for each, _ in found}) > 1:
         hint.append("shapes do not show the order of packed heads")
         hint += dict.fromkeys(f"{each.name} is {each.packing}" for each, _ in found if each.packing)

@@ -83,7 +83,10 @@ def print_inspection(path: str, file: TensorFile, found: list[Found], out: Conso
     title = f"{path}: {file.format}, {len(file.infos)} tensors"
     print_table(out, title, ("tensor", "shape", "dtype", "how many"), rows)
     if not found:
+        from parity.conversion.metadata import NOT_LISTED
+
         out.print(Text("No attention layer that a layout fits", style="bold"))
+        out.print(Text(f"If it has attention, {NOT_LISTED}"), soft_wrap=True)
         return
     rows = []
     for layer in found:
