@@ -12,6 +12,7 @@ import numpy as np
 
 from mha_spec import AttentionSpec
 from parity.conversion.laws import Layers, Pair, TensorLaw, law_of
+from parity.conversion.packings import LETTERS, PackingError, find_packing_error
 from parity.conversion.roles import Role, roles
 from parity.conversion.same_function import in_other_words
 from parity.conversion.ulps import MOST_ULPS, coarser, is_copy, ulps
@@ -130,11 +131,12 @@ class WeightsComparison(JsonRecord):
 def _law_in_words(law: TensorLaw | None, first: TensorDifference, count: int) -> list[str]:
     """Format a relation as lines below the `count` tensors that it explains."""
     if law is None:
-        return [
-            "  law       no known relation explains it"
-            if count == 1
-            else "  law       no known relation explains any of these"
-        ]
+        # A bug that changes several tensors may explain them: the diagnosis searches for those.
+        which = "it does not follow" if count == 1 else "none of these follows"
+        return [f"  law       {which} from the first's by a pattern within one tensor"]
+    if law.name == "packed":
+        lines = [f"  law       {law.words}", *([f"  fix       {law.fix}"] if law.fix else [])]
+        return [*lines, f"  see       mha-parity bugs {law.page}"]
     inside = f"in {_heads_in_words(law.heads, first.num_heads)} " if law.heads else ""
     for places, size, what in zip((law.rows, law.columns), first.shape, ("row", "column"), strict=False):
         inside += f"in {_places_in_words(places, size, what)} " if places else ""
@@ -171,16 +173,36 @@ def compare_weights(
     found = [each for name in one if (each := _difference(name, one[name], two[name], held.get(name), spec))]
     max_ulp = max((each.max_ulp for each in found), default=0.0)
     kind, how = _same_values(one, two, found, max_ulp)
-    if kind == "different" and (words := in_other_words(one, two, spec)):
+    if kind != "different":
+        return WeightsComparison(kind, dtype_names, max_ulp, tuple(found), how)
+    layers = Layers(one, two, spec)
+    packing = _packing_of(found, layers)
+    if packing is not None and packing.is_mixed:  # then it is not the same function
+        found = _with_packing(found, packing)
+    elif words := in_other_words(one, two, spec):
         verb = "differs" if len(found) == 1 else "differ"
         names = and_listed(each.name for each in found)
-        kind, how = "function", f"{names} {verb}, and it is the same function: {words}"
-    if kind == "different":
-        layers = Layers(one, two, spec)
-        for index, each in enumerate(found):
+        how = f"{names} {verb}, and it is the same function: {words}"
+        return WeightsComparison("function", dtype_names, max_ulp, tuple(found), how)
+    for index, each in enumerate(found):
+        if each.law is None:
             pair = Pair(each.name, one[each.name], two[each.name], held.get(each.name))
             found[index] = replace(each, law=_bias_of_one(each.name, *biases) or law_of(pair, each.heads, layers))
+    if packing is not None and any(each.law is None for each in found if each.name in packing.names):
+        found = _with_packing(found, packing)
     return WeightsComparison(kind, dtype_names, max_ulp, tuple(found), how)
+
+
+def _packing_of(differences: list[TensorDifference], layers: Layers) -> PackingError | None:
+    """Return the order of rows across q, k and v, if at least two of these tensors differ."""
+    of_rows = [each for each in differences if each.name.removesuffix(".weight") in LETTERS]
+    return find_packing_error(*layers) if len(of_rows) > 1 else None
+
+
+def _with_packing(differences: list[TensorDifference], packing: PackingError) -> list[TensorDifference]:
+    """Return the differences, those of q, k and v explained by the order of their rows."""
+    law = TensorLaw("packed", packing.words, "fused-qkv", fix=packing.fix)
+    return [replace(each, law=law) if each.name in packing.names else each for each in differences]
 
 
 def _bias_of_one(name: str, of_first: Collection[str], of_second: Collection[str]) -> TensorLaw | None:

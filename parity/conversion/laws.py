@@ -24,10 +24,12 @@ class TensorLaw:
 
     Attributes:
         name: name of the relation: `zeros`, `one-plus`, `exchanged`, `copied`, `transposed`, `permuted`, `fewer-bits`,
-            `quantised`, `factor`, `factors` or `shift`; `bias` for a bias that only one file has.
+            `quantised`, `factor`, `factors` or `shift`; `bias` for a bias that only one file has; `packed` for rows
+            that are in other tensors.
         words: description of the second file's tensor in terms of the first.
         page: page of parity/bugs about it; empty if there is none.
         heads, rows, columns: the only parts that differ, if not all do; otherwise empty.
+        fix: how to mend it; empty if the words say so already.
     """
 
     name: str
@@ -36,6 +38,7 @@ class TensorLaw:
     heads: tuple[int, ...] = ()
     rows: tuple[int, ...] = ()
     columns: tuple[int, ...] = ()
+    fix: str = ""
 
 
 @dataclass(frozen=True)
@@ -218,7 +221,9 @@ def _permuted(pair: Pair, layers: Layers) -> TensorLaw | None:
             return _of_order(order, 0, pair, layers.spec)
     for axis in range(one.ndim):
         order = _order(one, other, axis)
-        if order is not None and agree(np.take(one, order, axis=axis), other):
+        if order is None or np.array_equal(order, np.arange(len(order))):  # a rounded copy is in its own order
+            continue
+        if agree(np.take(one, order, axis=axis), other):
             return _of_order(order, axis, pair, layers.spec)
     return None
 
