@@ -62,7 +62,7 @@ def test_both_orders_of_a_misread_tensor_are_named(spec, layout, other):
     assert f"packed as {PACKED[layout]}, were read as {PACKED[other]}" in law.words
     first, second = law.fix.split("; ")
     for name, advice in ((layout, first), (other, second)):
-        listed = advice.partition("must be read as ")[2]
+        listed = advice.partition(" as ")[2]
         assert name in listed or "more" in listed
     assert law.page == "fused-qkv"
 
@@ -90,7 +90,7 @@ def test_an_order_of_no_layout_is_spelled_out(dtype):
         names = [name for name, each in laws.items() if each == law]
     assert len(names) == 3
     assert "packed as [v k q q q q] for each key/value head, were read as [q q q q k v]" in law.words
-    assert law.fix.startswith("if the second is right, the first must be read as transformers.Falcon")
+    assert law.fix.startswith("if the second is right, read the first as transformers.Falcon")
     assert "if the first" not in law.fix
 
 
@@ -167,6 +167,6 @@ def test_verify_and_diagnose_print_one_explanation(tmp_path, capsys):
         assert main([command, str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors")]) == 1
         out = capsys.readouterr().out
         assert out.count("packed as [v k q q q q] for each key/value head") == 1
-        assert "must be read as transformers.Falcon" in out
+        assert "read the first as transformers.Falcon" in out
         assert "no known relation" not in out
         assert "unknown" not in out

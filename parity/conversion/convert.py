@@ -260,7 +260,7 @@ def _ignored(layers: Iterable[FileLayer], known: Iterable[str], target: Layout) 
 
 
 def _to_write(layer: FileLayer) -> Written:
-    """Return a layer with what may be lost of it: a configuration's RoPE is that of the layer."""
+    """Return a layer with the features that it may lose unasked: not RoPE, if a configuration says that it has it."""
     but_for = () if layer.hints.from_model == "config.json" else ("rope",)
     return Written(layer.spec, but_for, layer.hints.unread)
 

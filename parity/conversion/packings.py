@@ -128,8 +128,8 @@ def _is_mixed(order: np.ndarray, sizes: dict[str, int]) -> bool:
 def _fix(packed: _Packing, read: _Packing, spec: AttentionSpec) -> str:
     """Return how to read the tensor, if the first file is right, and if the second is."""
     first, second = (some_of(each.layouts(spec), 3) for each in (packed, read))
-    fixes = [f"if the first is right, the second must be read as {first}" if first else ""]
-    fixes.append(f"if the second is right, the first must be read as {second}" if second else "")
+    fixes = [f"if the first is right, read the second as {first}" if first else ""]
+    fixes.append(f"if the second is right, read the first as {second}" if second else "")
     return "; ".join(filter(None, fixes))
 
 

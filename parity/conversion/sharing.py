@@ -20,11 +20,11 @@ def holders_in_model(prefix: str, model: ModelHints) -> dict[str, str]:
     layer = model.layer_at(prefix)
     if layer is None or not layer.shared:
         return {}
-    names = {tensor.name: tensor.holds for tensor in LAYOUTS[layer.layout].others}
+    weights = {tensor.name: tensor.holds for tensor in LAYOUTS[layer.layout].others}
     before = prefix.removesuffix(layer.path)
     holders: dict[str, str] = {}
     for short, path in layer.shared.items():
-        weight, full = names[short], f"{before}{path}"
+        weight, full = weights[short], f"{before}{path}"
         holder_label = full.removesuffix(f".{short}")
         if holder_label == prefix:  # this layer is the holder
             continue
@@ -52,5 +52,7 @@ def renamed(holders: Mapping[str, str], labels: Mapping[str, str]) -> dict[str, 
     found: dict[str, str] = {}
     for weight, holder in holders.items():
         label = label_of_holder(holder, weight)
-        found[weight] = join(labels[label], weight) if label in labels else holder
+        found[weight] = holder
+        if label is not None and label in labels:
+            found[weight] = join(labels[label], weight)
     return found

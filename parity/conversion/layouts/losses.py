@@ -107,7 +107,7 @@ def _lost(layer: Written, target: Layout) -> dict[str, Any]:
 
 
 def _obstacle(spec: AttentionSpec, layout: Layout) -> DoesNotFit | None:
-    """Return why a layout cannot hold a layer, apart from what it loses; None if it can."""
+    """Return why a layout cannot hold a layer, apart from lost features; None if it can."""
     try:
         placements(spec, layout)
     except DoesNotFit as error:
