@@ -881,7 +881,7 @@ def test_a_scale_is_in_place_of_the_usual_one(sibling, need_weights):
     query, key = sibling.array(arrays["query"]), sibling.array(arrays["key"])
     weights = {name: 2.0 * x if name.startswith("q_proj") else x for name, x in parity.random_weights(SPEC).items()}
     doubled = sibling.module("MultiHeadAttention", replace(SPEC, scale=2.0 * SPEC.score_scale))
-    parity.load_into(doubled, parity.random_weights(SPEC), SPEC)
+    parity.load_into(doubled, parity.random_weights(SPEC), doubled.spec)
     usual = parity.load_into(sibling.module("MultiHeadAttention", SPEC), weights, SPEC)
 
     found, expected = (module(query, key, need_weights=need_weights)[0] for module in (doubled, usual))
