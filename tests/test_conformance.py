@@ -485,6 +485,29 @@ def test_dropout_that_nothing_declares_is_found(where, words):
     assert examine(Dropping, ["dropout"], ["float32"])["dropout"].words.startswith(words)
 
 
+class OwnDropout(TorchLayer):
+    """A layer with its own dropout rate, which it drops at in training, or wrongly always."""
+
+    def __init__(self, always=False):
+        super().__init__()
+        self.always = always
+
+    def forward(self, x):
+        return torch.nn.functional.dropout(super().forward(x), 0.1, self.always or self.training)
+
+
+def test_own_dropout_is_no_broken_path():
+    found = examine(OwnDropout(), ["dropout", "paths"])
+    assert [(each.status, each.words) for each in found.answers] == [("ok", "train only"), ("ok", "agree")]
+
+
+def test_dropout_in_eval_breaks_more_than_its_fix():
+    wrong, right = examine(OwnDropout(always=True)), examine(OwnDropout())
+    assert {"dropout", "paths"} <= {answer.question for answer in wrong.broken}
+    assert len(wrong.broken) > len(right.broken)
+    assert "from one call to the next" in wrong["paths"].example
+
+
 def test_a_module_of_a_library_answers_as_its_peer():
     module = torch.nn.MultiheadAttention(32, 4, batch_first=True)
     questions = ["mask", "empty row", "future token", "padding"]
@@ -663,6 +686,24 @@ def test_only_errors_that_are_meant_are_refusals(error, is_refusal):
     assert answer.exception is error
 
 
+def hides_by_a_large_number(query, key, value, mask=None):
+    scores = query @ key.mT * query.shape[-1] ** -0.5
+    if mask is not None:
+        scores = scores.masked_fill(mask, -1e9)
+    return scores.softmax(-1) @ value
+
+
+OF_MASKS = ["future token", "masked key", "empty row"]
+
+
+def test_an_overflow_of_own_constants_is_broken():
+    found = examine(hides_by_a_large_number, OF_MASKS, framework="torch", axes="BNTH")
+    for answer in found.answers:
+        assert answer.is_broken
+        assert "overflow in float16" in answer.words
+        assert "without overflow" in answer.error
+
+
 def test_a_mask_of_an_unknown_name_must_be_declared():
     def attention(query, key, value, may_look=None, scale=None):
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=may_look, scale=scale)
@@ -780,6 +821,26 @@ def own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
+
+
+OVERFLOWING = """
+import torch
+
+def attention(query, key, value, mask=None):
+    scores = query @ key.mT * query.shape[-1] ** -0.5
+    if mask is not None:
+        scores = scores.masked_fill(mask, -1e9)
+    return scores.softmax(-1) @ value
+"""
+
+
+def test_one_error_of_several_checks_prints_once(own, capsys):
+    (own / "own_overflow.py").write_text(OVERFLOWING)
+    assert main(["conformance", "own_overflow:attention", "--checks", ",".join(OF_MASKS)]) == 1
+    out = capsys.readouterr().out
+    assert out.count("without overflow") == 1
+    assert "also    masked key, empty row, by the same error" in out
+    assert "3 broken guarantees" in out
 
 
 def test_a_users_function_is_examined_and_exits_1(own, capsys):

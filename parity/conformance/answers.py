@@ -70,6 +70,7 @@ class Answer(JsonRecord):
         findings: answer of each path.
         refusal: first path that raised a deliberate error, and the reason.
         exception: the exception behind a broken promise, otherwise behind the first rejection.
+        error: message of the exception behind a broken promise; empty if none is.
     """
 
     question: str
@@ -79,6 +80,7 @@ class Answer(JsonRecord):
     findings: Mapping[Path, Finding] = field(default_factory=dict)
     refusal: str = ""
     exception: BaseException | None = field(default=None, compare=False)
+    error: str = ""
 
     IN_JSON = ("question", "status", "words", "example", "by_path", "refusal")
 

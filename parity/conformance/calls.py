@@ -113,9 +113,23 @@ def run(
         kind = type(error).__name__
         reason = str(error).strip().split("\n")[0]
         reason = f"{kind}: {reason}" if reason else kind
-        raise (Refused(reason) if _is_meant(error, subject.framework) else Failed(kind, reason)) from error
+        if _is_overflow(error):
+            raise Failed(
+                "overflow", f"{reason}; a constant in the code, such as -1e9, is out of range for {path.dtype}"
+            ) from error
+        if _is_meant(error, subject.framework):
+            raise Refused(reason) from error
+        raise Failed(kind, reason) from error
     output = output.astype(np.float64)
     return Result(output.swapaxes(1, 2) if swaps else output, attn_weights, grads)
+
+
+def _is_overflow(error: Exception) -> bool:
+    """Return whether a number of the subject's own code, such as -1e9 for hidden scores, does not fit its dtype.
+
+    torch raises a RuntimeError for it, as its kernels do for unsupported calls. A deliberate error about float16 has other words.
+    """
+    return type(error) is RuntimeError and "cannot be converted to type" in str(error) and "overflow" in str(error)
 
 
 def _is_meant(error: Exception, framework: str) -> bool:

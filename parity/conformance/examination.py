@@ -50,8 +50,27 @@ class Examination:
 
     @property
     def steady_paths(self) -> list[Path]:
-        """Return the paths whose outputs are not random."""
+        """Return the paths on which no requested dropout makes outputs random."""
         return [path for path in self.paths if not path.drops]
+
+    def hidden_randomness(self, path: Path) -> str:
+        """Return the largest difference between two calls on a path, in words; empty if they agree.
+
+        Only a layer without a settable dropout rate is tested: it may have a rate of its own. A call that fails is not
+        random, so that the question itself reports it.
+        """
+        if "dropout" in self.subject.takes:
+            return ""
+        asked = ("hidden_randomness", path)
+        if asked not in self.known:
+            inputs = self.inputs()
+            try:
+                first, second = (self.run(path, inputs, seed=seed).output for seed in (SEED, SEED + 1))
+            except (Refused, Failed):
+                return ""
+            is_random, seen = change(first, second, path, range(TOKENS))
+            self.known[asked] = seen if is_random else ""
+        return self.known[asked]
 
     @property
     def plain_paths(self) -> list[Path]:

@@ -61,7 +61,9 @@ def merge(
         return answer
     path = next((path for path, finding in findings.items() if finding.kind is Kind.BROKEN), next(iter(findings)))
     text = _example(subject, question, words, findings, path, about)
-    return replace(answer, example=text, exception=findings[path].exception or exception)
+    broken = findings[path]
+    error = "" if broken.exception is None else broken.seen
+    return replace(answer, example=text, error=error, exception=broken.exception or exception)
 
 
 def _example(

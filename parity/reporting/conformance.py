@@ -39,20 +39,44 @@ def print_conformance(found: Sequence[Conformance], out: Console, again: Callabl
         if subject.missing:
             out.print(Text(f"{subject.name}: {subject.missing}", style="dim"), soft_wrap=True)
     answers = [(subject, answer) for subject in examined for answer in subject.answers]
-    if refused := [
-        f"{subject.name}, {each.question}: refused ({each.refusal})" for subject, each in answers if each.refusal
-    ]:
-        out.print(Text("\n" + "\n".join(refused), style="dim"), soft_wrap=True)
+    refusals = [_refusal(subject.name, group) for subject in examined for group in _refused_alike(subject)]
+    if refusals:
+        out.print(Text("\n" + "\n".join(refusals), style="dim"), soft_wrap=True)
     for subject in examined:
-        for answer in subject.broken:
+        for first, *others in _broken_alike(subject):
             out.print()
-            out.print(Text(answer.example, style="red"), soft_wrap=True)
-            out.print(Text(f"  again   {again(subject.name, answer.question)}"), soft_wrap=True)
+            out.print(Text(first.example, style="red"), soft_wrap=True)
+            if others:
+                questions = ", ".join(answer.question for answer in others)
+                out.print(Text(f"  also    {questions}, by the same error", style="red"), soft_wrap=True)
+            out.print(Text(f"  again   {again(subject.name, first.question)}"), soft_wrap=True)
     out.print()
     done, broken = sum(answer.was_asked for _, answer in answers), sum(answer.is_broken for _, answer in answers)
     verdict = counted(broken, "broken guarantee") if broken else "no broken guarantees" if done else "nothing to check"
     words = f"{counted(len(examined), 'target')} examined, {done} of {len(answers)} checks answered: {verdict}"
     out.print(Text(words, style="bold red" if broken or not done else "bold green"), soft_wrap=True)
+
+
+def _refused_alike(subject: Conformance) -> list[list[Answer]]:
+    """Return the answers with a rejected call, those with the same path and reason together."""
+    groups: dict[str, list[Answer]] = {}
+    for answer in subject.answers:
+        if answer.refusal:
+            groups.setdefault(answer.refusal, []).append(answer)
+    return list(groups.values())
+
+
+def _refusal(name: str, answers: Sequence[Answer]) -> str:
+    questions = ", ".join(answer.question for answer in answers)
+    return f"{name}, {questions}: refused ({answers[0].refusal})"
+
+
+def _broken_alike(subject: Conformance) -> list[list[Answer]]:
+    """Return the broken guarantees, those by the same error of the subject's code together."""
+    groups: dict[str, list[Answer]] = {}
+    for answer in subject.broken:
+        groups.setdefault(answer.error or answer.question, []).append(answer)
+    return list(groups.values())
 
 
 def _cell(answer: Answer) -> Text:
