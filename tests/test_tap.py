@@ -28,6 +28,7 @@ import parity
 from parity import AttentionSpec, Rope, specs_of
 from parity.cli.main import main
 from parity.core.stages import stage_named
+from parity.diagnosis import taps
 from parity.diagnosis.tapped import _cache
 from parity.models.families import FAMILIES
 from parity.reporting.taps import print_difference
@@ -843,7 +844,106 @@ def test_what_cannot_be_tapped_or_judged_is_refused():
         pass
     verdict = parity.judge_tap(none, specs, weights)
     assert not verdict.passed
-    assert "Not compared: layer 0 (full_attention), because it was not called" in str(verdict)
+    every_layer = ", ".join(f"layer {place} (full_attention)" for place in range(6))
+    assert f"Not compared: {every_layer}, because it was not called" in str(verdict)
+
+
+def test_plain_lists_are_of_the_tapped_layers():
+    model = of_six_layers("llama")
+    layers = specs_of(model.config.to_dict())
+    with parity.tap(model) as tapped, torch.no_grad():
+        model(**prompts(6))
+    by_index = weights_in(model, tapped, layers)
+    specs, weights = [layer.spec for layer in layers], [by_index[layer.index] for layer in layers]
+    assert parity.judge_tap(tapped, specs, weights).passed
+    with refuses("specs", "5 of them"):
+        parity.judge_tap(tapped, specs[1:], weights)
+    with refuses("weights", "5 of them"):
+        parity.judge_tap(tapped, specs, weights[1:])
+    with refuses_type("specs", "some of both"):
+        parity.judge_tap(tapped, [specs[0], *layers[1:]], weights)
+    for wrong, name in ((specs[0], "AttentionSpec"), ([{}] * 6, "dict")):
+        with refuses_type("specs", name):
+            parity.judge_tap(tapped, wrong, weights)
+    with refuses_type("weights", "one that is ndarray"):
+        parity.judge_tap(tapped, specs, weights[0])
+
+
+GEMMA = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "vocab_size": 64,
+    "sliding_window": 4,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+}
+
+
+def small_gemma():
+    torch.manual_seed(0)
+    config = transformers.Gemma3TextConfig(**GEMMA)
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    layers = enumerate(model.model.layers)
+    return model, {place: parity.from_transformers(layer.self_attn, config)[1] for place, layer in layers}
+
+
+def test_padding_within_a_prompt_blames_no_window():
+    model, weights = small_gemma()
+    tokens = torch.arange(1, 13)[None].repeat(2, 1)
+    real = torch.ones_like(tokens)
+    real[0, 5] = 0
+    with parity.tap(model) as tapped, torch.no_grad():
+        model(input_ids=tokens, attention_mask=real)
+    verdict = parity.judge_tap(tapped, specs_of(model.config.to_dict()), weights)
+    assert verdict.passed, str(verdict)
+    told = [each.left_out for each in verdict.layers]
+    assert told[0] == told[1] == told[2]
+    assert told[0].startswith("in sequence 0 of its batch padding lies between")
+    assert told[3] == ""
+    with parity.tap(model) as tapped, torch.no_grad():
+        model(input_ids=tokens[:1], attention_mask=real[:1])
+    verdict = parity.judge_tap(tapped, specs_of(model.config.to_dict()), weights)
+    assert [bool(each.not_judged) for each in verdict.layers] == [True, True, True, False]
+    assert str(verdict).count("padding lies between its real tokens") == 1
+
+
+def test_an_explanation_is_tried_in_later_layers(monkeypatch):
+    model, weights = small_gemma()
+    model.model.rotary_emb.sliding_attention_inv_freq /= 8.0  # a pattern, which no known bug is
+    with parity.tap(model) as tapped:
+        generate(model)
+    searched = []
+
+    def counting(*arguments, **options):
+        searched.append(arguments)
+        return diagnose(*arguments, **options)
+
+    diagnose = taps.diagnose
+    monkeypatch.setattr(taps, "diagnose", counting)
+    verdict = parity.judge_tap(tapped, specs_of(model.config.to_dict()), weights)
+    found = [layer.diagnosis for layer in verdict.layers]
+    assert [each and each.likely_bug for each in found] == ["rope-scaling"] * 3 + [None]
+    of_first_layer = {arguments[1].case.name for arguments in searched}
+    assert of_first_layer == {"layer 0 (sliding_attention)"}
+    for diagnosis in found[1:3]:
+        assert diagnosis.explanations[0].about == found[0].explanations[0].about == "RoPE's positions are divided by 8"
+
+
+def test_other_bugs_in_later_layers_keep_their_name():
+    model, weights = small_gemma()
+    specs = specs_of(model.config.to_dict())
+    weights[0] = {**weights[0], "k_proj.weight": weights[0]["k_proj.weight"] * 2.0}
+    weights[2] = {**weights[2], "v_proj.weight": weights[2]["v_proj.weight"] * 3.0}
+    with parity.tap(model) as tapped, torch.no_grad():
+        model(input_ids=torch.arange(1, 13)[None])
+    verdict = parity.judge_tap(tapped, specs, weights)
+    assert [layer.index for layer in verdict.wrong] == [0, 2]
+    assert [layer.difference.stage for layer in verdict.wrong] == ["k", "v"]
+    assert verdict.layers[0].diagnosis.cause != verdict.layers[2].diagnosis.cause
 
 
 # ---- Flax ------------------------------------------------------------------------------------------------------------
@@ -869,6 +969,19 @@ class NnxBlock(nnx.Module):
 
 
 FULL = AttentionSpec(32, 4)
+
+
+@pytest.mark.parametrize("key", ["", "MultiHeadDotProductAttention", 0])
+def test_a_flax_module_that_is_the_layer_is_compared(key, rng):
+    x = jnp.asarray(rng.standard_normal((2, 6, 32), dtype=np.float32))
+    module = linen.MultiHeadDotProductAttention(4, qkv_features=32)
+    bound = module.bind(module.init(jax.random.key(0), x))
+    with parity.tap(bound) as tapped:
+        bound(x)
+    (layer,) = tapped.layers
+    assert layer.name == ""
+    verdict = parity.judge_tap(tapped, [FULL], {key: parity.weights_of(bound)}, is_causal=False)
+    assert verdict.passed, str(verdict)
 
 
 def judged_in_flax(tapped, weights, *, is_causal=True):

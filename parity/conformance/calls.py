@@ -127,7 +127,7 @@ def run(
 def _is_overflow(error: Exception) -> bool:
     """Return whether a number of the subject's own code, such as -1e9 for hidden scores, does not fit its dtype.
 
-    torch raises a RuntimeError for it, as its kernels do for unsupported calls. A deliberate error about float16 has other words.
+    torch raises a RuntimeError for it, as its kernels do for unsupported calls. A deliberate error has other words.
     """
     return type(error) is RuntimeError and "cannot be converted to type" in str(error) and "overflow" in str(error)
 

@@ -25,6 +25,10 @@ NO_STAGES = ("input", "positions", "segment_ids", "key_input", "value_input", "k
 """Inputs of the reference, which it does not compute."""
 
 
+COUNTING = ("window_size", "chunk_size", "alibi", "relative_bias", "relative_products")
+"""Fields of a specification that depend on the number of tokens between a query and a key."""
+
+
 @dataclass(frozen=True)
 class TappedCase(Case):
     """A case whose tokens have the positions of a recording.
@@ -84,6 +88,19 @@ class Sequences:
         if positions is None or positions.ndim != 2 or any(len(set(row)) < len(row) for row in positions.tolist()):
             positions = np.arange(len(self.tokens))[None]
         return np.broadcast_to(positions, (len(self.rows), len(self.tokens)))
+
+    def counting_gaps(self, spec: AttentionSpec) -> str:
+        """Return the fields of a specification that count tokens, if padding lies between real ones; else "".
+
+        Removed padding brings the tokens around it together. Recorded positions show if a model counts padding, but a
+        window, chunks or a bias by distance do not.
+        """
+        if self.tokens[-1] - self.tokens[0] + 1 == len(self.tokens):
+            return ""
+        fields = [name for name in COUNTING if getattr(spec, name) is not None]
+        if spec.has_positions and "positions" not in self.values:
+            fields.append("its positions")
+        return " and ".join(fields)
 
     @property
     def stages(self) -> dict[str, np.ndarray]:

@@ -9,16 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Refusal, WrongType
 from parity.core.compare import Comparison, Label, first_difference
 from parity.core.problem import Problem
 from parity.core.records import JsonRecord
 from parity.core.reference import UNFUSED
 from parity.core.stages import stage_named
 from parity.core.trace import Reference
-from parity.core.weights import check_weights, weight_shapes
-from parity.diagnosis.diagnose import Diagnosis, Unknown, diagnose
-from parity.diagnosis.replay import Replay
+from parity.core.weights import Weights, check_weights, weight_shapes
+from parity.core.work import Work
+from parity.diagnosis.diagnose import SECONDS, Diagnosis, Unknown, diagnose
+from parity.diagnosis.replay import Replay, Scope
+from parity.diagnosis.sampling import is_large
+from parity.diagnosis.search import search
 from parity.diagnosis.tapped import Sequences, sequences_of
 from parity.diagnosis.verdicts import Line, excess, text_of
 from parity.models.specs import ModelLayer
@@ -79,6 +82,7 @@ class LayerVerdict(JsonRecord):
         comparisons: one for each recorded stage.
         diagnosis: of a layer that differs.
         not_judged: the reason if the layer was not compared; empty if it was.
+        left_out: the sequences that were not compared although others were, and why; empty if all were.
     """
 
     layer: str
@@ -87,8 +91,9 @@ class LayerVerdict(JsonRecord):
     comparisons: list[Comparison] = field(default_factory=list)
     diagnosis: Diagnosis | None = None
     not_judged: str = ""
+    left_out: str = ""
 
-    IN_JSON = ("layer", "name", "index", "passed", "not_judged", "comparisons", "diagnosis", "like")
+    IN_JSON = ("layer", "name", "index", "passed", "not_judged", "left_out", "comparisons", "diagnosis", "like")
 
     @property
     def difference(self) -> Comparison | None:
@@ -157,8 +162,8 @@ class TapVerdict(JsonRecord):
     def lines(self, *, verbose: bool = False) -> Iterator[Line]:
         """Yield labels and texts, as `Diagnosis.lines` does."""
         wrong = self.wrong
-        for layer in self.layers:
-            yield from layer.lines() if layer.not_judged else ()
+        for reason, layers in self._not_compared().items():
+            yield "Not compared", f"{', '.join(layers)}, because {reason}"
         if wrong:
             yield from wrong[0].lines(verbose=verbose)
         if wrong[1:]:
@@ -167,7 +172,16 @@ class TapVerdict(JsonRecord):
         if not compared:
             yield "", "no layer was compared"
         elif not wrong:
-            yield "", f"{compared} layers agree with the reference, each for its own input"
+            subject = "1 layer agrees" if compared == 1 else f"{compared} layers agree"
+            yield "", f"{subject} with the reference, each for its own input"
+
+    def _not_compared(self) -> dict[str, list[str]]:
+        """Return the titles of the layers that were not compared, or not with every sequence, by the reason."""
+        found: dict[str, list[str]] = {}
+        for layer in self.layers:
+            if reason := layer.not_judged or layer.left_out:
+                found.setdefault(reason, []).append(layer.layer)
+        return found
 
 
 CROSS = "cross_attention"
@@ -175,20 +189,30 @@ CROSS = "cross_attention"
 
 Specs = Sequence[ModelLayer] | Mapping[int, AttentionSpec | None]
 LayerWeights = Mapping[int, Mapping[str, Any]] | Mapping[str, Mapping[str, Any]]
+PlainSpecs = Sequence[AttentionSpec | None]
+PlainWeights = Sequence[Mapping[str, Any]]
+"""A specification, or weights, for each tapped layer, in their order."""
 
 
 def judge_tap(
-    tapped: Tapped, specs: Specs, weights: LayerWeights, *, is_causal: bool | None = None, diagnoses: bool = True
+    tapped: Tapped,
+    specs: Specs | PlainSpecs,
+    weights: LayerWeights | PlainWeights,
+    *,
+    is_causal: bool | None = None,
+    diagnoses: bool = True,
 ) -> TapVerdict:
     """Compare each layer of a recording by itself with the float64 reference for the layer's own input.
 
-    Prompt and steps are joined, padding is left out.
+    Prompt and steps are joined, padding is left out. If several layers are wrong, the explanation of the first is tried
+    before a new search.
 
     Args:
         tapped: the recording.
-        specs: the specification of each layer, by its index, or from `parity.specs_of`.
+        specs: the specification of each layer, by its index, or from `parity.specs_of`; or a list with one
+            `AttentionSpec` for each tapped layer.
         weights: the canonical weights of each layer, by its index, or by the name of its module, which models with an
-            encoder and a decoder need.
+            encoder and a decoder need; or a list with those of each tapped layer.
         is_causal: True if tokens do not attend to later ones; by default as in `specs`, else True.
         diagnoses: False to skip the search for bugs.
 
@@ -198,55 +222,239 @@ def judge_tap(
     Raises:
         TypeError, ValueError: if weights do not fit their spec, or the calls of a layer do not follow each other.
     """
-    is_transformers = bool(tapped.config)
-    asked = {"is_named_so": is_transformers, "diagnoses": diagnoses}
-    layers = tapped.layers
-    return TapVerdict([_judge_layer(layer, layers, specs, weights, is_causal, **asked) for layer in layers])
+    judge = _TapJudge(
+        tapped,
+        _specs_of_layers(specs, tapped.layers),
+        _weights_of_layers(weights, tapped.layers),
+        is_causal,
+        diagnoses=diagnoses,
+    )
+    return TapVerdict([judge.verdict(layer) for layer in tapped.layers])
 
 
-def _judge_layer(
-    layer: TappedLayer,
-    layers: Sequence[TappedLayer],
-    specs: Specs,
-    weights: LayerWeights,
-    is_causal: bool | None,
-    *,
-    is_named_so: bool,
-    diagnoses: bool,
-) -> LayerVerdict:
-    found = _known(layer, specs)
-    verdict = LayerVerdict(layer.title, layer.name, layer.index)
-    if len(found) > 1:
-        return replace(verdict, not_judged=f"it may be any of {len(found)} layers of the model, by its name")
-    known = found[0] if found else ModelLayer(layer.index, "", None, {})
-    verdict = replace(verdict, layer=_title(replace(known, kind=known.kind or layer.kind)))
-    if known.spec is None:
-        return replace(verdict, not_judged="it has no attention over keys, or no spec")
-    held = _held(layer, weights)
-    if reason := _why_not(layer, known, has_weights=held is not None):
-        return replace(verdict, not_judged=reason)
-    checked = check_weights(held or {}, known.spec)
-    causal = known.is_causal if is_causal is None else is_causal
-    problems: list[tuple[Sequences, Problem]] = []
-    seen = sequences_of(layer)
-    for sequences, source in zip(seen, _sources(layer, known, layers, len(seen)), strict=True):
-        if known.path and is_named_so and not known.is_at(layer.name):
-            sequences = sequences.without("output")  # the module is only a part of the layer, as in BERT
-        problem = sequences.problem(verdict.layer, known.spec, checked, is_causal=causal, source=source)
-        problems.append((sequences, problem))
-        is_explained = verdict.diagnosis is not None and verdict.diagnosis.is_known
-        comparisons, diagnosis = _judge(sequences, problem, layer, diagnoses=diagnoses and not is_explained)
-        if verdict.diagnosis is not None and (diagnosis is None or not diagnosis.is_known):
-            diagnosis = verdict.diagnosis  # the first one if none is explained
-        verdict = replace(verdict, comparisons=[*verdict.comparisons, *comparisons], diagnosis=diagnosis)
-    if not verdict.comparisons:
-        return replace(verdict, not_judged="nothing was seen of it but its input")
-    unknown = verdict.diagnosis
-    if unknown is None or unknown.is_known:
-        return verdict
-    like = _like_another(layer, problems, _others(known, specs))
-    explained = LikeAnother(**{**vars(unknown), "kind": "like", "like": like}) if like else unknown
-    return replace(verdict, diagnosis=explained)
+def _specs_of_layers(specs: Specs | PlainSpecs, layers: Sequence[TappedLayer]) -> Specs:
+    """Return specifications by index, or from `specs_of`.
+
+    Raises:
+        TypeError: if they are anything else.
+        ValueError: if a list of plain specifications has another length than the tapped layers.
+    """
+    rule = "be AttentionSpecs by index, one for each tapped layer, or from parity.specs_of"
+    if isinstance(specs, Mapping):
+        for spec in specs.values():
+            if spec is not None and not isinstance(spec, AttentionSpec):
+                raise WrongType("specs", rule, type(spec).__name__)
+        return specs
+    if isinstance(specs, (str, AttentionSpec)) or not isinstance(specs, Sequence):
+        raise WrongType("specs", rule, type(specs).__name__)
+    of_models, plain = list[ModelLayer](), list[AttentionSpec | None]()
+    for spec in specs:
+        if isinstance(spec, ModelLayer):
+            of_models.append(spec)
+        elif spec is None or isinstance(spec, AttentionSpec):
+            plain.append(spec)
+        else:
+            raise WrongType("specs", rule, type(spec).__name__)
+    if not plain:
+        return of_models
+    if of_models:
+        raise WrongType("specs", rule, "some of both")
+    return dict(zip(_indices("specs", len(plain), layers), plain, strict=True))
+
+
+def _weights_of_layers(weights: LayerWeights | PlainWeights, layers: Sequence[TappedLayer]) -> LayerWeights:
+    """Return weights by index or by name.
+
+    Raises:
+        TypeError: if they are anything else.
+        ValueError: if a list of weights has another length than the tapped layers.
+    """
+    rule = "be the weights of each layer, by index, by name, or one mapping for each tapped layer"
+    if isinstance(weights, str) or not isinstance(weights, (Mapping, Sequence)):
+        raise WrongType("weights", rule, type(weights).__name__)
+    of_layers = list(weights.values()) if isinstance(weights, Mapping) else list(weights)
+    for each in of_layers:
+        if not isinstance(each, Mapping):
+            raise WrongType("weights", rule, f"one that is {type(each).__name__}")
+    if isinstance(weights, Mapping):
+        return weights
+    return dict(zip(_indices("weights", len(of_layers), layers), of_layers, strict=True))
+
+
+def _indices(what: str, count: int, layers: Sequence[TappedLayer]) -> list[int]:
+    """Return the index of each tapped layer, which a list has one entry for.
+
+    Raises:
+        ValueError: if the list has another length, or two layers have one index.
+    """
+    indices = [layer.index for layer in layers]
+    if count != len(indices):
+        raise Refusal(what, f"be a list of {len(indices)}, one for each tapped layer, or by index", f"{count} of them")
+    if len(set(indices)) < len(indices):
+        raise Refusal(what, "be passed by the names of modules, because layers share an index", str(indices))
+    return indices
+
+
+GAP = "padding lies between its real tokens, and it is unknown whether {fields} counts padding"
+"""Reason why sequences are not compared."""
+
+
+class _TapJudge:
+    """Compares the layers of a recording, and tries the explanation of one in the next.
+
+    Args:
+        tapped: the recording.
+        specs: the specifications.
+        weights: the weights.
+        is_causal: as in `judge_tap`.
+        diagnoses: whether to search for bugs.
+    """
+
+    def __init__(
+        self, tapped: Tapped, specs: Specs, weights: LayerWeights, is_causal: bool | None, *, diagnoses: bool
+    ) -> None:
+        self.layers, self.specs, self.weights = tapped.layers, specs, weights
+        self.is_causal, self.diagnoses = is_causal, diagnoses
+        self.is_transformers = bool(tapped.config)
+        self.explained: list[_Explained] = []
+
+    def verdict(self, layer: TappedLayer) -> LayerVerdict:
+        """Compare one layer."""
+        found = _known(layer, self.specs)
+        verdict = LayerVerdict(layer.title, layer.name, layer.index)
+        if len(found) > 1:
+            return replace(verdict, not_judged=f"it may be any of {len(found)} layers of the model, by its name")
+        known = found[0] if found else ModelLayer(layer.index, "", None, {})
+        verdict = replace(verdict, layer=_title(replace(known, kind=known.kind or layer.kind)))
+        if known.spec is None:
+            return replace(verdict, not_judged="it has no attention over keys, or no spec")
+        held = _held(layer, self.weights)
+        if reason := _why_not(layer, known, has_weights=held is not None):
+            return replace(verdict, not_judged=reason)
+        return self._compared(layer, known, known.spec, check_weights(held or {}, known.spec), verdict)
+
+    def _compared(
+        self, layer: TappedLayer, known: ModelLayer, spec: AttentionSpec, weights: Weights, verdict: LayerVerdict
+    ) -> LayerVerdict:
+        """Return the verdict on a layer that can be compared."""
+        causal = known.is_causal if self.is_causal is None else self.is_causal
+        problems: list[tuple[Sequences, Problem]] = []
+        left_out: list[int] = []
+        seen = sequences_of(layer)
+        for sequences, source in zip(seen, _sources(layer, known, self.layers, len(seen)), strict=True):
+            if counting := sequences.counting_gaps(spec):
+                left_out += sequences.rows.tolist()
+                verdict = replace(verdict, left_out=GAP.format(fields=counting))
+                continue
+            if known.path and self.is_transformers and not known.is_at(layer.name):
+                sequences = sequences.without("output")  # the module is only a part of the layer, as in BERT
+            problem = sequences.problem(verdict.layer, spec, weights, is_causal=causal, source=source)
+            problems.append((sequences, problem))
+            is_explained = verdict.diagnosis is not None and verdict.diagnosis.is_known
+            comparisons, diagnosis = self._judge(sequences, problem, layer, diagnoses=not is_explained)
+            if verdict.diagnosis is not None and (diagnosis is None or not diagnosis.is_known):
+                diagnosis = verdict.diagnosis  # the first one if none is explained
+            verdict = replace(verdict, comparisons=[*verdict.comparisons, *comparisons], diagnosis=diagnosis)
+        if not problems and left_out:
+            return replace(verdict, not_judged=verdict.left_out, left_out="")
+        if not verdict.comparisons:
+            return replace(verdict, not_judged="nothing was seen of it but its input")
+        if left_out:
+            rows = ", ".join(map(str, left_out))
+            verdict = replace(verdict, left_out=f"in sequence {rows} of its batch {verdict.left_out}")
+        unknown = verdict.diagnosis
+        if unknown is None or unknown.is_known:
+            return verdict
+        like = _like_another(layer, problems, _others(known, self.specs))
+        explained = LikeAnother(**{**vars(unknown), "kind": "like", "like": like}) if like else unknown
+        return replace(verdict, diagnosis=explained)
+
+    def _judge(
+        self, sequences: Sequences, problem: Problem, layer: TappedLayer, *, diagnoses: bool
+    ) -> tuple[list[Comparison], Diagnosis | None]:
+        """Return the comparisons of some sequences, and the diagnosis if it is requested."""
+        comparisons, ways = _compared_stages(sequences, problem, layer)
+        if ways is None or not (diagnoses and self.diagnoses):
+            return comparisons, None
+        if isinstance(ways, Diagnosis):
+            return comparisons, ways
+        return comparisons, self._diagnosed(ways, _arithmetic_of(layer))
+
+    def _diagnosed(self, ways: Sequence[_Way], arithmetic: str) -> Diagnosis:
+        """Diagnose a layer, first by the explanations of earlier layers."""
+        by_name = {way.name: way for way in ways}
+        for explained in self.explained:
+            way = by_name.get(explained.way)
+            again = None if way is None else _explained_again(way, explained.diagnosis, arithmetic)
+            if again is not None:
+                return again
+        diagnosis, way = _searched(ways, arithmetic)
+        if diagnosis.cause:
+            self.explained.append(_Explained(way.name, diagnosis))
+        return diagnosis
+
+
+@dataclass(frozen=True)
+class _Way:
+    """Stages of a layer as one of the problems that they may be of: all tokens at once, call by call, or the prompt.
+
+    Attributes:
+        name: its name.
+        stages: the stages.
+        problem: the problem.
+    """
+
+    name: str
+    stages: dict[str, np.ndarray]
+    problem: Problem
+
+
+@dataclass(frozen=True)
+class _Explained:
+    """The diagnosis of a layer, and the name of the way in which it was found."""
+
+    way: str
+    diagnosis: Diagnosis
+
+
+def _explained_again(way: _Way, before: Diagnosis, arithmetic: str) -> Diagnosis | None:
+    """Return the diagnosis of a layer by the explanation of another; None if that does not explain it.
+
+    Only the bugs of that diagnosis are tried, and a pattern must have the same words.
+    """
+    if is_large(way.problem):  # which is searched in samples
+        found = _diagnosed_as(way, arithmetic)
+        return found if _signature(found) == _signature(before) else None
+    names: set[str] = set()
+    for explanation in before.explanations:
+        if explanation.findings is None:
+            names |= {*explanation.bugs, *explanation.others}
+    replay = Replay(way.problem, way.stages, arithmetic, scope=Scope(only=frozenset(names)))
+    work = Work(SECONDS)
+    with np.errstate(all="ignore"), work.counted():
+        first_wrong = next(iter(replay.wrong(replay.stages, ())), "")
+        if not first_wrong:
+            return None
+        result = search(replay, work)
+    about = replay.judgement(first_wrong, ())
+    found = Diagnosis(
+        "law" if result.unknowns else before.kind,
+        first_wrong,
+        about.error,
+        about.ratio,
+        result.explanations,
+        result.unknowns,
+        has_stages=len(replay.stages) > 1,
+        dtype=way.problem.dtype,
+    ).with_named_laws()
+    return found if _signature(found) == _signature(before) else None
+
+
+def _signature(diagnosis: Diagnosis) -> tuple[Any, ...]:
+    """Return what two equal diagnoses have in common: the first wrong stage, the bugs and the patterns."""
+    bugs = [(explanation.bugs, explanation.about) for explanation in diagnosis.explanations]
+    patterns = [(unknown.stage, "" if unknown.law is None else unknown.law.words) for unknown in diagnosis.unknowns]
+    return diagnosis.kind, diagnosis.stage, bugs, patterns
 
 
 def _sources(
@@ -296,7 +504,7 @@ def _like_another(
 def _is_right(layer: TappedLayer, sequences: Sequences, problem: Problem, spec: AttentionSpec) -> bool:
     """Return True if every stage is right with another specification."""
     problem = replace(problem, case=replace(problem.case, spec=spec))
-    return first_difference(_judge(sequences, problem, layer, diagnoses=False)[0]) is None
+    return first_difference(_compared_stages(sequences, problem, layer)[0]) is None
 
 
 def _known(layer: TappedLayer, specs: Specs) -> list[ModelLayer]:
@@ -322,6 +530,10 @@ def _held(layer: TappedLayer, weights: LayerWeights) -> Mapping[str, Any] | None
     Modules of another library have other names; there the number in the name decides if it is unique.
     """
     named = {name: each for name, each in weights.items() if isinstance(name, str)}
+    if layer.name in named:
+        return named[layer.name]
+    if not layer.name and layer.module in named:  # a whole Flax model is called by its class
+        return named[layer.module]
     found = [each for name, each in named.items() if _is_at(layer.name, name)]
     found = found or [each for name, each in named.items() if str(layer.index) in re.split(r"[.\[\]]", name)]
     return found[0] if len(found) == 1 else dict(weights.items()).get(layer.index)  # pyright: ignore[reportArgumentType, reportCallIssue]
@@ -366,10 +578,13 @@ def _why_not_cross(layer: TappedLayer, known: ModelLayer) -> str:
     return ""
 
 
-def _judge(
-    sequences: Sequences, problem: Problem, layer: TappedLayer, *, diagnoses: bool
-) -> tuple[list[Comparison], Diagnosis | None]:
-    """Return the comparisons of the stages of some sequences, and optionally the diagnosis."""
+def _compared_stages(
+    sequences: Sequences, problem: Problem, layer: TappedLayer
+) -> tuple[list[Comparison], list[_Way] | Diagnosis | None]:
+    """Return the comparisons of the stages of some sequences, and the ways to diagnose them, or the diagnosis.
+
+    There is nothing to diagnose if no stage differs.
+    """
     reference = Reference(problem)
     sequences = sequences.in_our_order(reference)
     sequences = sequences.unscaled(reference) if layer.scale == 1.0 else sequences
@@ -383,15 +598,24 @@ def _judge(
         about = (first.stage, first.error, first.ratio)
         unknown = Diagnosis("unknown", *about, unknowns=[Unknown(*about)])
         before = sum(each.stage in ("mask", "q", "k", "v") for each in comparisons)
-        return [*comparisons[:before], *stale, *comparisons[before:]], unknown if diagnoses else None
-    if first_difference(comparisons) is None or not diagnoses:
+        return [*comparisons[:before], *stale, *comparisons[before:]], unknown
+    if first_difference(comparisons) is None:
         return comparisons, None
-    ways = [(observed, reference.problem)]
+    problems = {"by call" if stepped else "at once": (observed, reference.problem)}
     if len(sequences.chunks) > 1 and not sequences.is_cross:
+        if not stepped:
+            problems["by call"] = (sequences.stages_by_step, sequences.problem_by_step(problem))
         prompt = sequences.prompt
-        ways += [] if stepped else [(sequences.stages_by_step, sequences.problem_by_step(problem))]
-        ways += [(prompt.stages, prompt.problem_of_its_own(problem))]
-    return comparisons, _diagnosed(ways, arithmetic)
+        problems["prompt"] = (prompt.stages, prompt.problem_of_its_own(problem))
+    ways: list[_Way] = []
+    for name, (stages, of_stages) in problems.items():
+        ways.append(_Way(name, stages, of_stages))
+        # If the attention function behaves as with a wrong mask although the recorded mask is right, no bug in the
+        # mask explains it. So an unexplained difference is searched again without the mask.
+        others = {each: x for each, x in stages.items() if stage_named(each).quantity != "mask"}
+        if len(others) < len(stages):
+            ways.append(_Way(f"{name}, without the mask", others, of_stages))
+    return comparisons, ways
 
 
 def _of_other_keys(sequences: Sequences, reference: Reference, backend: str, arithmetic: str) -> list[Comparison]:
@@ -410,26 +634,25 @@ def _arithmetic_of(layer: TappedLayer) -> str:
     return "ieee" if not layer.attention else with_scores if layer.attention == "eager" else each
 
 
-def _diagnosed(ways: list[tuple[dict[str, np.ndarray], Problem]], arithmetic: str) -> Diagnosis:
-    """Diagnose stages: all tokens at once, call by call, or the prompt alone.
+def _diagnosed_as(way: _Way, arithmetic: str) -> Diagnosis:
+    with np.errstate(all="ignore"):
+        return diagnose(way.stages, way.problem, arithmetic=arithmetic)
+
+
+def _searched(ways: Sequence[_Way], arithmetic: str) -> tuple[Diagnosis, _Way]:
+    """Return the diagnosis in the first way in which known bugs explain everything, otherwise in the first way.
 
     A wrong mask of the prompt does not affect later tokens, as a wrong mask of all tokens at once would.
-
-    If the attention function behaves as with a wrong mask although the recorded mask is right, no bug in the mask
-    explains it. So an unexplained difference is searched again without the mask.
     """
-    first = None
-    for stages, problem in ways:
-        for left_out in ((), ("mask",)):
-            seen = {name: x for name, x in stages.items() if stage_named(name).quantity not in left_out}
-            if left_out and len(seen) == len(stages):
-                continue
-            with np.errstate(all="ignore"):
-                found = diagnose(seen, problem, arithmetic=arithmetic)
-            if found.is_known and found.kind != "none":
-                return found
-            first = first or found
-    return first or Diagnosis("none")
+    first: tuple[Diagnosis, _Way] | None = None
+    for way in ways:
+        found = _diagnosed_as(way, arithmetic)
+        if found.is_known and found.kind != "none":
+            return found, way
+        first = first or (found, way)
+    if first is None:
+        raise ValueError("there must be a way to diagnose a layer")
+    return first
 
 
 def _compared(

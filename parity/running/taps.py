@@ -50,8 +50,8 @@ def report_of(verdicts: Mapping[str, TapVerdict]) -> Report:
     for name, verdict in verdicts.items():
         for layer in verdict.layers:
             report.comparisons.extend(replace(comparison, backend=name) for comparison in layer.comparisons)
-            if layer.not_judged:
-                report.skipped_cases.append(SkippedCase(layer.layer, "", name, f"{layer.layer}: {layer.not_judged}"))
-            elif layer.diagnosis is not None:
+            if reason := layer.not_judged or layer.left_out:
+                report.skipped_cases.append(SkippedCase(layer.layer, "", name, f"{layer.layer}: {reason}"))
+            if layer.diagnosis is not None and not layer.not_judged:
                 report.diagnoses[layer.layer, layer.comparisons[0].dtype, name] = layer.diagnosis
     return report
