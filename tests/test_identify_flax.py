@@ -133,6 +133,9 @@ def test_heads_that_share_keys_in_another_order_are_put_in_order():
     assert layer.spec == BY_LIBRARY.replace(rope=None)
     kernel = np.asarray(model.layers[0].attn.query.kernel[...])[:, [0, 2, 1, 3]]
     assert (layer.weights["q_proj.weight"] == kernel.reshape(32, 32).T).all()
+    assert "in the order 0 2 1 3, whose head n uses key head n mod 2: tiled; so are columns of out_proj" in str(layer)
+    assert layer.rows["q_proj.weight"] == [*range(8), *range(16, 24), *range(8, 16), *range(24, 32)]
+    assert "k_proj.weight" not in layer.rows
 
 
 def test_evidence_says_that_scores_were_seen():

@@ -390,3 +390,58 @@ def test_real_tokens_that_see_padding_are_refused(monkeypatch):
     model = small_model("llama")
     in_attention(sees_padding)(model, monkeypatch)
     assert all(layer.spec is None for layer in identify(model, padded("left")))
+
+
+class SharingHeads(nn.Module):
+    """Attention of 4 query heads with 2 key/value heads, which are copied in an order for keys and one for values."""
+
+    def __init__(self, order_of_keys: list[int], order_of_values: list[int]) -> None:
+        super().__init__()
+        self.orders = order_of_keys, order_of_values
+        self.to_q, self.to_out = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.to_k, self.to_v = nn.Linear(32, 16), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (each(x).unflatten(-1, (-1, 8)).transpose(1, 2) for each in (self.to_q, self.to_k, self.to_v))
+        k, v = k[:, self.orders[0]], v[:, self.orders[1]]
+        weights = (q @ k.mT * 8**-0.5).softmax(-1)
+        return self.to_out((weights @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(
+    ("of_keys", "of_values", "words"),
+    [
+        ([0, 1, 0, 1], [0, 1, 0, 1], "to_k returns 2 heads, and query heads use 0 1 0 1 of them: tiled, head n mod 2"),
+        ([0, 1, 0, 1], [0, 0, 1, 1], "to_v returns 2 heads, and query heads use 0 0 1 1 of them: repeated"),
+        ([0, 0, 1, 0], [0, 0, 1, 1], "to_k returns 2 heads, and query heads use 0 0 1 0 of them;"),
+    ],
+)
+def test_copied_key_heads_are_said_to_be_copies(of_keys, of_values, words):
+    torch.manual_seed(0)
+    model = nn.Sequential(SharingHeads(of_keys, of_values)).eval()
+    (layer,) = identify(model, {"input": torch.randn(2, 12, 32)}, layers="SharingHeads")
+    assert layer.spec is not None, str(layer)
+    assert layer.spec.num_kv_heads in (None, 4)
+    assert words in str(layer)
+    assert "each once" not in str(layer)
+    assert layer.names["k_proj.weight"] == "to_k.weight"
+    assert layer.rows["k_proj.weight"] == [row for head in of_keys for row in range(8 * head, 8 * head + 8)]
+    parameter = model[0].to_k.weight.detach().numpy()
+    assert (layer.weights["k_proj.weight"] == parameter[layer.rows["k_proj.weight"]]).all()
+
+
+def test_rows_of_weights_are_told_if_they_are_not_all():
+    torch.manual_seed(0)
+    (repeated,) = identify(
+        nn.Sequential(SharingHeads([0, 0, 1, 1], [0, 0, 1, 1])).eval(),
+        {"input": torch.randn(2, 12, 32)},
+        layers="SharingHeads",
+    )
+    assert repeated.spec is not None
+    assert repeated.spec.num_kv_heads == 2
+    assert repeated.rows == {}
+    x = torch.randn(2, 12, 32)
+    given = {"query": x, "key": x, "value": x}
+    (packed,) = identify(nn.MultiheadAttention(32, 4, batch_first=True).eval(), given)
+    assert packed.names["k_proj.weight"] == "in_proj_weight"
+    assert packed.rows["k_proj.weight"] == [*range(32, 64)]

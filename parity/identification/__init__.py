@@ -48,6 +48,8 @@ class Identification(JsonRecord):
         spec: its specification; None if it was not identified.
         weights: its canonical weights.
         names: parameter of the module that holds each weight; its full name if another module holds it.
+        rows: rows of that parameter, for each weight that does not hold all of them once and in order: of a packed
+            projection, or with copies of heads.
         inputs: description of the inputs of its projections, by `query`, `key` and `value`: arguments of the module,
             sums of them, and outputs of submodules.
         output: description of the path of its output through the module.
@@ -64,6 +66,7 @@ class Identification(JsonRecord):
     spec: AttentionSpec | None = None
     weights: Weights = field(default_factory=dict, repr=False)
     names: dict[str, str] = field(default_factory=dict, repr=False)
+    rows: dict[str, list[int]] = field(default_factory=dict, repr=False)
     inputs: dict[str, str] = field(default_factory=dict, repr=False)
     output: str = ""
     is_causal: bool | None = None
@@ -75,7 +78,7 @@ class Identification(JsonRecord):
     refusal: str = ""
 
     IN_JSON = (
-        *("name", "spec", "names", "inputs", "output", "is_causal", "evidence"),
+        *("name", "spec", "names", "rows", "inputs", "output", "is_causal", "evidence"),
         *("num_tokens", "fewest_tokens", "positions", "share", "refusal"),
     )
 
@@ -202,7 +205,12 @@ def _identify_flax(model: Any, inputs: Mapping[str, Any], layers: Any) -> list[I
     from parity.identification.observe_flax import FlaxObserver
 
     observer = FlaxObserver(model, inputs, layers)
-    found = {each.tapped.name: _fitted(each, observer.bases(each.tapped.name)) for each in observer.seen}
+    found: dict[str, Fit] = {}
+    for each in observer.seen:
+        name = each.tapped.name
+        found[name] = _fitted(each, observer.bases(name))
+        if words := observer.arranged[name].words_of_order:
+            found[name].evidence.append(Evidence("num_kv_heads", each.values["k"].shape[1], words))
     other = fresh_arrays({name: np.asarray(x) for name, x in observer.inputs.items()})
     calls = [VerifyingCall(FRESH, 1.0, observer.observe(other, 1.0))]
     calls += [VerifyingCall(what, factor, observer.observe(other, factor)) for what, factor in FACTORS.items()]
@@ -258,7 +266,7 @@ def _identified(name: str, found: Fit, calls: list[VerifyingCall]) -> Identifica
     runs = {(int(x.min()), int(x.max())) for x in places} if spec.has_positions else {(0, num_tokens - 1)}
     ranges = {x for x in runs if not any(y != x and y[0] <= x[0] and x[1] <= y[1] for y in runs)}
     inputs = {side: words for side, words in found.words.items() if side != "output"}
-    known = found.weights, found.names, inputs, found.words["output"], found.is_causal, found.evidence
+    known = found.weights, found.names, found.rows, inputs, found.words["output"], found.is_causal, found.evidence
     return Identification(name, spec, *known, num_tokens, min(counts), tuple(sorted(ranges)), share)
 
 

@@ -173,6 +173,17 @@ class Arranged:
         heads = {part: self._all_heads(part, plain if part in ("q", "k") else values) for part in self.found.numbers}
         return {part: x[:, self._kept if part in ("k", "v") else self._order] for part, x in heads.items()}
 
+    @property
+    def words_of_order(self) -> str:
+        """Return how query heads are put in the order of their key heads; empty if they already are."""
+        order, count = self._order.tolist(), len(self._kept)
+        if order == sorted(order):
+            return ""
+        words = f"query heads are those of the module in the order {' '.join(map(str, order))}"
+        if order == sorted(order, key=lambda head: head % count):
+            words += f", whose head n uses key head n mod {count}: tiled"
+        return f"{words}; so are columns of out_proj"
+
     def is_hidden(self, heads: Mapping[str, np.ndarray]) -> np.ndarray:
         """Return the keys that the scores of a call hide, (B, heads, T, S)."""
         return heads["logits"] < scored(heads["scores"], self._inner, self.soft_cap) - HIDES

@@ -28,6 +28,9 @@ from parity.identification.trace import Traced, features_of, flat, is_close, tra
 LEAST_TOKENS = 8
 """Fewest tokens that distinguish features and angles."""
 
+HOW_HEADS = "heads of the keys that attention receives, each once"
+"""How the number of key heads is found, unless some are copies."""
+
 ALIKE = 1e-3
 """Largest difference of values between tokens, relative to the largest value, at which attention is not observable."""
 
@@ -62,7 +65,7 @@ def fit(layer: ObservedLayer, config: Mapping[str, Any], found: Fit, others: Seq
     if is_even and "attn_weights" not in values:  # any attention weights return the same context
         raise Refusal("inputs", "differ between tokens", "equal values at all of them")
     found.add("num_heads", num_heads, "heads of the queries that attention receives")
-    found.add("num_kv_heads", k.shape[1], "heads of the keys that attention receives, each once")
+    found.add("num_kv_heads", k.shape[1], HOW_HEADS)
     found.add("head_dim", head_dim, "features of those heads")
     found.fields["value_head_dim"] = v.shape[-1]
     _fit_projections(layer, config, found, others)
@@ -108,7 +111,36 @@ def _fit_projections(
         (each,) = traced.modules
         biases.append(found.project(f"{part}_proj", each, traced.places))
         found.ends[sides[part]] = end_of(each)
+        if part != "q":
+            _tell_copies(part, traced, layer.values["q"].shape[1], found)
     found.add("qkv_bias", tuple(biases) if source is None else biases[0], "the projections add one")
+
+
+def _tell_copies(part: str, traced: Traced, num_heads: int, found: Fit) -> None:
+    """Record as evidence that a projection returns fewer key or value heads than attention receives, and their order.
+
+    Consecutive copies are grouped-query attention, and already removed. Copies in another order are not: its query
+    heads n use key head n // (N / K). So the weights hold the copies, and nobody could see which heads are one.
+    """
+    heads = traced.places.reshape(traced.heads.shape[1], -1)
+    first_with = {rows.tobytes(): head for head, rows in reversed(list(enumerate(heads)))}
+    distinct = sorted(first_with.values())
+    if len(distinct) == len(heads):
+        return
+    order = [distinct.index(first_with[rows.tobytes()]) for rows in heads]
+    module, count, group = traced.modules[0].name, len(distinct), num_heads // len(heads)
+    listed = " ".join(map(str, np.repeat(order, group)))
+    how = f"{module} returns {count} heads, and query heads use {listed} of them"
+    if order == [head % count for head in range(len(order))]:
+        used = "n" if group == 1 else f"n // {group}"
+        how += f": tiled, head {used} mod {count} for query head n, and not n // {num_heads // count}"
+    elif order == [head * count // len(order) for head in range(len(order))]:
+        how += f": repeated, head n // {num_heads // count} for query head n"
+    how += f"; the rows of {part}_proj are copies"
+    name = "num_kv_heads" if part == "k" else "num_kv_heads of values"
+    if part == "k":
+        found.evidence[:] = [each for each in found.evidence if each.how != HOW_HEADS]
+    found.evidence.append(Evidence(name, len(heads), how))
 
 
 def fit_clip(layer: ObservedLayer, projections: Sequence[Submodule], found: Fit) -> None:

@@ -47,6 +47,7 @@ class Fit:
         fields: of the specification.
         weights: canonical weights.
         names: parameter of the module that holds each weight.
+        rows: rows of that parameter, for each weight that does not hold all of them once and in order.
         is_causal: whether queries attend to no later key.
         evidence: how each field was found.
         is_scaled_before: whether the scale multiplies queries instead of scores.
@@ -60,6 +61,7 @@ class Fit:
     fields: dict[str, Any] = field(default_factory=dict)
     weights: Weights = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
+    rows: dict[str, list[int]] = field(default_factory=dict)
     is_causal: bool = False
     evidence: list[Evidence] = field(default_factory=list)
     is_scaled_before: bool = False
@@ -90,17 +92,27 @@ class Fit:
         Raises:
             ValueError: if the submodule does not return the product with its matrix.
         """
-        weight, bias = matrix_of(each.module)[rows], getattr(each.module, "bias", None)
+        matrix, bias = matrix_of(each.module), getattr(each.module, "bias", None)
+        weight = matrix[rows]
         made = flat(each.given).astype(np.float64) @ weight.T.astype(np.float64)
         self.weights[f"{name}.weight"] = np.ascontiguousarray(weight)
         self.names[f"{name}.weight"] = each.parameter("weight")
+        self._use_rows(name, "weight", each, rows)
         if bias is not None:
             self.weights[f"{name}.bias"] = to_numpy(bias)[rows]
             self.names[f"{name}.bias"] = each.parameter("bias")
+            self._use_rows(name, "bias", each, rows)
             made = made + self.weights[f"{name}.bias"]
         if not is_close(made, flat(each.result)[:, rows]):
             raise Refusal(name, "be the product with one matrix", f"{each.name} returned another")
         return bias is not None
+
+    def _use_rows(self, name: str, leaf: str, each: Submodule, rows: Sequence[int] | np.ndarray) -> None:
+        """Record the rows of a parameter that a weight holds, unless it holds all of them in order."""
+        first = each.first_rows.get(leaf)
+        if first is None and np.array_equal(rows, np.arange(len(matrix_of(each.module)))):
+            return
+        self.rows[f"{name}.{leaf}"] = [int(row) + (first or 0) for row in rows]
 
     def normalize(self, name: str, module: str, weights: Weights) -> None:
         """Add the parameters of a norm."""

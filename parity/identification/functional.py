@@ -25,6 +25,7 @@ class Projected(NamedTuple):
     given: np.ndarray
     result: np.ndarray
     leaves: Mapping[str, str]
+    first_rows: Mapping[str, int]
 
 
 class ProjectionMode(TorchFunctionMode):
@@ -66,15 +67,18 @@ def _projections(given: Mapping[str, Any]) -> list[Projected]:
         weights = [given[f"{part}_proj_weight"] for part in "qkv"]
         results, names = functions._in_projection(*x, *weights, *biases), ["q_proj", "k_proj", "v_proj"]
         leaves = [{"weight": f"{name}_weight", "bias": "in_proj_bias"} for name in names]
+        parts = ["bias"]
     else:
         weights = given["in_proj_weight"].chunk(3)
         results, names = functions._in_projection_packed(*x, given["in_proj_weight"], bias), ["in_proj"] * 3
         leaves = [{"weight": "in_proj_weight", "bias": "in_proj_bias"}] * 3
+        parts = ["weight", "bias"]
+    first_rows = [dict.fromkeys(parts, place * weights[0].shape[0]) for place in range(3)]
     modules = map(_linear, weights, biases)
-    each = zip(names, modules, x, results, leaves, strict=True)
+    each = zip(names, modules, x, results, leaves, first_rows, strict=True)
     return [
-        Projected(name, names[:place].count(name), module, _by_sequence(one), _by_sequence(other), of)
-        for place, (name, module, one, other, of) in enumerate(each)
+        Projected(name, names[:place].count(name), module, _by_sequence(one), _by_sequence(other), of, first)
+        for place, (name, module, one, other, of, first) in enumerate(each)
     ]
 
 

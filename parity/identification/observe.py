@@ -31,6 +31,7 @@ class Submodule:
         given: its first input.
         result: its output.
         leaves: full names of its parameters, if they differ from its own name plus theirs.
+        first_rows: for each parameter that is a part of the one with its full name, the first row of that part.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Submodule:
     given: np.ndarray = field(repr=False)
     result: np.ndarray = field(repr=False)
     leaves: Mapping[str, str] = field(default_factory=dict, repr=False)
+    first_rows: Mapping[str, int] = field(default_factory=dict, repr=False)
 
     def parameter(self, leaf: str) -> str:
         """Return the name of a parameter relative to the layer."""
