@@ -21,6 +21,7 @@ from parity.identification.ends import between, words_of
 from parity.identification.fit import LEAST_TOKENS, fit, fit_clip, positions_on_axes
 from parity.identification.found import Evidence, Fit
 from parity.identification.fresh import WAYS, Way, fresh_arrays
+from parity.identification.from_call import with_segments
 from parity.identification.observe import ObservedLayer, observe_layers
 from parity.identification.padding import without_padding
 from parity.identification.sharing import words_of_source
@@ -53,6 +54,8 @@ class Identification(JsonRecord):
         inputs: description of the inputs of its projections, by `query`, `key` and `value`: arguments of the module,
             sums of them, and outputs of submodules.
         output: description of the path of its output through the module.
+        from_call: arguments that each call must pass in addition to the inputs, by what they hold: `segment_ids`,
+            `mask`, `bias`, `positions` or `scale`. The specification alone does not compute the layer without them.
         is_causal: whether queries attend to no later key.
         evidence: how each field was found.
         num_tokens: largest number of tokens that it was verified with; behavior with more is unknown.
@@ -69,6 +72,7 @@ class Identification(JsonRecord):
     rows: dict[str, list[int]] = field(default_factory=dict, repr=False)
     inputs: dict[str, str] = field(default_factory=dict, repr=False)
     output: str = ""
+    from_call: dict[str, str] = field(default_factory=dict, repr=False)
     is_causal: bool | None = None
     evidence: list[Evidence] = field(default_factory=list, repr=False)
     num_tokens: int = 0
@@ -78,7 +82,7 @@ class Identification(JsonRecord):
     refusal: str = ""
 
     IN_JSON = (
-        *("name", "spec", "names", "rows", "inputs", "output", "is_causal", "evidence"),
+        *("name", "spec", "names", "rows", "inputs", "output", "from_call", "is_causal", "evidence"),
         *("num_tokens", "fewest_tokens", "positions", "share", "refusal"),
     )
 
@@ -92,6 +96,8 @@ class Identification(JsonRecord):
         lines = [f"{self.name}: {self.spec}, {causal}, {verified}: {self.share:.2g} of its budget"]
         lines.append(f"  inputs: {', '.join(f'{side}={words}' for side, words in self.inputs.items())}")
         lines.append(f"  output: {self.output}")
+        if self.from_call:
+            lines.append(f"  from its call: {', '.join(f'{part}={name}' for part, name in self.from_call.items())}")
         return "\n".join([*lines, *(f"  {each}" for each in self.evidence)])
 
 
@@ -208,7 +214,7 @@ def _identify_flax(model: Any, inputs: Mapping[str, Any], layers: Any) -> list[I
     found: dict[str, Fit] = {}
     for each in observer.seen:
         name = each.tapped.name
-        found[name] = _fitted(each, observer.bases(name))
+        found[name] = _fitted(each, observer.bases(name), from_call=observer.from_call(name))
         if words := observer.arranged[name].words_of_order:
             found[name].evidence.append(Evidence("num_kv_heads", each.values["k"].shape[1], words))
     other = fresh_arrays({name: np.asarray(x) for name, x in observer.inputs.items()})
@@ -232,9 +238,21 @@ def _joined(name: str, other: str) -> str:
     return f"{name}.{other}" if name else other
 
 
-def _fitted(layer: ObservedLayer, config: Mapping[str, Any], others: Sequence[ObservedLayer] = ()) -> Fit:
-    """Fit a layer among others of the same call; if that fails, record the reason."""
-    found = Fit()
+def _fitted(
+    layer: ObservedLayer,
+    config: Mapping[str, Any],
+    others: Sequence[ObservedLayer] = (),
+    from_call: Mapping[str, str] | None = None,
+) -> Fit:
+    """Fit a layer among others of the same call; if that fails, record the reason.
+
+    Args:
+        layer: the layer.
+        config: configuration of its model.
+        others: other layers of its model.
+        from_call: arguments that hold parts of the call, if they are known.
+    """
+    found = Fit(from_call=dict(from_call or {}))
     try:
         fit(layer, config, found, others)
     except (ValueError, TypeError) as error:
@@ -245,7 +263,7 @@ def _fitted(layer: ObservedLayer, config: Mapping[str, Any], others: Sequence[Ob
 def _identified(name: str, found: Fit, calls: list[VerifyingCall]) -> Identification:
     """Verify a fitted layer in other calls, and return it."""
     if found.refusal:
-        return Identification(name, evidence=found.evidence, refusal=found.refusal)
+        return Identification(name, from_call=found.from_call, evidence=found.evidence, refusal=found.refusal)
     own = [
         call._replace(layers=[each for each in call.layers if each.tapped.name == name], others=call.layers)
         for call in calls
@@ -258,7 +276,7 @@ def _identified(name: str, found: Fit, calls: list[VerifyingCall]) -> Identifica
             fit_clip(large, [large.submodule(*found.ends["value"])], found)
         share = max(_share(call, found) for call in own)
     except (ValueError, TypeError) as error:
-        return Identification(name, evidence=found.evidence, refusal=str(error))
+        return Identification(name, from_call=found.from_call, evidence=found.evidence, refusal=str(error))
     counts = [without_padding(call.layers[0]).values["q"].shape[2] for call in own]
     num_tokens = max(counts)
     places: list[Any] = [each.values.get("positions", np.arange(num_tokens)) for call in own for each in call.layers]
@@ -266,7 +284,8 @@ def _identified(name: str, found: Fit, calls: list[VerifyingCall]) -> Identifica
     runs = {(int(x.min()), int(x.max())) for x in places} if spec.has_positions else {(0, num_tokens - 1)}
     ranges = {x for x in runs if not any(y != x and y[0] <= x[0] and x[1] <= y[1] for y in runs)}
     inputs = {side: words for side, words in found.words.items() if side != "output"}
-    known = found.weights, found.names, found.rows, inputs, found.words["output"], found.is_causal, found.evidence
+    known = found.weights, found.names, found.rows, inputs, found.words["output"], found.from_call
+    known = *known, found.is_causal, found.evidence
     return Identification(name, spec, *known, num_tokens, min(counts), tuple(sorted(ranges)), share)
 
 
@@ -314,7 +333,8 @@ def _share(call: VerifyingCall, found: Fit) -> float:
         )
         if words != found.words:
             raise Refusal("inputs", f"be what they were with {what}", f"{words}")
-        tapped = with_call_mask(between(layer, found.ends), found.mask, is_large=factor > 1.0).tapped
+        layer = with_segments(between(layer, found.ends), found)
+        tapped = with_call_mask(layer, found.mask, is_large=factor > 1.0).tapped
         judged = Tapped([tapped]), {tapped.index: spec}, {tapped.index: found.weights}
         verdict = judge_tap(*judged, is_causal=found.is_causal, diagnoses=False).layers[0]
         difference = verdict.difference

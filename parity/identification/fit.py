@@ -14,6 +14,7 @@ from parity.identification.call_masks import without_call_mask
 from parity.identification.context_norms import fit_context_norm
 from parity.identification.ends import between, end_of, words_of
 from parity.identification.found import Evidence, Fit
+from parity.identification.from_call import parts_from_call, with_segments
 from parity.identification.gates import gates_of
 from parity.identification.latents import fit_latents, is_latent
 from parity.identification.norms import fit_norm
@@ -71,7 +72,8 @@ def fit(layer: ObservedLayer, config: Mapping[str, Any], found: Fit, others: Seq
     _fit_projections(layer, config, found, others)
     _fit_output(layer, found)
     found.words = words_of(layer, found.ends) | found.received
-    layer = between(layer, found.ends)
+    found.from_call |= parts_from_call(layer, _named_in(found.words, layer))
+    layer = with_segments(between(layer, found.ends), found)
     found.add("d_model", layer.values["output"].shape[-1], "width of the output")
     found.add("d_in", layer.values["input"].shape[-1], "width of the input of queries")
     if layer.is_cross:
@@ -80,6 +82,12 @@ def fit(layer: ObservedLayer, config: Mapping[str, Any], found: Fit, others: Seq
     layer = without_call_mask(without_padding(layer), found)
     fit_mask(layer, found, layer.values["q"].shape[2])
     fit_bias(layer, config, found)
+
+
+def _named_in(words: Mapping[str, str], layer: ObservedLayer) -> set[str]:
+    """Return the arguments of a layer that its inputs or its output are described with."""
+    named = {word.strip(",") for text in words.values() for word in text.split()}
+    return {name for name in layer.arguments if name in named}
 
 
 # ---- Projections, norms and RoPE -------------------------------------------------------------------------------------

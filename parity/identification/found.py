@@ -54,6 +54,7 @@ class Fit:
         ends: submodules that receive the inputs and return the output.
         words: description of the place of each end in the module.
         received: description of the keys and values of another layer, by `key` and `value`.
+        from_call: arguments that hold segments, a mask, a bias, positions or a scale, by that part of a call.
         mask: name of the argument that hides keys of some sequences only; empty if there is none.
         refusal: first stage that no field explains; empty if there is none.
     """
@@ -68,6 +69,7 @@ class Fit:
     ends: dict[str, End] = field(default_factory=dict)
     words: dict[str, str] = field(default_factory=dict)
     received: dict[str, str] = field(default_factory=dict)
+    from_call: dict[str, str] = field(default_factory=dict)
     mask: str = ""
     refusal: str = ""
 

@@ -29,6 +29,7 @@ class LiveLayer(JsonRecord):
         spec: its verified specification; None if there is a refusal.
         weights: its canonical weights.
         is_causal: whether queries attend to no later key.
+        from_call: arguments that each call must pass in addition to the inputs, as in `Identification`.
         source: origin of the specification: `rules` of its family, `observation`, or `both`; empty if there is a
             refusal.
         share: error of its recorded outputs, relative to its budget.
@@ -43,6 +44,7 @@ class LiveLayer(JsonRecord):
     spec: AttentionSpec | None = None
     weights: Weights = field(default_factory=dict, repr=False)
     is_causal: bool | None = None
+    from_call: dict[str, str] = field(default_factory=dict, repr=False)
     source: Literal["rules", "observation", "both", ""] = ""
     share: float | None = None
     not_ruled: str = ""
@@ -61,7 +63,9 @@ class LiveLayer(JsonRecord):
             rules = "rules agree" if self.source == "both" else f"no rules: {self.not_ruled}"
             return f"{self.identification}\n  {rules}"
         causal = "causal" if self.is_causal else "not causal"
-        return f"{self.name}: {self.spec}, {causal}, by rules: {self.share:.2g} of its budget\n  {self.identification}"
+        lines = [f"{self.name}: {self.spec}, {causal}, by rules: {self.share:.2g} of its budget"]
+        lines += [f"from its call: {part}={name}" for part, name in self.from_call.items()]
+        return "\n  ".join([*lines, str(self.identification)])
 
 
 def layers_of(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list[LiveLayer]:
@@ -100,7 +104,8 @@ def layers_of(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list
 
 def _observed(observed: Identification) -> LiveLayer:
     """Return an observed Flax layer; rules do not cover Flax."""
-    known = observed.spec, observed.weights, observed.is_causal, "observation" if observed.spec is not None else ""
+    source = "observation" if observed.spec is not None else ""
+    known = observed.spec, observed.weights, observed.is_causal, observed.from_call, source
     why = "rules are for models of torch"
     return LiveLayer(observed.name, *known, observed.share, why, observed.refusal, identification=observed)
 
@@ -130,6 +135,10 @@ def _known(observed: Identification, tapped: Tapped, model: Any) -> LiveLayer:
     comparisons = verdict.comparisons if verdict.passed else []
     source = "observation" if ruled is None else "rules" if observed.spec is None else "both"
     share = max([*(comparison.worse_ratio for comparison in comparisons), observed.share or 0.0])
+    from_call = dict(observed.from_call)
+    if any("segment_ids" in call.values for call in tapped.layers[0].calls):
+        from_call.setdefault("segment_ids", "an argument that observation does not name")
+    live = replace(live, from_call=from_call)
     known = replace(live, spec=layer.spec, weights=weights, is_causal=layer.is_causal, source=source, share=share)
     return replace(known, comparisons=comparisons)
 

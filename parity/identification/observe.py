@@ -69,6 +69,8 @@ class ObservedLayer:
         tapped: the tap's record of this call.
         arguments: arguments of the layer, by name.
         inside: its submodules, in the order in which they ran.
+        numbers: integer arguments, by name.
+        call: all its arguments, by position and by name; None in a model that cannot call it by itself.
     """
 
     model: nn.Module
@@ -76,6 +78,8 @@ class ObservedLayer:
     tapped: TappedLayer
     arguments: dict[str, np.ndarray] = field(default_factory=dict, repr=False)
     inside: list[Submodule] = field(default_factory=list, repr=False)
+    numbers: dict[str, np.ndarray] = field(default_factory=dict, repr=False)
+    call: tuple[tuple[Any, ...], dict[str, Any]] | None = field(default=None, repr=False)
 
     @property
     def values(self) -> dict[str, np.ndarray]:
@@ -190,7 +194,12 @@ def _completed(layer: ObservedLayer, projections: Sequence[tuple[Any, ...]]) -> 
     return layer
 
 
-_Call = tuple[dict[str, np.ndarray], list[Submodule]]
+_Call = tuple[
+    dict[str, np.ndarray],
+    list[Submodule],
+    dict[str, np.ndarray],
+    tuple[tuple[Any, ...], dict[str, Any]],
+]
 
 
 def _count_runs(name: str, calls: Mapping[str, list[_Call]]) -> int:
@@ -218,9 +227,33 @@ def _beginner(calls: list[_Call]) -> Any:
 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = arguments_of(module, args, kwargs)
-        calls.append(({name: to_numpy(x) for name, x in given.items() if _is_floating(x)}, []))
+        arguments = {name: to_numpy(x) for name, x in given.items() if _is_floating(x)}
+        numbers = {name: _integers(x) for name, x in given.items() if _are_integers(x)}
+        # Copies, because a model may change its tensors in place after the call.
+        call = tuple(map(_copied, args)), {name: _copied(x) for name, x in kwargs.items()}
+        calls.append((arguments, [], numbers, call))
 
     return begin
+
+
+def _are_integers(x: Any) -> bool:
+    """Return whether x is a tensor, list or tuple of integers."""
+    if isinstance(x, (list, tuple)):
+        return bool(x) and all(type(each) is int for each in x)
+    return hasattr(x, "is_floating_point") and str(x.dtype) in ("torch.int32", "torch.int64")
+
+
+def _integers(x: Any) -> np.ndarray:
+    return np.asarray(x) if isinstance(x, (list, tuple)) else to_numpy(x)
+
+
+def _copied(x: Any) -> Any:
+    """Return an argument with copies of its tensors."""
+    if hasattr(x, "is_floating_point"):
+        return x.detach().clone()
+    if type(x) in (list, tuple):
+        return type(x)(map(_copied, x))
+    return x
 
 
 def _is_floating(x: Any) -> bool:
@@ -232,7 +265,7 @@ def _recorder(name: str, calls: list[_Call]) -> Any:
     def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         given = next(filter(_is_floating, (*args, *kwargs.values())), None)
         if calls and given is not None and _is_floating(result):
-            _, inside = calls[-1]
+            _, inside, *_ = calls[-1]
             before = sum(each.name == name for each in inside)
             entered, left = to_numpy(given), to_numpy(result)
             if _is_convolution(module):

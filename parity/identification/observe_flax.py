@@ -15,6 +15,8 @@ from flax import linen, nnx
 from mha_spec import Refusal
 from parity.core.arrays import to_jax
 from parity.identification.arranged import Arranged
+from parity.identification.call_masks import HIDES
+from parity.identification.from_call import BIAS, MASK, POSITIONS, SCALE, SEGMENTS, are_segments
 from parity.identification.heads import AttentionFinder, Linear
 from parity.identification.observe import ObservedLayer, Submodule
 from parity.identification.program import Program, Values
@@ -230,6 +232,35 @@ class FlaxObserver:
         """Return scalars that may be the RoPE base of a layer, in the form of configurations."""
         return {str(each): {"rope_theta": each} for each in self.arranged[name].scalars_of_queries()}
 
+    def from_call(self, name: str) -> dict[str, str]:
+        """Return the arguments that the attention of a layer depends on apart from its inputs, by part of a call."""
+        arranged = self.arranged[name]
+        inputs, operands = set(arranged.inputs.values()), set(arranged.found.operands.values())
+        before_heads = self.program.before(operands, inputs)
+        before_scores = self.program.before([arranged.found.numbers["logits"]], inputs | operands)
+        (layer,) = (each for each in self.seen if each.tapped.name == name)
+        found: dict[str, list[str]] = {}
+        arguments = self.program.arguments[len(self.model.leaves) :]
+        for argument, number in zip(sorted(self.inputs), arguments, strict=True):
+            if number in inputs:
+                continue
+            if number in before_heads:
+                found.setdefault(POSITIONS, []).append(argument)
+            if number in before_scores:
+                part = self._part_of_scores(np.asarray(self.inputs[argument]), layer.values["mask"])
+                found.setdefault(part, []).append(argument)
+        return {part: " and ".join(names) for part, names in found.items()}
+
+    @staticmethod
+    def _part_of_scores(value: np.ndarray, hidden: np.ndarray) -> str:
+        """Return what an argument is that scores depend on."""
+        if value.size == 1:
+            return SCALE
+        if are_segments(value, hidden):
+            return SEGMENTS
+        is_floating = value.dtype.kind not in "biu"
+        return BIAS if is_floating and not (value < HIDES).any() else MASK
+
     def _layers(self, values: Values, inputs: Mapping[str, Any]) -> list[ObservedLayer]:
         found = []
         for place, (name, each) in enumerate(self.arranged.items()):
@@ -266,7 +297,8 @@ class FlaxObserver:
         arguments = {each: np.asarray(x) for each, x in inputs.items() if np.asarray(x).dtype.kind == "f"}
         model: Any = SimpleNamespace(named_parameters=self.model.leaves.items)
         module: Any = SimpleNamespace(named_parameters=lambda recurse: ())  # biases are seen in the program
-        return ObservedLayer(model, module, layer, arguments, inside)
+        numbers = {each: np.asarray(x) for each, x in inputs.items() if np.asarray(x).dtype.kind in "iu"}
+        return ObservedLayer(model, module, layer, arguments, inside, numbers)
 
     def _whole(self, linear: Linear, values: Values) -> np.ndarray:
         """Return all features of a product, with the bias that is added to all of them, (tokens, features).

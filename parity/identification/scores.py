@@ -48,12 +48,30 @@ def fit_mask(layer: ObservedLayer, found: Fit, num_tokens: int) -> None:
         return
     places = np.arange(num_tokens)
     distances = places[:, None] - places
+    together = _together(layer, num_tokens)
+    if "mask" in layer.values and not hidden[~together].all():
+        raise Refusal("the mask", f"hide other segments of {found.from_call['segment_ids']}", "one that does not")
+    hidden = hidden | ~together
     found.is_causal = bool((hidden | (distances >= 0)).all() and hidden[distances < 0].all())
-    own = distances >= 0 if found.is_causal else np.ones_like(hidden)
+    own = (distances >= 0) & together if found.is_causal else together
     if hidden[own].any():
         _fit_span(hidden, own, distances, found, num_tokens)
     else:
         _read_window(layer, found, num_tokens)
+
+
+def _together(layer: ObservedLayer, num_tokens: int) -> np.ndarray:
+    """Return which keys are in the segment of each query, (T, T).
+
+    Raises:
+        ValueError: if segments differ between sequences.
+    """
+    ids = layer.values.get("segment_ids")
+    if ids is None:
+        return np.ones((num_tokens, num_tokens), bool)
+    if (ids != ids[:1]).any():
+        raise Refusal("segments", "be the same for all sequences", str(ids.shape))
+    return ids[0][:, None] == ids[0]
 
 
 def _fit_span(hidden: np.ndarray, own: np.ndarray, distances: np.ndarray, found: Fit, num_tokens: int) -> None:
