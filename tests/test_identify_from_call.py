@@ -187,6 +187,33 @@ REFUSED: dict[str, tuple[Any, Any]] = {
 }
 
 
+class ByPlace(OwnAttention):
+    """A layer whose further arguments have no names."""
+
+    def forward(self, x: Tensor, *more: Any) -> Tensor:
+        return super().forward(x, more[0])
+
+
+def test_an_argument_without_a_name_is_found_by_place():
+    model = Caller(by_boundaries, ENDS)
+    model.attention = ByPlace(by_boundaries)
+    (layer,) = identify(model.eval(), {"x": torch.randn(2, TOKENS, E)})
+    assert layer.spec == PLAIN, str(layer)
+    assert layer.from_call == {"segment_ids": "more0"}
+
+
+def strict_about_its_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    if mask.any():
+        raise ValueError("a mask of zeros alone")
+    return plus(q, k, v, mask)
+
+
+def test_an_argument_that_cannot_be_changed_is_told():
+    model = Caller(strict_about_its_mask, torch.zeros(TOKENS, TOKENS)).eval()
+    (layer,) = identify(model, {"x": torch.randn(2, TOKENS, E)})
+    assert layer.from_call == {"unknown": "given"}
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_no_report_can_say_is_refused(name):
     attend, given = REFUSED[name]

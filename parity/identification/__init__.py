@@ -54,8 +54,9 @@ class Identification(JsonRecord):
         inputs: description of the inputs of its projections, by `query`, `key` and `value`: arguments of the module,
             sums of them, and outputs of submodules.
         output: description of the path of its output through the module.
-        from_call: arguments that each call must pass in addition to the inputs, by what they hold: `segment_ids`,
-            `mask`, `bias`, `positions` or `scale`. The specification alone does not compute the layer without them.
+        from_call: arguments that each call must pass in addition to the inputs, by their meaning: `segment_ids`,
+            `mask`, `bias`, `positions`, `scale`, or `unknown` if the layer accepts no other value. Without them, the
+            specification alone does not compute the layer.
         is_causal: whether queries attend to no later key.
         evidence: how each field was found.
         num_tokens: largest number of tokens that it was verified with; behavior with more is unknown.

@@ -85,9 +85,11 @@ def fit(layer: ObservedLayer, config: Mapping[str, Any], found: Fit, others: Seq
 
 
 def _named_in(words: Mapping[str, str], layer: ObservedLayer) -> set[str]:
-    """Return the arguments of a layer that its inputs or its output are described with."""
-    named = {word.strip(",") for text in words.values() for word in text.split()}
-    return {name for name in layer.arguments if name in named}
+    """Return the arguments of a layer that its inputs or its output are described with, and those equal to them."""
+    in_words = {word.strip(",") for text in words.values() for word in text.split()}
+    named = {name: x for name, x in layer.arguments.items() if name in in_words}
+    equal = [name for name, x in layer.arguments.items() if any(np.array_equal(x, other) for other in named.values())]
+    return {*named, *equal}
 
 
 # ---- Projections, norms and RoPE -------------------------------------------------------------------------------------
@@ -128,7 +130,7 @@ def _tell_copies(part: str, traced: Traced, num_heads: int, found: Fit) -> None:
     """Record as evidence that a projection returns fewer key or value heads than attention receives, and their order.
 
     Consecutive copies are grouped-query attention, and already removed. Copies in another order are not: its query
-    heads n use key head n // (N / K). So the weights hold the copies, and nobody could see which heads are one.
+    heads n use key head n // (N / K). So the weights hold copies, and only the evidence shows which heads are equal.
     """
     heads = traced.places.reshape(traced.heads.shape[1], -1)
     first_with = {rows.tobytes(): head for head, rows in reversed(list(enumerate(heads)))}

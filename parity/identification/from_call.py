@@ -25,6 +25,9 @@ SEGMENTS, MASK, BIAS, SCALE, POSITIONS = "segment_ids", "mask", "bias", "scale",
 INTEGERS = ("torch.int32", "torch.int64")
 """Dtypes of torch that hold boundaries, lengths and numbers of segments, and positions."""
 
+UNKNOWN = "unknown"
+"""Arguments with no other value that the layer accepts, so that their effect is not seen."""
+
 NUDGE = 0.1
 """Size of the change of numbers: large next to rounding, too small to hide a key."""
 
@@ -37,26 +40,33 @@ def parts_from_call(layer: ObservedLayer, inputs: Collection[str]) -> dict[str, 
         inputs: names of arguments that are inputs of projections, or added to the output.
 
     Raises:
-        ValueError: if an argument has an effect that is none of these parts.
+        ValueError: if an argument has another effect.
     """
     if layer.call is None:
         return {}
-    found: dict[str, list[str]] = {}
-    before = _called_again(layer, *layer.call)
     num_tokens = layer.values["q"].shape[2]
-    for name, value in _arguments(layer).items():
+    arguments, others = _arguments(layer), dict[str, Any]()
+    for name, value in arguments.items():
         other = None if name in inputs else _changed(value, num_tokens)
-        if other is None:
-            continue
+        if other is not None:
+            others[name] = other
+    if not others:
+        return {}
+    try:
+        before = _called_again(layer, *layer.call)
+    except Exception as error:  # the layer may raise anything
+        raise Refusal("the layer", "run by itself with its arguments of a call", f"{error!r:.120}") from error
+    found: dict[str, list[str]] = {}
+    for name, other in others.items():
         try:
             after = _called_again(layer, *_with_argument(layer, name, other))
-        except Exception as error:  # the layer's own code may raise anything
-            if _segment_ids(value, num_tokens) is not None:
+        except Exception as error:  # the layer may raise anything
+            if _segment_ids(arguments[name], num_tokens) is not None:
                 rule = "have an effect that other values show, because it may hold segments"
                 raise Refusal(name, rule, f"{error!r:.120}") from error
+            found.setdefault(UNKNOWN, []).append(name)
             continue
-        part = _part_of(name, value, other, before, after)
-        if part:
+        if part := _part_of(name, arguments[name], other, before, after):
             found.setdefault(part, []).append(name)
     return {part: " and ".join(names) for part, names in found.items()}
 
@@ -140,8 +150,13 @@ def _with_argument(layer: ObservedLayer, name: str, value: Any) -> Call:
     args, kwargs = layer.call or ((), {})
     if name in kwargs:
         return args, {**kwargs, name: value}
-    names = [*inspect.signature(layer.module.forward).parameters]
-    place = names.index(name)
+    place = 0
+    for parameter in inspect.signature(layer.module.forward).parameters.values():
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            place += int(name.removeprefix(parameter.name))
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL or parameter.name == name:
+            break
+        place += 1
     return (*args[:place], value, *args[place + 1 :]), kwargs
 
 
