@@ -187,7 +187,7 @@ REFUSED: dict[str, tuple[Any, Any]] = {
 }
 
 
-class ByPlace(OwnAttention):
+class AttentionByPlace(OwnAttention):
     """A layer whose further arguments have no names."""
 
     def forward(self, x: Tensor, *more: Any) -> Tensor:
@@ -196,7 +196,7 @@ class ByPlace(OwnAttention):
 
 def test_an_argument_without_a_name_is_found_by_place():
     model = Caller(by_boundaries, ENDS)
-    model.attention = ByPlace(by_boundaries)
+    model.attention = AttentionByPlace(by_boundaries)
     (layer,) = identify(model.eval(), {"x": torch.randn(2, TOKENS, E)})
     assert layer.spec == PLAIN, str(layer)
     assert layer.from_call == {"segment_ids": "more0"}

@@ -249,19 +249,19 @@ def _changed(x: Any, num_tokens: int) -> Any:
         return type(x)(_changed(each, num_tokens) for each in x) if type(x) in (list, tuple) else None
     if _is_integer(x):
         return _changed_integers(x, num_tokens)
-    if not _is_tensor(x) or not x.numel():
-        return None
-    return _changed_numbers(x)
+    return _changed_numbers(x) if _is_tensor(x) else None
 
 
 def _changed_numbers(x: Any) -> Any:
     """Return a tensor of other numbers or booleans."""
     import torch
 
+    if not x.numel():
+        return None
     if x.dtype == torch.bool:
         other = x.clone()
-        place = (..., -1, 0) if x.ndim > 1 else (-1,)
-        other[place] = ~other[place]
+        last = other.reshape(-1)[-1:] if x.ndim < 2 else other[..., -1, 0]
+        last.logical_not_()  # a view
         return other
     if x.numel() == 1:
         return 1.25 * x
