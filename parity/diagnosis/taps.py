@@ -110,11 +110,6 @@ class LayerVerdict(JsonRecord):
         """The other layer of the model that explains the difference if no bug does; empty otherwise."""
         return self.diagnosis.like if isinstance(self.diagnosis, LikeAnother) else ""
 
-    @property
-    def is_rounding(self) -> bool:
-        """True if it only slightly exceeds its budget and no bug explains that."""
-        return self.diagnosis is not None and self.diagnosis.kind == "rounding"
-
     def __str__(self) -> str:
         return text_of(self.lines())
 
@@ -143,8 +138,8 @@ class TapVerdict(JsonRecord):
 
     @property
     def wrong(self) -> list[LayerVerdict]:
-        """The layers that are wrong by themselves; layers with excess rounding come last."""
-        return sorted((layer for layer in self.layers if layer.difference is not None), key=lambda x: x.is_rounding)
+        """The layers that are wrong by themselves."""
+        return [layer for layer in self.layers if layer.difference is not None]
 
     @property
     def first(self) -> LayerVerdict | None:
