@@ -272,9 +272,11 @@ def _run_command(options: argparse.Namespace) -> int:
 
 def _run_and_write(options: argparse.Namespace) -> int:
     from mha_spec import Refusal
+    from parity.core.user_code import user_code
 
     try:
-        status, content = COMMANDS[options.command].run(options)
+        with user_code(f"code that mha-parity {options.command} ran"):  # which sys.exit(0) ends without a result
+            status, content = COMMANDS[options.command].run(options)
     except Refusal as refused:
         raise in_flags(refused, options) from None
     if options.json is not None:

@@ -59,12 +59,15 @@ def _list_families(options: argparse.Namespace) -> Result:
 def _observe(options: argparse.Namespace) -> Result:
     """Print the specification of each layer of a live model, or why there is none."""
     from parity.conformance.discover import load_callable
+    from parity.core.user_code import user_code
     from parity.identification.layers import layers_of
     from parity.reporting.console import console
 
     if options.part is not None:
         raise refusal("--part", "be passed with PATH", {"--part": options.part})
-    made = load_callable(options.live)()
+    function = load_callable(options.live)
+    with user_code(options.live):
+        made = function()
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Mapping)):
         got = ", ".join(type(each).__name__ for each in (made if isinstance(made, tuple) else (made,)))
         raise refusal("--live", "be a function that returns a model and its inputs by name", got)

@@ -12,6 +12,7 @@ import numpy as np
 from mha_spec import AttentionSpec
 from parity.conformance.subjects import Inputs, Path, Subject
 from parity.core.arrays import to_numpy
+from parity.core.user_code import user_code
 from parity.core.weights import Weights, dtype_named, is_floating
 
 
@@ -99,7 +100,7 @@ def run(
         return attend
 
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), user_code(subject.name):
             warnings.simplefilter("ignore")
             run_in = _RUNNERS[subject.framework]
             output, attn_weights, grads = run_in(path, [*given.values()], prepare, cotangent, seed)

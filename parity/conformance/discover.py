@@ -36,6 +36,7 @@ from parity.conformance.subjects import (
     Path,
     Subject,
 )
+from parity.core.user_code import name_of, user_code
 from parity.text import did_you_mean
 
 OF_MASKS = {"torch": "torch", "jax": "jax.numpy", "ttnn": "numpy"}
@@ -68,7 +69,8 @@ def load_params(target: str) -> Any:
     found = _load(target, "params", "NAME")
     if callable(found) and not any(True for _ in arrays_in(found)):
         try:
-            found = found()
+            with user_code(target):
+                found = found()
         except Exception as error:  # a user's function may raise anything
             raise Refusal("params", "need no arguments", f"{type(error).__name__}: {error}") from error
     if not any(True for _ in arrays_in(found)):
@@ -84,7 +86,8 @@ def _load(target: str, argument: str, kind: str) -> Any:
     if folder not in sys.path:
         sys.path.insert(0, folder)
     try:
-        found = importlib.import_module(module_name)
+        with user_code(module_name):
+            found = importlib.import_module(module_name)
     except Exception as error:  # importing may raise anything
         is_absent = isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]
         advice = "; run from the folder of the module, or set PYTHONPATH" if is_absent else ""
@@ -191,11 +194,6 @@ def subject_of(
         raise
 
 
-def name_of(target: Any) -> str:
-    """Return the name of a user's attention."""
-    return str(getattr(target, "__qualname__", type(target).__name__))
-
-
 def made(target: Any, name: str, params: Any = None) -> Any:
     """Construct a module from a class or factory; bind `params` to a function; return other targets unchanged."""
     if params is not None:
@@ -207,9 +205,11 @@ def made(target: Any, name: str, params: Any = None) -> Any:
     if inspect.isclass(target):
         if missing := required(parameters or {}):
             raise WrongType("a class", "need no arguments", f"{name}({', '.join(missing)})")
-        return target()
+        with user_code(name):
+            return target()
     if parameters is not None and not parameters and inspect.isroutine(target):
-        made = target()
+        with user_code(name):
+            made = target()
         if not callable(made):
             raise WrongType("a factory", "return a callable", f"{type(made).__name__} from {name}")
         return made

@@ -16,12 +16,13 @@ from typing import Any
 from mha_spec import Refusal
 from parity.conformance.answers import Conformance
 from parity.conformance.calls import Failed, Refused
-from parity.conformance.discover import framework_of, made, name_of, subject_of
+from parity.conformance.discover import framework_of, made, subject_of
 from parity.conformance.examination import Examination
 from parity.conformance.peers import PEERS, peer
 from parity.conformance.questions import QUESTIONS
 from parity.conformance.rules import apply_promises, of_error
 from parity.conformance.subjects import DTYPES, TTNN_DTYPES, Subject
+from parity.core.user_code import name_of
 
 
 def examine(

@@ -14,6 +14,7 @@ import numpy as np
 from mha_spec import Refusal, WrongType
 from parity.conformance.signatures import Parameters, library_of, parameters_of, required, role_names
 from parity.conformance.subjects import BATCH, HEAD_DIM, NUM_HEADS
+from parity.core.user_code import user_code
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,8 @@ def _looks_up_a_name(function: Callable[..., Any], names: Sequence[str], name: s
     """Return whether a call with an empty mapping fails because a key is missing in it."""
     x = np.zeros((BATCH, NUM_HEADS, NUM_HEADS * HEAD_DIM), np.float32)
     try:
-        function(*({} if each == name else x for each in names))
+        with user_code(function):
+            function(*({} if each == name else x for each in names))
     except KeyError as error:
         return isinstance(next(iter(error.args), None), str)
     except Exception:  # such inputs may raise anything

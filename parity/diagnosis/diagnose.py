@@ -25,6 +25,7 @@ from parity.core.problem import Problem
 from parity.core.reference import ARITHMETICS, UNFUSED
 from parity.core.stages import STAGES, stage_named
 from parity.core.trace import Reference, Trace
+from parity.core.user_code import user_code
 from parity.core.weights import is_floating
 from parity.core.work import Work
 from parity.diagnosis.at_size import diagnosed_by_first_call, diagnosed_by_samples
@@ -393,7 +394,8 @@ def observe(function: Callable[..., Any], problem: Problem, framework: str) -> d
         names = (name for name in ("query", "key", "k", "v") if name in problem.inputs)
         arrays = [backend.from_numpy(problem.inputs[name]) for name in names]
         try:
-            given = function(*arrays)
+            with user_code(function):
+                given = function(*arrays)
         except Exception as error:  # any exception of the function
             raise Refusal("the function", "take the inputs", f"{type(error).__name__}: {error}") from error
         if isinstance(given, tuple) and len(given) == 2:

@@ -17,6 +17,7 @@ from mha_spec import Refusal
 from parity.conversion.layouts import LAYOUTS
 from parity.conversion.metadata import metadata_of, tells_layout
 from parity.conversion.prefixes import join
+from parity.core.user_code import user_code
 from parity.files import write_tensors
 from parity.identification.layers import LiveLayer, layers_of
 from parity.models.config import read_config
@@ -87,7 +88,7 @@ def _inputs(model: Any) -> dict[str, torch.Tensor]:
     error: Exception | None = None
     for inputs in random_inputs(model.config):
         try:
-            with torch.no_grad():
+            with torch.no_grad(), user_code(model):
                 model(**inputs)
         except Exception as wrong:  # the model's own code may raise anything
             error = wrong

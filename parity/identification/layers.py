@@ -11,6 +11,7 @@ import numpy as np
 from mha_spec import AttentionSpec, Refusal
 from parity.core.compare import Comparison
 from parity.core.records import JsonRecord
+from parity.core.user_code import user_code
 from parity.core.weights import Weights, unheld
 from parity.diagnosis.taps import judge_tap
 from parity.foreign.live import find_layer
@@ -92,7 +93,7 @@ def layers_of(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list
         return [_observed(each) for each in observed.values()]
     import torch
 
-    with torch.no_grad(), tap(model, layers) as tapped:
+    with torch.no_grad(), tap(model, layers) as tapped, user_code(model):
         model(**inputs)
     return [
         _known(observed[layer.name], replace(tapped, layers=[layer]), model)

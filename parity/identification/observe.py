@@ -13,6 +13,7 @@ import numpy as np
 
 from mha_spec import Refusal
 from parity.core.arrays import to_numpy
+from parity.core.user_code import user_code
 from parity.tapping import patterns_of
 from parity.tapping.record import TappedLayer
 
@@ -172,7 +173,8 @@ def observe_layers(
                     hook = module.register_forward_hook(_recorder(name, of_layer), with_kwargs=True)
                     stack.callback(hook.remove)
         can_cache = "use_cache" in inspect.signature(model.forward).parameters
-        model(**{**({"use_cache": False} if can_cache else {}), **inputs})
+        with user_code(model):
+            model(**{**({"use_cache": False} if can_cache else {}), **inputs})
     return [
         _completed(
             ObservedLayer(model, modules[layer.name], replace(layer, calls=[call]), *within),

@@ -14,6 +14,7 @@ from flax import linen, nnx
 
 from mha_spec import Refusal
 from parity.core.arrays import to_jax
+from parity.core.user_code import user_code
 from parity.identification.arranged import Arranged
 from parity.identification.call_masks import HIDES
 from parity.identification.from_call import BIAS, MASK, POSITIONS, SCALE, SEGMENTS, are_segments
@@ -80,7 +81,8 @@ def flax_model(model: Any) -> FlaxModel:
         graph, state = nnx.split(model)
 
         def call_nnx(leaves: list[Any], inputs: dict[str, Any]) -> Any:
-            return nnx.merge(graph, jax.tree.unflatten(structure, leaves))(**inputs)
+            with user_code(model):
+                return nnx.merge(graph, jax.tree.unflatten(structure, leaves))(**inputs)
 
         structure = jax.tree.structure(state)
         return FlaxModel(call_nnx, _named(state, "."), ".", classes)
@@ -94,7 +96,7 @@ def flax_model(model: Any) -> FlaxModel:
         return call(*args, **kwargs)
 
     def call_linen(leaves: list[Any], inputs: dict[str, Any]) -> Any:
-        with linen.intercept_methods(note):
+        with linen.intercept_methods(note), user_code(model):
             return module.apply(jax.tree.unflatten(jax.tree.structure(variables), leaves), **inputs)
 
     names = {

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from parity.conformance.signatures import library_of
+from parity.core.user_code import user_code
 from parity.mutating.bugs import injections_for
 from parity.mutating.calls import Call, Function, Injection
 from parity.mutating.compare import Unfit, is_traced, outputs_in, same
@@ -108,7 +109,7 @@ def _inject(bug: Injection) -> Attend:
         except Unfit as error:
             note("unfit", str(error))
             return function(call)
-        except Exception as error:
+        except BaseException as error:  # sys.exit(0) in it would otherwise look like tests that pass
             note("reached")
             note("raised", f"{type(error).__name__}: {error}".split("\n")[0])
             raise
@@ -124,10 +125,11 @@ def _before(call: Call, function: Function) -> list[Any] | None:
     """Return the outputs of the call without the bug; None if they cannot be computed without side effects."""
     try:
         if call.view.framework != "torch":
-            return outputs_in(function(call.copied()))
+            with user_code(order()["attribute"]):
+                return outputs_in(function(call.copied()))
         import torch
 
-        with torch.no_grad(), torch.random.fork_rng():
+        with torch.no_grad(), torch.random.fork_rng(), user_code(order()["attribute"]):
             return outputs_in(function(call.copied()))
     except Exception as error:  # copies may raise anything
         note("uncompared", f"{type(error).__name__}: {error}".split("\n")[0])

@@ -15,6 +15,7 @@ import numpy as np
 
 from parity.conformance.calls import fresh_copies
 from parity.conformance.signatures import library_of
+from parity.core.user_code import user_code
 from parity.mutating.calls import Call, Function, taken
 from parity.mutating.compare import Unfit, is_traced, outputs_in, same
 from parity.mutating.held import PACKED_PROJECTION, Arrays, Held, held_in
@@ -129,7 +130,7 @@ def _named(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Parts:
 
 def _is_right(call: Call, function: Function, parts: Parts) -> bool:
     def output(*without: str) -> Any:
-        with _quietly(call):
+        with _quietly(call), user_code("the attention"):
             other = aside(call)
             held = unpacked(held_in(other), parts)
             changed = {leaf: x * 0 for leaf, x in held.arrays.items() if leaf.split(".")[0] in without}
