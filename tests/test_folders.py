@@ -640,7 +640,7 @@ def test_why_a_configuration_tells_nothing_is_said_where_flags_are_asked_for(lla
     assert refuses("--from", hint="no config.json").is_printed_in(said(capsys, *command, status=2))
     assert "config.json" in said(capsys, "spec", tmp_path / "m", status=2)
     (tmp_path / "m" / "config.json").write_text("{")
-    cut = refuses("a configuration", str(tmp_path / "m" / "config.json"))
+    cut = refuses(str(tmp_path / "m" / "config.json"))
     assert cut.is_printed_in(said(capsys, "spec", tmp_path / "m", status=2))
 
 

@@ -937,7 +937,7 @@ def test_a_folder_and_its_file_say_the_same(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     assert specs_of(tmp_path) == specs_of(str(tmp_path / "config.json")) == specs_of(LLAMA)
     (tmp_path / "config.json").write_text("[1]")
-    with refuses("a configuration"):
+    with refuses(str(tmp_path / "config.json")):
         specs_of(tmp_path)
     with pytest.raises(OSError, match="nowhere"):
         specs_of(tmp_path / "nowhere" / "config.json")

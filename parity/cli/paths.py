@@ -13,9 +13,8 @@ REPORTS = ("json", "junit", "html")
 
 STANDARD_OUTPUT = ("-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
 
-POSITIONAL = {"source": "SRC", "target": "DST", "file": "FILE", "files": "FILE", "traces": "INPUT"}
-
-PATHS = (*POSITIONAL, "weights", "input", "key_input", "labels_file", "join", "model")
+PATHS = ("path", "source", "target", "file", "files", "traces")
+PATHS += ("weights", "input", "key_input", "labels_file", "join", "model")
 PATHS += ("save_traces", "plot", "output", *REPORTS)
 """Options and positional arguments that are paths."""
 
@@ -29,7 +28,7 @@ def check_paths(options: argparse.Namespace) -> None:
         values = getattr(options, name, None)
         for path in values if isinstance(values, list) else [values]:
             if path == "":
-                raise refusal(_flag(name), "be a file or a folder", "an empty name")
+                raise refusal(_flag(name, options), "be a file or a folder", "an empty name")
             if path is not None:
                 paths.append((name, path))
     for name, path in paths:
@@ -39,15 +38,20 @@ def check_paths(options: argparse.Namespace) -> None:
                 there = os.path.dirname(there)
             check_writable(os.path.join(there, f".{os.getpid()}"), "--save-traces", path)
         if name in (*REPORTS, "output") and path not in STANDARD_OUTPUT:
-            check_writable(path, _flag(name))
+            flag = _flag(name, options)
+            check_writable(path, flag)
             for other, second in paths:
                 if name != other and _is_same(path, second):
-                    given = {_flag(name): path, _flag(other): second}
-                    raise refusal(_flag(name), f"be another file than {_flag(other)}", given)
+                    given = {flag: path, _flag(other, options): second}
+                    raise refusal(flag, f"be another file than {_flag(other, options)}", given)
 
 
-def _flag(name: str) -> str:
-    return POSITIONAL.get(name) or flag_of(name)
+def _flag(name: str, options: argparse.Namespace) -> str:
+    """Return an argument as the help of its command calls it."""
+    for action in options.parser._actions:
+        if action.dest == name and not action.option_strings:
+            return str(action.metavar)
+    return flag_of(name)
 
 
 def _is_same(path: str, other: str) -> bool:

@@ -43,12 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Result:
     """Draw, and print a summary."""
+    from parity.files.small import read_text
     from parity.reporting.console import console
     from parity.reporting.plot import check_destination, plot_attention
 
     check_destination(options.target, "DST")
     if options.labels_file is not None:
-        labels = Path(options.labels_file).read_text("utf-8").splitlines()
+        labels = read_text(options.labels_file).splitlines()
     else:
         labels = None if options.labels is None else options.labels.split(",")
     stage, attn_weights = _attention(options)

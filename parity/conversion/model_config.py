@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -91,6 +92,7 @@ def model_hints(file: TensorFile, caller: LayerHints) -> ModelHints:
             numbers of heads, and keys that are not understood are unread.
 
     Raises:
+        OSError: if there is a config.json that cannot be read.
         ValueError: if the family is known but the configuration is not understood, unless the caller counts heads.
     """
     is_told = bool(caller.counts)
@@ -98,12 +100,13 @@ def model_hints(file: TensorFile, caller: LayerHints) -> ModelHints:
         return _gguf_hints(file, is_told=is_told)
     path = Path(file.path)
     path = (path if path.is_dir() else path.parent) / "config.json"
+    if not os.path.lexists(path):
+        return ModelHints(why_unknown="there is no config.json next to it")
     try:
         config = read_config(path)
-    except OSError:
-        return ModelHints(why_unknown="there is no config.json next to it")
-    except ValueError as error:  # truncated, or another kind of file: no hint can be trusted
-        raise Refusal(path, f"be a valid configuration, or be removed: {error}") from None
+    except Refusal as error:  # truncated, or another kind of file: no hint can be trusted
+        error.hint = "correct it, or remove it"
+        raise
     layers: dict[str, Sequence[ModelLayer]] = {}
     unread: dict[str, Any] = {}
     why = ""

@@ -26,6 +26,7 @@ from parity.conversion.prefixes import ENTRY, join
 from parity.files import FileTensor, TensorFile, TensorInfo, open_tensors, write_tensors
 from parity.files.reading import SUFFIXES
 from parity.files.target import Batch, errors_name, locked, move, scratch_beside
+from parity.files.tensor_file import parse_json
 from parity.sharding.shard import ShardPlan, shard_spec
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -316,7 +317,7 @@ def _divided_norms(file: TensorFile, layout: Layout) -> list[str]:
     which are copied, have equal widths.
     """
     if NUM_RANKS in file.metadata:
-        return json.loads(file.metadata.get(NORMS, "[]"))
+        return parse_json(file.metadata.get(NORMS, "[]").encode())
     named = {tensor.holds: tensor.name for tensor in layout.others}
     of_queries = named.get("q_norm.weight", "no such name")
     found: list[str] = []

@@ -17,6 +17,7 @@ from parity.core.problem import Problem, make_problem
 from parity.core.stages import run_steps, stage_named
 from parity.core.trace import Trace
 from parity.core.weights import Weights, is_finite, is_floating
+from parity.files.small import check_is_file
 
 
 def attention_of(module: Any, *inputs: Any, **keywords: Any) -> np.ndarray:
@@ -113,6 +114,7 @@ def read_array(path: str | os.PathLike[str]) -> np.ndarray:
         OSError: if the file cannot be read.
         ValueError: if it does not hold a single array.
     """
+    check_is_file(path, os.stat(path).st_mode)
     try:
         with open(path, "rb") as file:
             return np.lib.format.read_array(file, allow_pickle=False)

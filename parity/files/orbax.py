@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mha_spec import Refusal
+from parity.files.small import read_json
 from parity.files.tensor_file import (
     DTYPES,
     TensorFile,
@@ -18,7 +19,6 @@ from parity.files.tensor_file import (
     flatten,
     library,
     nest,
-    parse_json,
     text_by_name,
 )
 from parity.files.zipped import check_inflation
@@ -92,7 +92,7 @@ def _arrays_in(path: Path) -> Path:
 
 def _metadata(folder: Path) -> dict[str, str]:
     with suppress(FileNotFoundError):
-        held = parse_json((folder / "_CHECKPOINT_METADATA").read_bytes()).get("custom_metadata")
+        held = read_json(folder / "_CHECKPOINT_METADATA").get("custom_metadata")
         values = held if isinstance(held, dict) else {}
         return text_by_name({name: x if isinstance(x, str) else json.dumps(x) for name, x in values.items()})
     return {}

@@ -17,7 +17,8 @@ from parity.files.gguf import open_gguf
 from parity.files.msgpack import open_msgpack
 from parity.files.orbax import MARKS, open_orbax
 from parity.files.safetensors import open_safetensors
-from parity.files.tensor_file import FileOffset, TensorFile, TensorInfo, in_one_line, parse_json, text_by_name
+from parity.files.small import MAX_INDEX, check_is_file, read_json
+from parity.files.tensor_file import FileOffset, TensorFile, TensorInfo, in_one_line, text_by_name
 from parity.files.zipped import open_npz, open_torch
 
 OPENERS = {
@@ -39,7 +40,6 @@ SUFFIXES = {
 }
 INDEX = ".index.json"
 SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.\w+)")
-MAX_INDEX = 100_000_000  # bytes, the limit of safetensors headers
 
 
 def open_tensors(path: str | os.PathLike[str]) -> TensorFile:
@@ -59,9 +59,10 @@ def open_tensors(path: str | os.PathLike[str]) -> TensorFile:
             weights = {name: file.read(name) for name in file.infos}
     """
     path = Path(path)
-    index = path.with_name(f"{path.name}{INDEX}")
-    if not path.exists() and index.exists():  # the base name of its shards
-        path = index
+    if not path.exists():
+        index = path.parent / f"{path.name}{INDEX}"  # the path may be the base name of its shards
+        if index.exists():
+            path = index
     if stat.S_ISDIR(path.stat().st_mode):
         with in_one_line(path, "folder"):
             return _open_folder(path)
@@ -72,9 +73,7 @@ def open_tensors(path: str | os.PathLike[str]) -> TensorFile:
 
 def open_file(path: Path, kind: str | None = None) -> TensorFile:
     """Open a single file of a given or detected format."""
-    mode = path.stat().st_mode
-    if not stat.S_ISREG(mode):  # reading a pipe blocks, and a device has no end
-        raise Refusal(path, "be a file", f"a {('folder' if stat.S_ISDIR(mode) else 'device or a pipe')}")
+    check_is_file(path, path.stat().st_mode)
     with path.open("rb") as file, in_one_line(path, kind or "tensor"):
         kind = kind or _kind(path, file.read(16))
     with ExitStack() as stack, in_one_line(path, kind):
@@ -135,9 +134,7 @@ def shards_in(path: Path) -> list[str]:
 
 
 def _read_index(path: Path) -> dict[str, Any]:
-    if not stat.S_ISREG(path.stat().st_mode) or path.stat().st_size > MAX_INDEX:
-        raise Refusal(path, f"be a file of at most {MAX_INDEX} bytes, but it is not")
-    index = parse_json(path.read_bytes())
+    index = read_json(path, MAX_INDEX)
     shard_of = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(shard_of, dict) or not shard_of or shard_of != text_by_name(shard_of):
         raise Refusal(path, "have a weight_map from the names of tensors to those of files, but it has none")

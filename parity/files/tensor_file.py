@@ -9,6 +9,7 @@ import json
 import math
 import os
 import struct
+import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -463,14 +464,24 @@ def parse_json(data: bytes) -> Any:
     """Parse JSON without duplicate names.
 
     Raises:
-        ValueError: if it is not JSON, or an object has duplicate names.
+        ValueError: if it is not JSON, an object has duplicate names, or it is too deep or has too long a number.
     """
+    try:
+        return json.loads(data, object_pairs_hook=_unique)
+    except RecursionError:
+        raise Refusal("JSON", "not be nested as deeply") from None
+    except ValueError as error:
+        if type(error) is not ValueError:
+            raise
+        # Only integers raise it: their conversion takes quadratic time, so Python limits their digits.
+        raise Refusal("integers", f"have at most {sys.get_int_max_str_digits()} digits") from None
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
         check_unique(name for name, _ in pairs)
-        return dict(pairs)
-
-    return json.loads(data, object_pairs_hook=unique)
+    return values
 
 
 def text_by_name(entries: Any) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ import numpy as np
 from mha_spec import AttentionSpec, Refusal
 from parity.core.arrays import to_jax, to_torch
 from parity.core.weights import Weights
+from parity.files.small import read_json
 from parity.foreign.adapter import Adapter, refuse_where
 
 
@@ -44,7 +44,7 @@ def import_keras(framework: str | None = None) -> ModuleType:
 def _configured_framework() -> str:
     """Return the framework of the user's settings if it is installed; Keras may write one that is not."""
     settings = Path(os.environ.get("KERAS_HOME", Path.home() / ".keras")) / "keras.json"
-    chosen = json.loads(settings.read_text()).get("backend") if settings.exists() else None
+    chosen = read_json(settings).get("backend") if settings.exists() else None
     if chosen is not None and find_spec(chosen):
         return chosen
     return "torch" if find_spec("torch") else "jax"

@@ -19,6 +19,7 @@ from parity.conversion.metadata import metadata_of, tells_layout
 from parity.conversion.prefixes import join
 from parity.core.user_code import user_code
 from parity.files import write_tensors
+from parity.files.small import check_small_files
 from parity.identification.layers import LiveLayer, layers_of
 from parity.models.config import read_config
 from parity.models.specs import layers_of_parts
@@ -31,12 +32,17 @@ NUM_TOKENS = 32
 
 
 def is_unknown(folder: str | os.PathLike[str]) -> bool:
-    """Return whether a path is a model folder whose layers neither rules nor its metadata specify."""
-    config = Path(folder) / "config.json"
-    if not config.is_file() or tells_layout(folder):
+    """Return whether a path is a model folder whose layers neither rules nor its metadata specify.
+
+    Raises:
+        OSError, ValueError: if its config.json cannot be read.
+    """
+    path = Path(folder) / "config.json"
+    if not os.path.lexists(path) or tells_layout(folder):
         return False
+    config = read_config(path)
     try:
-        return not layers_of_parts(read_config(config))
+        return not layers_of_parts(config)
     except (TypeError, ValueError):
         return True
 
@@ -55,6 +61,7 @@ def observe_folder(folder: str | os.PathLike[str]) -> list[LiveLayer]:
     import torch
     from transformers import AutoConfig, AutoModel
 
+    check_small_files(folder)
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
         config = AutoConfig.from_pretrained(folder, **local)

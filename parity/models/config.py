@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mha_spec import Refusal, WrongType
-from parity.files.tensor_file import parse_json
+from parity.files.small import read_json
 
 ABOUT_ATTENTION = re.compile(
     r"attn|attention|rope|rotary|theta|yarn|ntk|mscale|window|sliding|chunk|softcap|alibi|relative|clip_qkv|lora_rank|"
@@ -29,9 +29,6 @@ SAYS_NOTHING_IF_EMPTY = {"add_cross_attention", "pruned_heads", "use_bidirection
 """Keys that are irrelevant only if false or empty."""
 
 
-LARGEST = 1 << 24  # bytes of a config.json
-
-
 def read_config(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     """Return the values of a config.json, or of the one in a folder.
 
@@ -42,17 +39,11 @@ def read_config(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     path = Path(path)
     if path.is_dir():
         path = path / "config.json"
-        if not path.exists():
+        if not os.path.lexists(path):
             raise FileNotFoundError(f"the folder of a model must have a config.json, and {path.parent} has none")
-    if path.stat().st_size > LARGEST:
-        raise Refusal("a configuration", f"have at most {LARGEST} bytes", str(path))
-    try:
-        values = parse_json(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        got = "bytes that are not text" if isinstance(error, UnicodeDecodeError) else error
-        raise Refusal("a configuration", "be JSON", f"{path}: {got}") from None
+    values = read_json(path)
     if not isinstance(values, Mapping):
-        raise Refusal("a configuration", "hold values by name", str(path))
+        raise Refusal(path, "hold the values of a configuration by name")
     return values
 
 

@@ -18,7 +18,9 @@ from parity.core.case import Case
 from parity.core.compare import SAME_PRECISION, Label, compare
 from parity.core.problem import Problem, make_problem
 from parity.core.stages import run_steps
+from parity.files.small import check_small_files
 from parity.identification.folders import is_unknown, observe_folder, observed_file
+from parity.models.config import read_config
 from parity.running.report import Report, SkippedCase
 from parity.running.run import OnJudged, run_cases
 from parity.sharding.mesh import MeshPlan
@@ -205,6 +207,8 @@ def skeleton_of(path: str | os.PathLike[str], attn_implementation: str = "eager"
     from parity.foreign.transformers import Skeleton
 
     folder = os.fspath(path) if os.path.isdir(path) else os.path.dirname(os.path.abspath(path))
+    check_small_files(folder)
+    read_config(folder)
     return Skeleton(AutoConfig.from_pretrained(folder, local_files_only=True), attn_implementation)
 
 
