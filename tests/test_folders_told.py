@@ -16,7 +16,7 @@ from mha_spec import Rope
 from parity import from_transformers, load, load_into, run_model, specs_of
 from parity.cli.main import main
 from parity.conversion.layers import open_layers
-from parity.conversion.prefixes import names_under
+from parity.conversion.prefixes import Names
 
 TEXT = {**SMALL, "max_position_embeddings": 16, "projection_dim": 8}
 VISION = TEXT | {"num_attention_heads": 2, "image_size": 8, "patch_size": 4}
@@ -184,8 +184,8 @@ def test_layers_are_paired_whatever_the_order_of_the_parts_in_a_file(tmp_path, c
 
 
 def test_names_are_found_under_each_of_their_prefixes():
-    found = names_under(["a.b.c", "a.b", "c", "a.bb.c", "a.b.d"], ["", "a", "a.b", "b"])
-    assert found == {
+    names = Names(["a.b.c", "a.b", "c", "a.bb.c", "a.b.d"])
+    assert {prefix: names.under(prefix) for prefix in ("", "a", "a.b", "b")} == {
         "": ["a.b.c", "a.b", "c", "a.bb.c", "a.b.d"],
         "a": ["a.b.c", "a.b", "a.bb.c", "a.b.d"],
         "a.b": ["a.b.c", "a.b.d"],

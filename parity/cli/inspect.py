@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from parity.cli.help import Page, Result
 from parity.cli.layers import add_layer_options, layer_options, warn_of_parts
@@ -29,7 +30,10 @@ def run(options: argparse.Namespace) -> Result:
 
     with open_checkpoint(options.file) as file:
         found = find_layers(file, **layer_options(options))
-        infos = {name: {"shape": list(info.shape), "dtype": info.dtype.name} for name, info in file.infos.items()}
+        dtypes = {dtype: dtype.name for dtype in {info.dtype for info in file.infos.values()}}
+        infos: dict[str, dict[str, Any]] = {}
+        for name, info in file.infos.items():
+            infos[name] = {"shape": list(info.shape), "dtype": dtypes[info.dtype]}
         for name, kind in file.quantised.items():
             infos[name]["quantised"] = kind
         print_inspection(options.file, file, found, console())

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
+
+import numpy as np
 
 from parity.conversion.hints import CALLER, LayerHints, LayerKeywords
 from parity.conversion.layers import TensorCache, key_in_words, layers_under
-from parity.conversion.layouts import LAYOUTS
+from parity.conversion.layouts import LAYOUTS, Layout
 from parity.conversion.layouts.detection import DoesNotFit, HeadsDoNotFit
-from parity.conversion.metadata import file_hints
-from parity.conversion.prefixes import names_under, numbered, possible_prefixes
+from parity.conversion.metadata import FileHints, file_hints
+from parity.conversion.prefixes import numbered
 from parity.conversion.ranks import open_checkpoint
 from parity.files import TensorFile
 
@@ -54,36 +57,87 @@ def find_layers(file: TensorFile, **keywords: Unpack[LayerKeywords]) -> list[Fou
     If no layout fits with the given heads, return those that fit with other heads.
     """
     known = file_hints(file, LayerHints.by(CALLER, **keywords))
+    cache, depend_on_names = TensorCache(file), _depend_on_names(known)
     found: list[Found] = []
     of_other_heads: list[Found] = []
+    candidates: dict[str, _Candidate] = {}
     for layout in LAYOUTS.values():
-        prefixes = possible_prefixes(file.infos, layout)
-        alike: dict[Any, list[str]] = {}  # layers with one pattern and equal shapes: one of each is examined
-        for concrete, names in names_under(file.infos, prefixes).items():
-            of_model = known.model.layer_at(concrete)
-            if of_model is None or of_model.layout == layout.name:
-                infos = ((name[len(concrete) :], file.infos[name]) for name in names)
-                kind = tuple(sorted((name, info.shape, info.dtype.name) for name, info in infos))
-                alike.setdefault((numbered(concrete), kind), []).append(concrete)
-        for (prefix, _), members in alike.items():
+        prefixes = cache.names.possible_prefixes(layout)
+        # Layers with one pattern and equal shapes: one of each is examined.
+        alike: dict[tuple[str, Kind], list[str]] = {}
+        for concrete in prefixes:
+            if concrete not in candidates:
+                of_model = known.model.layer_at(concrete)
+                own_layout = None if of_model is None else of_model.layout
+                candidates[concrete] = _Candidate(numbered(concrete), _kind_of(cache, concrete), own_layout)
+            candidate = candidates[concrete]
+            if candidate.layout in (None, layout.name):
+                alike.setdefault((candidate.pattern, candidate.kind), []).append(concrete)
+        examined: dict[Kind, _Examined | None] = {}
+        for (prefix, kind), members in alike.items():
             first = members[0]
-            is_stacked, size, among, unread = False, 1, found, known.unread
-            try:
-                layers = layers_under(TensorCache(file), first, layout, known)
-                is_stacked, size, spec = layers[0].index is not None, len(layers), layers[0].spec
-                hints, unread = layers[0].hints, layers[0].hints.unread
-                words = f"{spec.num_heads} x {spec.head_dim}, key/value {spec.num_kv_heads}"
-                words += f" ({hints.from_model})" if hints.from_model else ""
-            except ValueError as error:
-                of_model = known.model.layer_at(first)
-                if type(error) is DoesNotFit and (of_model is None or of_model.spec is None):
-                    continue  # report the reason only for layers in the configuration
-                among = of_other_heads if isinstance(error, HeadsDoNotFit) else found
-                words = str(error).removeprefix(f"{first or file.path}: ")
-                with suppress(ValueError):  # its configuration may itself be the reason
-                    unread = known.without_heads_of_model(first).unread
-            dtype, count = file.infos[prefixes[first]].dtype.name, len(members) * size
-            keys = tuple(key_in_words(*each) for each in unread.items())
-            among.append(Found(prefix, count, layout.name, words, dtype, is_stacked, layout.packing, keys))
+            if kind not in examined or depend_on_names:
+                examined[kind] = _examine(cache, first, layout, known)
+            result = examined[kind]
+            if result is None:
+                continue
+            dtype, count = file.infos[prefixes[first]].dtype.name, len(members) * result.size
+            keys = tuple(key_in_words(*each) for each in result.unread.items())
+            layers = Found(prefix, count, layout.name, result.words, dtype, result.is_stacked, layout.packing, keys)
+            (of_other_heads if result.has_other_heads else found).append(layers)
     fitting = {each.prefix for each in found}
     return found + [each for each in of_other_heads if each.prefix not in fitting]
+
+
+Kind = tuple[tuple[str, tuple[int, ...], np.dtype], ...]
+"""The names after a layer's prefix, shapes and dtypes of its tensors."""
+
+
+class _Candidate(NamedTuple):
+    """A prefix that may be one of a layer: its pattern, its tensors, and its layout by the model's configuration."""
+
+    pattern: str
+    kind: Kind
+    layout: str | None
+
+
+class _Examined(NamedTuple):
+    """A layer that fits a layout, or the reason why its heads are unknown."""
+
+    words: str
+    size: int = 1
+    is_stacked: bool = False
+    unread: Mapping[str, Any] = {}
+    has_other_heads: bool = False
+
+
+def _kind_of(file: TensorCache, prefix: str) -> Kind:
+    kinds = []
+    for name in sorted(file.names.under(prefix)):
+        info = file.infos[name]
+        kinds.append((name[len(prefix) :], info.shape, info.dtype))
+    return tuple(kinds)
+
+
+def _depend_on_names(known: FileHints) -> bool:
+    """Return whether hints differ by the names of layers, so that layers of equal shapes may differ."""
+    return bool(known.specs or known.model.paths or known.model.sections)
+
+
+def _examine(file: TensorCache, prefix: str, layout: Layout, known: FileHints) -> _Examined | None:
+    """Return what is known of the layer under a prefix; None if it does not fit the layout."""
+    try:
+        layers = layers_under(file, prefix, layout, known)
+    except ValueError as error:
+        of_model = known.model.layer_at(prefix)
+        if type(error) is DoesNotFit and (of_model is None or of_model.spec is None):
+            return None  # report the reason only for layers in the configuration
+        words = str(error).removeprefix(f"{prefix or file.path}: ")
+        unread = known.unread
+        with suppress(ValueError):  # its configuration may itself be the reason
+            unread = known.without_heads_of_model(prefix).unread
+        return _Examined(words, unread=unread, has_other_heads=isinstance(error, HeadsDoNotFit))
+    hints, spec = layers[0].hints, layers[0].spec
+    words = f"{spec.num_heads} x {spec.head_dim}, key/value {spec.num_kv_heads}"
+    words += f" ({hints.from_model})" if hints.from_model else ""
+    return _Examined(words, len(layers), layers[0].index is not None, hints.unread)

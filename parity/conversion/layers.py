@@ -21,7 +21,7 @@ from parity.conversion.layouts.layout import unused_in
 from parity.conversion.layouts.placement import Placement
 from parity.conversion.metadata import FileHints, file_hints, sources
 from parity.conversion.not_carried import NotCarriedWarning
-from parity.conversion.prefixes import ENTRY, concrete_prefix, fitting_prefixes, numbered
+from parity.conversion.prefixes import ENTRY, Names, concrete_prefix, fitting_prefixes, numbered
 from parity.conversion.ranks import open_checkpoint
 from parity.conversion.sharing import name_in_file
 from parity.core.weights import Weights, is_finite, is_floating
@@ -222,6 +222,11 @@ class TensorCache:
         self._file = file
         self._cached: dict[tuple[str, int | None], np.ndarray] = {}
 
+    @cached_property
+    def names(self) -> Names:
+        """Return the names of its tensors."""
+        return Names(self.infos)
+
     def tensor(self, name: str) -> FileTensor:
         """Return a tensor that is read later, without caching it."""
         self._cached.clear()  # so that memory holds one of them
@@ -264,7 +269,7 @@ def layers_under(file: TensorCache, prefix: str, layout: Layout, known: FileHint
     entry = ENTRY.fullmatch(prefix)
     begin = entry[1] if entry else prefix
     found: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {}
-    for name in file.infos:
+    for name in file.names.beginning(begin.partition("{i}")[0]):
         match = concrete_prefix(begin, name)
         if match and not layout.ignores(match[2], known.ignored):
             found.setdefault(match[0], (match[1], {}))[1][match[2]] = name

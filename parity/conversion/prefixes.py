@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 
 from parity.conversion.hints import LayerHints
 from parity.conversion.layouts import Layout, find_spec
@@ -26,10 +27,15 @@ def numbered(prefix: str) -> str:
 
 def concrete_prefix(pattern: str, name: str) -> tuple[str, tuple[str, ...], str] | None:
     """Split a name by a prefix pattern: the concrete prefix, the numbers for `{i}`, and the remainder."""
-    number = r"(\d+)"
-    begin = number.join(map(re.escape, pattern.split("{i}")))
-    match = re.fullmatch(rf"({begin})\.(.+)" if pattern else r"()(.+)", name)
+    match = _expression(pattern).fullmatch(name)
     return None if match is None else (match[1], match.groups()[1:-1], match.groups()[-1])
+
+
+@lru_cache(maxsize=512)
+def _expression(pattern: str) -> re.Pattern[str]:
+    """Return the expression of the names under a prefix pattern."""
+    begin = r"(\d+)".join(map(re.escape, pattern.split("{i}")))
+    return re.compile(rf"({begin})\.(.+)" if pattern else r"()(.+)")
 
 
 def all_prefixes(names: Iterable[str]) -> dict[str, None]:
@@ -45,11 +51,12 @@ def fitting_prefixes(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> l
     """Return the prefixes of all layers that fit a layout, with `{i}` for numbers."""
     found: dict[str, None] = {}
     seen: dict[tuple[tuple[str, tuple[int, ...]], ...], bool] = {}  # most layers of a model are equal
-    for concrete, names in names_under(shapes, possible_prefixes(shapes, layout)).items():
+    names = Names(shapes)
+    for concrete in names.possible_prefixes(layout):
         pattern, begin = numbered(concrete), f"{concrete}." if concrete else ""
         if pattern in found:
             continue
-        under = {name.removeprefix(begin): shapes[name] for name in names}
+        under = {name.removeprefix(begin): shapes[name] for name in names.under(concrete)}
         under = {name: shape for name, shape in under.items() if not layout.ignores(name)}
         kind = tuple(under.items())
         if kind not in seen:
@@ -57,17 +64,6 @@ def fitting_prefixes(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> l
         if seen[kind]:
             found[pattern] = None
     return list(found)
-
-
-def names_under(names: Iterable[str], prefixes: Iterable[str]) -> dict[str, list[str]]:
-    """Return the names under each prefix, found in one pass, because a file may have 90,000 names."""
-    found: dict[str, list[str]] = {prefix: [] for prefix in prefixes}
-    for name in names:
-        words = name.split(".")
-        for prefix in ("", *itertools.accumulate(words[:-1], "{}.{}".format)):
-            if prefix in found:
-                found[prefix].append(name)
-    return found
 
 
 def _fits(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> bool:
@@ -82,14 +78,49 @@ def _fits(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> bool:
     return True
 
 
-def possible_prefixes(names: Iterable[str], layout: Layout) -> dict[str, str]:
-    """Return candidate prefixes of a layout's layers, each with a name that ends like one of its tensors."""
-    endings = {tensor.name.replace("{n}", "0") for tensor in layout.tensors if tensor.kind == "weight"}
-    found: dict[str, str] = {}
-    for name in names:
-        for ending in endings:
-            if name == ending:
-                found.setdefault("", name)
-            elif name.endswith(f".{ending}"):
-                found.setdefault(name.removesuffix(f".{ending}"), name)
-    return found
+class Names:
+    """The names in a file, sorted once: searches take time for what they find, because a file may have 200,000.
+
+    Attributes:
+        order: place of each name in the file.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.order = {name: place for place, name in enumerate(names)}
+        self._sorted = sorted(self.order)
+        self._by_ending: dict[int, dict[str, list[str]]] = {}
+
+    def beginning(self, begin: str) -> list[str]:
+        """Return the names that begin with a text, in the order of the file."""
+        if not begin:
+            return list(self.order)
+        first = bisect_left(self._sorted, begin)
+        last = first
+        while last < len(self._sorted) and self._sorted[last].startswith(begin):
+            last += 1
+        return sorted(self._sorted[first:last], key=self.order.__getitem__)
+
+    def under(self, prefix: str) -> list[str]:
+        """Return the names under a prefix, in the order of the file."""
+        return self.beginning(f"{prefix}." if prefix else "")
+
+    def possible_prefixes(self, layout: Layout) -> dict[str, str]:
+        """Return candidate prefixes of a layout's layers, each with a name that ends like one of its tensors."""
+        endings = {tensor.name.replace("{n}", "0") for tensor in layout.tensors if tensor.kind == "weight"}
+        matches = [(self.order[name], name, ending) for ending in endings for name in self._ending_with(ending)]
+        found: dict[str, str] = {}
+        for _, name, ending in sorted(matches):
+            found.setdefault(name.removesuffix(ending).removesuffix("."), name)
+        return found
+
+    def _ending_with(self, ending: str) -> list[str]:
+        """Return the names whose last words are those of an ending."""
+        num_words = ending.count(".") + 1
+        if num_words not in self._by_ending:
+            by_ending: dict[str, list[str]] = {}
+            for name in self.order:
+                words = name.rsplit(".", num_words)
+                if len(words) >= num_words:
+                    by_ending.setdefault(".".join(words[-num_words:]), []).append(name)
+            self._by_ending[num_words] = by_ending
+        return self._by_ending[num_words].get(ending, [])

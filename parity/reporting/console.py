@@ -21,6 +21,9 @@ from parity.text import printable
 
 PIPE_WIDTH = 100
 
+MOST_ROWS = 200
+"""Rows of a table: of more, a terminal shows the first, and plain output has a line of plain text for each."""
+
 NARROWEST = 9
 """Least width of a column whose text is folded: a verdict is `FAIL 1.03`."""
 
@@ -63,7 +66,8 @@ def print_table(
 ) -> None:
     """Print a title and a table: with lines on a terminal, columns of plain text elsewhere.
 
-    If the columns do not fit, each row is a line, `cell: header cell, header cell`.
+    If the columns do not fit, each row is a line, `cell: header cell, header cell`. On a terminal, the first rows of a
+    long table are shown, and how many there are; elsewhere all are, in lines that are not folded.
 
     Args:
         out: the console.
@@ -76,15 +80,47 @@ def print_table(
     drawn = [Column(each, overflow="fold") if isinstance(each, str) else each for each in columns]
     table = Table(*drawn, box=box.ROUNDED if out.is_terminal else None, padding=(0, 1), show_header=bool(columns))
     styled = list(zip(rows, styles, strict=False))
+    num_hidden = max(0, len(styled) - MOST_ROWS)
+    if num_hidden and not out.is_terminal:
+        _print_plain(out, drawn, [row for row, _ in styled])
+        return
+    styled = styled[:MOST_ROWS]
     for row, style in styled:
         table.add_row(*row, style=style)
     between = 3 if out.is_terminal else 2
     if not drawn or _least_width(drawn, [row for row, _ in styled]) + between * len(drawn) + 1 <= out.width:
         out.print(table)
-        return
-    for row, style in styled:
-        cells = (Text(f"{column.header} ").append(cell) for column, cell in zip(drawn[1:], row[1:], strict=True))
-        out.print(Text(f"{row[0]}: ", style=style, overflow="fold") + Text(", ").join(cells))
+    else:
+        for row, style in styled:
+            cells = (Text(f"{column.header} ").append(cell) for column, cell in zip(drawn[1:], row[1:], strict=True))
+            out.print(Text(f"{row[0]}: ", style=style, overflow="fold") + Text(", ").join(cells))
+    if num_hidden:
+        out.print(f"… and {num_hidden} more rows: a pipe shows all, such as one to `less`, and so does --json")
+
+
+class _Lines:
+    """Lines that are printed as they are, without layout."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        self.lines = lines
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        for line in self.lines:
+            yield Segment(line)
+            yield Segment.line()
+
+
+def _print_plain(out: Console, columns: Sequence[Column], rows: Sequence[Sequence[str | Text]]) -> None:
+    """Print a long table as lines of plain text, which takes a hundredth of the time of a table that is laid out."""
+    texts = [[printable(str(cell), keep="") for cell in row] for row in rows]
+    if any(column.header for column in columns):
+        texts.insert(0, [str(column.header) for column in columns])
+    widths = [max(map(cell_len, cells)) for cells in zip(*texts, strict=True)]
+    lines: list[str] = []
+    for row in texts:
+        padded = [cell + " " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True)]
+        lines.append(f" {'  '.join(padded)}".rstrip())
+    out.print(_Lines(lines), crop=False)
 
 
 def _least_width(columns: Sequence[Column], rows: Sequence[Sequence[str | Text]]) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -73,13 +72,14 @@ def print_layout(layout: Layout, out: Console) -> None:
 
 def print_inspection(path: str, file: TensorFile, found: list[Found], out: Console) -> None:
     """Print the tensors of a file, with those of numbered layers in one row, and the layouts that fit."""
-    grouped: dict[tuple[str, str, str], int] = {}
-    for name, info in file.infos.items():
-        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "{i}", name)
-        dtype = f"{file.quantised[name]}, read as {info.dtype}" if name in file.quantised else info.dtype.name
-        key = (pattern, " x ".join(map(str, info.shape)) or "scalar", dtype)
-        grouped[key] = grouped.get(key, 0) + 1
-    rows: list[Sequence[str | Text]] = [(Text(name), *others, str(count)) for (name, *others), count in grouped.items()]
+    counts = Counter(
+        (numbered(name), info.shape, info.dtype, file.quantised.get(name)) for name, info in file.infos.items()
+    )
+    dtypes = {dtype: dtype.name for dtype in {info.dtype for info in file.infos.values()}}  # NumPy names them slowly
+    rows: list[Sequence[str | Text]] = []
+    for (pattern, shape, dtype, quantised), count in counts.items():
+        kind = dtypes[dtype] if quantised is None else f"{quantised}, read as {dtypes[dtype]}"
+        rows.append((pattern, " x ".join(map(str, shape)) or "scalar", kind, str(count)))
     title = f"{path}: {file.format}, {len(file.infos)} tensors"
     print_table(out, title, ("tensor", "shape", "dtype", "how many"), rows)
     if not found:
