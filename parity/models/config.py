@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from mha_spec import Refusal, WrongType
 from parity.files.small import read_json
+from parity.models.keys import check_kind
 
 ABOUT_ATTENTION = re.compile(
     r"attn|attention|rope|rotary|theta|yarn|ntk|mscale|window|sliding|chunk|softcap|alibi|relative|clip_qkv|lora_rank|"
@@ -81,10 +82,18 @@ class Config:
 
     Attributes:
         where: prefix of key names in messages: empty, or `rope_parameters.`.
+        looked_up: names of keys that were looked up, also in sections, with missing ones; callers may clear it.
     """
 
-    def __init__(self, values: Mapping[str, Any], where: str = "", defaults: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        where: str = "",
+        defaults: Mapping[str, Any] | None = None,
+        looked_up: list[str] | None = None,
+    ) -> None:
         self.where = where
+        self.looked_up = [] if looked_up is None else looked_up
         self._values = dict(values)
         self._defaults = {name: value for name, value in (defaults or {}).items() if name not in values}
         self._read: set[str] = set()
@@ -104,10 +113,16 @@ class Config:
         return self.find(*names)
 
     def find(self, *names: str) -> Value | None:
-        """Return the value of the first key that is present, or None; all of them count as read."""
+        """Return the value of the first key that is present, or None; all of them count as read.
+
+        Raises:
+            TypeError, ValueError: if its value is of a kind that the key cannot have.
+        """
         self._read.update(names)
         for name in names:
+            self.looked_up.append(f"{self.where}{name}")
             if name in self:
+                check_kind(name, self._values[name], self.where)
                 return Value(self._values[name], f"{self.where}{name}")
         return next((_default(name, self._defaults[name]) for name in names if name in self._defaults), None)
 
@@ -125,8 +140,14 @@ class Config:
         return _default(names[0], default)
 
     def pass_over(self, kind: type) -> bool:
-        """Count keys whose values have a type as read; return whether there are any."""
+        """Count keys whose values have a type as read; return whether there are any.
+
+        Raises:
+            TypeError, ValueError: if one of them cannot have a value of this type.
+        """
         names = [name for name, value in self._values.items() if isinstance(value, kind)]
+        for name in names:
+            check_kind(name, self._values[name], self.where)
         self._read.update(names)
         return bool(names)
 
@@ -141,8 +162,24 @@ class Config:
             held = self.read(name).value
             if not isinstance(held, Mapping):
                 raise Refusal(f"{self.where}{name}", "hold values by name", {name: held})
-            self._sections[name] = Config(held, f"{self.where}{name}.")
+            self._sections[name] = Config(held, f"{self.where}{name}.", looked_up=self.looked_up)
         return self._sections[name]
+
+    def names_read(self) -> set[str]:
+        """Return the keys that were read and have values, with those of sections, by their own names."""
+        own = {name for name in self._read if name in self}
+        return own.union(*(section.names_read() for section in self._sections.values()))
+
+    def numbers_read(self) -> dict[str, Any]:
+        """Return the numbers and lists among the values that were read, with those of sections."""
+        found: dict[str, Any] = {}
+        for name in sorted(self._read & self._values.keys()):
+            value = self._values[name]
+            if isinstance(value, int | float | list | tuple) and not isinstance(value, bool):
+                found[f"{self.where}{name}"] = value
+        for section in self._sections.values():
+            found |= section.numbers_read()
+        return found
 
     def unread(self, says_nothing: Collection[str]) -> Iterator[tuple[str, Any]]:
         """Return unread keys that may concern attention, with their values; in sections, all unread keys."""

@@ -64,7 +64,8 @@ def read_rope(
     if part != 1.0 and "rotary_dim" in fields:  # redundant
         whole = config.read("head_dim").value
         if int(whole * part) != fields["rotary_dim"]:
-            raise Refusal(f"{fields['rotary_dim']} features", f"be {part} of head_dim", head_dim=whole)
+            said = "the rotated part" if share is None else share.origin
+            raise Refusal(said, f"give {fields['rotary_dim']} of head_dim={whole} features", {said: part})
     elif part != 1.0:
         fields["rotary_dim"] = int(head_dim * part)
         origins.append(f"{share.origin} {part}" if share else f"{part} of a head: this family's default")

@@ -25,6 +25,12 @@ KINDS = {
 }
 """Kinds of attention layers in `layer_types`, and the field that each requires."""
 
+SIZES = ("d_model", "num_heads", "num_kv_heads", "head_dim", "rope")
+"""Fields that others are derived from."""
+
+KEYS_OF_KINDS = ("layer_types", "layers_block_type", "hybrid_override_pattern", "block_types", "attn_type_list")
+"""Keys that set the kind of each layer."""
+
 OLDER_KINDS = {"attention": "full_attention"}
 """Older names of kinds in `layer_types`."""
 
@@ -116,8 +122,12 @@ def read_layers(config: Mapping[str, Any], part: str | None = None) -> tuple[lis
     _check_fixed(family, read)
     try:
         layers = [layer for stack in family.stacks for layer in _layers(stack, read)]
-    except (ArithmeticError, LookupError) as error:  # heads without features, numbers beyond floats
-        raise Refusal("a configuration", "be that of a model", f"values that are not: {error!r}") from error
+    except Refusal:
+        raise
+    except (ArithmeticError, LookupError, AttributeError, TypeError, ValueError) as error:
+        # The kind of each value was checked where it was read: together they give no layer, such as a product beyond
+        # the largest float.
+        raise Refusal("the values of a configuration", "fit each other", read.numbers_read()) from error
     return layers, dict(read.unread(family.says_nothing))
 
 
@@ -292,23 +302,54 @@ def _ruled(rule: Any, place: ConfigLayer) -> Value:
     return found
 
 
+def _keys_of(error: Refusal, config: Config) -> str:
+    """Return the keys that a rule read, unless its refusal names one of them."""
+    keys = [name for name in dict.fromkeys(config.looked_up) if name.rpartition(".")[2] in config.names_read()]
+    if not keys or any(name.rpartition(".")[2] in str(error) for name in keys):
+        return ""
+    return f"it follows from {', '.join(keys)}"
+
+
+def _origins_in(error: Refusal, held: Mapping[str, Value]) -> str:
+    """Return the keys of the fields that a refusal names or, if it names none of them, those of its sizes."""
+    words = set(re.findall(r"\w+", str(error)))
+    fields = [name for name in held if name in words] or [name for name in SIZES if name in held]
+    return ", ".join(f"{name} is {held[name].origin}" for name in fields)
+
+
 def _layer(stack: Stack, place: ConfigLayer) -> ModelLayer:
     path = stack.path.replace("{i}", str(place.layer))
     if place.kind in NOT_ATTENTION:
         return ModelLayer(place.layer, place.kind, None, {}, stack.part, path=path)
     if place.kind not in KINDS:
-        raise Refusal(f"layer {place.layer}", f"be one of {', '.join((*KINDS, *NOT_ATTENTION))}", repr(place.kind))
+        hint = " and ".join(name for name in KEYS_OF_KINDS if name in place.config)
+        known = ", ".join((*KINDS, *NOT_ATTENTION))
+        raise Refusal(f"layer {place.layer}", f"be one of {known}", repr(place.kind), hint=hint and f"by {hint}")
+    found: dict[str, Value] = {}
+    for name, rule in stack.fields.items():
+        place.config.looked_up.clear()
+        try:
+            found[name] = _ruled(rule, place)
+        except MissingKey:
+            raise
+        except Refusal as error:
+            rule, keys = f"be supported by AttentionSpec: {error}", _keys_of(error, place.config)
+            raise Refusal(f"layer {place.layer}", rule, hint=keys) from error
+    held = {name: each for name, each in found.items() if each.value is not None}
     try:
-        found = {name: _ruled(rule, place) for name, rule in stack.fields.items()}
-        held = {name: each for name, each in found.items() if each.value is not None}
         spec = AttentionSpec(**{name: each.value for name, each in held.items()})
-    except MissingKey:
-        raise
-    except (TypeError, ValueError) as error:
-        raise Refusal(f"layer {place.layer}", f"be supported by AttentionSpec: {error}") from error
+    except Refusal as error:
+        rule = f"be supported by AttentionSpec: {error}"
+        raise Refusal(f"layer {place.layer}", rule, hint=_origins_in(error, held)) from error
     needed = KINDS[place.kind]
     if needed is not None and getattr(spec, needed) is None:
-        raise Refusal(f"layer {place.layer}", f"have a {needed} to be of kind {place.kind!r}", "none in this family")
+        place.config.looked_up.clear()
+        _ruled(stack.fields.get(needed), place)
+        keys = " or ".join(dict.fromkeys(place.config.looked_up))
+        rule = f"have a {needed} to be of kind {place.kind!r}"
+        if keys:
+            raise Refusal(f"layer {place.layer}", rule, "none", hint=f"{keys} sets it")
+        raise Refusal(f"layer {place.layer}", rule, "none in this family")
     origins = {name: each.origin for name, each in held.items()}
     is_causal = stack.is_causal(place.config) if callable(stack.is_causal) else stack.is_causal
     return ModelLayer(

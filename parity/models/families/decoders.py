@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from mha_spec import Gate, Refusal, Rope, Temperature
 from parity.models.config import Config, Value
 from parity.models.families.encoders import OF_MODERNBERT
 from parity.models.families.usual import BIASES, HEADS, IN_PART, MOST_BIAS, PAIRED, SOME_BIAS, WIDTH, family
+from parity.models.keys import check_kind
 from parity.models.rules import (
     NOTHING,
     SLIDING,
@@ -106,7 +108,13 @@ def _of_gemma4(name: str, of_full: str) -> Rule:
             return usual
         if each is not None:
             of_layer = each.value.get(place.layer, each.value.get(str(place.layer), {}))
-            return Value(of_layer[name], f"{each.origin}.{place.layer}.{name}") if name in of_layer else usual
+            where = f"{each.origin}.{place.layer}"
+            if not isinstance(of_layer, Mapping):
+                raise Refusal(where, "hold values by name", {where: of_layer})
+            if name not in of_layer:
+                return usual
+            check_kind(name, of_layer[name], f"{where}.")
+            return Value(of_layer[name], f"{where}.{name}")
         if name == "num_key_value_heads":
             return own if own is not None and shared is not None and shared.value else usual
         return place.config.read(of_full)
@@ -186,6 +194,8 @@ def _rotated_of_cohere2_moe(place: ConfigLayer) -> Value:
         place.config.read("prefix_dense_sliding_window_pattern", default=1),
     )
     dense, prefix = place.config.find("mlp_layer_types"), place.config.read("first_k_dense_replace", default=0)
+    if dense is not None and place.layer >= len(dense.value):
+        raise Refusal("mlp_layer_types", "be one for each layer", str(len(dense.value)))
     is_dense = dense.value[place.layer] == "dense" if dense else place.layer < prefix.value
     if place.kind == "sliding_attention":
         return found

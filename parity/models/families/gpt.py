@@ -82,7 +82,8 @@ def _kind_of_gpt_neo(config: Config, index: int) -> str:
     if index >= len(each):
         raise Refusal("attention_layers", "be one for each layer", str(len(each)))
     if each[index] not in KINDS_OF_GPT_NEO:
-        raise Refusal(f"layer {index}", f"be one of {', '.join(KINDS_OF_GPT_NEO)}", repr(each[index]))
+        hint = f"by {'attention_layers' if told else 'attention_types'}"
+        raise Refusal(f"layer {index}", f"be one of {', '.join(KINDS_OF_GPT_NEO)}", repr(each[index]), hint=hint)
     return KINDS_OF_GPT_NEO[each[index]]
 
 

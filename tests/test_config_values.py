@@ -1,0 +1,174 @@
+"""Values of configurations that no model has: the message names the key, and no exception of Python."""
+
+import copy
+import math
+import re
+import warnings
+
+import pytest
+import transformers
+from refusals import refuses
+
+from mha_spec import Refusal
+from parity.cli.main import main
+from parity.models.config import Config
+from parity.models.families import FAMILIES
+from parity.models.keys import KINDS
+from parity.models.specs import read_layers, specs_of
+
+BAD = (0, -1, "4", None, [], {}, True, 1e308, math.nan, math.inf, 10**400, [1], [None], {"a": 1}, "", 1.5)
+
+POPULAR = (
+    *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gemma4_text", "phi3", "gpt_oss", "deepseek_v3"),
+    *("gpt2", "gpt_neox", "gpt_neo", "falcon", "mpt", "bert", "modernbert", "t5", "whisper", "llama4_text", "beit"),
+)
+
+SCALINGS = {
+    "yarn": {
+        "original_max_position_embeddings": 64,
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+    "llama3": {"original_max_position_embeddings": 64, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 4.0},
+    "longrope": {
+        "original_max_position_embeddings": 64,
+        "factor": 4.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
+    },
+}
+
+OF_PYTHON = re.compile(
+    r"\w+Error\b|unsupported operand|NoneType|not (iterable|subscriptable|supported between|callable)|no attribute|"
+    r"cannot convert|too large|unpack|out of range|unhashable|division|indices must|takes \d"
+)
+"""Text of exceptions that Python raises by itself."""
+
+
+def values_of(family):
+    with warnings.catch_warnings(action="ignore"):
+        return {**transformers.CONFIG_MAPPING[family]().to_dict(), "model_type": family}
+
+
+def with_scaling(kind):
+    values = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 256,
+        "rope_theta": 1e4,
+    }
+    return {**values, "rope_scaling": {"rope_type": kind, **SCALINGS[kind]}}
+
+
+def keys_read(values, monkeypatch):
+    """Return the keys that rules look up, each with its section."""
+    found = set()
+    find = Config.find
+
+    def noting(self, *names):
+        found.update((self.where, name) for name in names)
+        return find(self, *names)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Config, "find", noting)
+        read_layers(values)
+    return sorted(found)
+
+
+def message_of(values):
+    """Return why a configuration is refused; empty if it is not."""
+    try:
+        specs_of(values)
+    except Refusal as error:
+        return str(error)
+    return ""
+
+
+def check_each_value(values, monkeypatch):
+    num_refused = 0
+    for where, name in keys_read(values, monkeypatch):
+        for bad in BAD:
+            changed = copy.deepcopy(values)
+            section = changed
+            for word in filter(None, where.split(".")):
+                section = section.get(word, {})
+            section[name] = bad
+            message = message_of(changed)
+            num_refused += message != ""
+            assert not OF_PYTHON.search(message), (name, bad)
+            # A key of null, or a section without values, is missing: the message names all keys that may replace it.
+            is_missing = bad is None or isinstance(bad, dict)
+            if message and not is_missing:
+                assert name in message, (name, bad)
+    assert num_refused > 50
+
+
+@pytest.mark.parametrize("family", POPULAR)
+def test_bad_values_name_their_key(family, monkeypatch):
+    check_each_value(values_of(family), monkeypatch)
+
+
+@pytest.mark.parametrize("kind", SCALINGS)
+def test_bad_values_of_scalings_name_their_key(kind, monkeypatch):
+    check_each_value(with_scaling(kind), monkeypatch)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_values_of_transformers_have_their_kind(family):
+    if family in transformers.CONFIG_MAPPING:
+        values = values_of(family)
+        for name, value in values.items():
+            if name in KINDS and value is not None:
+                KINDS[name](name, value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("num_attention_heads", 0, "num_attention_heads must be at least 1, got num_attention_heads=0"),
+        ("num_attention_heads", "4", "num_attention_heads must be an integer, got num_attention_heads='4'"),
+        ("hidden_size", 10**400, "hidden_size must be at most"),
+        ("rope_theta", math.nan, "rope_theta must be positive and finite, got rope_theta=nan"),
+        ("architectures", 3, "architectures must be a list, got architectures=3"),
+        ("sliding_window", "wide", "sliding_window must be an integer, got sliding_window='wide'"),
+    ],
+)
+def test_message_says_key_rule_and_value(name, value, words):
+    values = {"model_type": "mistral", "rope_theta": 1e4}
+    with pytest.raises(Refusal) as raised:
+        specs_of({**values, name: value})
+    assert words in str(raised.value)
+
+
+def test_zero_heads_on_the_command_line(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "num_attention_heads": 0}')
+    assert main(["spec", str(tmp_path)]) == 2
+    printed = capsys.readouterr().err
+    assert "num_attention_heads must be at least 1" in printed
+    assert "ZeroDivisionError" not in printed
+
+
+def test_a_window_without_value_names_its_key():
+    with refuses("layer 0", hint="sliding_window or sliding_window_size sets it"):
+        specs_of({**values_of("gemma2"), "sliding_window": None})
+
+
+def test_repeated_patterns_do_not_fill_the_memory():
+    values = {**values_of("gpt_neo"), "attention_layers": None, "attention_types": [[["global"], 10**12]]}
+    with pytest.raises(Refusal, match="attention_types"):
+        specs_of(values)
+
+
+def test_numbers_that_do_not_fit_each_other_are_listed():
+    scaling = {"type": "dynamic", "factor": 1.0, "alpha": 1e308}
+    values = {"model_type": "hunyuan_v1_dense", "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
+    with pytest.raises(Refusal, match="alpha"):
+        specs_of({**values, "head_dim": 4, "rope_theta": 1e300, "rope_scaling": scaling})
