@@ -23,24 +23,13 @@ POPULAR = (
     *("gpt2", "gpt_neox", "gpt_neo", "falcon", "mpt", "bert", "modernbert", "t5", "whisper", "llama4_text", "beit"),
 )
 
+OF_LENGTH = {"factor": 4.0, "original_max_position_embeddings": 64}
 SCALINGS = {
-    "yarn": {
-        "original_max_position_embeddings": 64,
-        "factor": 4.0,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-    },
-    "llama3": {"original_max_position_embeddings": 64, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": {**OF_LENGTH, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+    "llama3": {**OF_LENGTH, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "linear": {"factor": 4.0},
     "dynamic": {"factor": 4.0},
-    "longrope": {
-        "original_max_position_embeddings": 64,
-        "factor": 4.0,
-        "short_factor": [1.0] * 8,
-        "long_factor": [2.0] * 8,
-    },
+    "longrope": {**OF_LENGTH, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
 }
 
 OF_PYTHON = re.compile(

@@ -45,7 +45,7 @@ from parity.cli.clone import FROM_A_CLONE, commands_of_a_clone
 from parity.cli.completion import SHELLS
 from parity.cli.former import with_new_names
 from parity.cli.help import EXIT_STATUS
-from parity.cli.messages import is_writable, refusal, say, say_error, warn
+from parity.cli.messages import is_writable, print_out, refusal, say, say_error, warn
 from parity.cli.options import in_flags
 from parity.cli.paths import REPORTS, STANDARD_OUTPUT, check_paths
 from parity.conversion.not_carried import NotCarriedWarning
@@ -242,7 +242,9 @@ def _signals_raise(*, for_good: bool) -> Iterator[list[int]]:
         if getattr(signal, "SIGALRM", None) in before:
             signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if for_good else handler)
+            # A KeyboardInterrupt would be raised where nothing catches it.
+            ends = for_good and handler is signal.default_int_handler
+            signal.signal(number, signal.SIG_DFL if ends else handler)
 
 
 def _run_command(options: argparse.Namespace) -> int:
@@ -323,7 +325,7 @@ class _Parser(argparse.ArgumentParser):
             raise refusal(str(flag), f"be one of {', '.join(known)}", {str(flag): value}, hint=hint)
 
     def print_help(self, file: Any = None) -> None:
-        print(self.format_help(), end="", file=file)  # argparse ignores errors
+        print_out(self.format_help(), file)  # argparse ignores errors
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         _check_output()
@@ -336,7 +338,7 @@ class _Completion(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, *_: Any) -> None:
         from parity.cli.completion import completion_for
 
-        print(completion_for(values, make_parser()))
+        print_out(f"{completion_for(values, make_parser())}\n")
         parser.exit()
 
 
@@ -346,7 +348,7 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         from importlib import metadata
 
-        print(f"{parser.prog} {metadata.version('mha-parity')}")
+        print_out(f"{parser.prog} {metadata.version('mha-parity')}\n")
         parser.exit()
 
 

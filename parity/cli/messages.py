@@ -39,6 +39,20 @@ def _print(text: str) -> None:
             print(in_line(text, MAX_LINE), file=sys.stderr, flush=True)
 
 
+def print_out(text: str, stream: TextIO | None = None) -> None:
+    """Print text on standard output. If the reader of a pipe has stopped, drop it: the status is that of the work.
+
+    Args:
+        text: the text, with its line ends.
+        stream: default: standard output.
+    """
+    stream = sys.stdout if stream is None else stream
+    try:
+        print(text, end="", file=stream, flush=True)
+    except BrokenPipeError:
+        is_writable(stream)
+
+
 def is_writable(stream: TextIO | None) -> bool:
     """Flush a stream of this process. If that fails, drop its output, so that the interpreter does not try again."""
     try:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from parity.cli.help import Page, Result
 from parity.cli.layers import add_layer_options, layer_options
-from parity.cli.messages import refusal
+from parity.cli.messages import print_out, refusal
 from parity.cli.options import range_list
 
 if TYPE_CHECKING:
@@ -71,10 +71,10 @@ def run(options: argparse.Namespace) -> Result:
     content = {"layer": chosen[0].label, "source": contents[0].decode(), "files": []}
     if options.output is None:
         with errors_name("standard output"):
-            print(content["source"], end="")
+            print_out(content["source"])
         return 0, content
     write_files(dict(zip(paths, contents, strict=True)), overwrite=options.force)
-    print(f"written: {', '.join(map(str, paths))}")
+    print_out(f"written: {', '.join(map(str, paths))}\n")
     return 0, {**content, "files": [str(path) for path in paths]}
 
 

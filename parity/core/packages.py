@@ -18,7 +18,10 @@ OPTIONAL = {
     "jinja2": ("jinja2", "`--html`, `pytest --parity-report *.html`"),
     "pillow": ("PIL", "`run --html` and `compare --html`, for their pictures"),
     "matplotlib": ("matplotlib", "`plot`, `bench --plot`"),
-    "transformers": ("transformers", "this project's tests"),
+    "transformers": (
+        "transformers",
+        "`run --against transformers`, observed model folders, tap and from_transformers of its models",
+    ),
     "keras": ("keras", "keras in `conformance --libraries`"),
     "equinox": ("equinox", "equinox in `conformance --libraries`"),
     "shtab": ("shtab", "`mha-parity --print-completion`"),

@@ -51,6 +51,8 @@ def read_rope(
     base = _base(config, values, theta, local_theta if is_local else None, names)
     kind = values.find("rope_type", "type")
     word = "default" if kind is None else KINDS.get(str(kind.value), str(kind.value))
+    if word not in ("default", "proportional", *SCALINGS):
+        raise Refusal(f"{values.where}rope_type", f"be one of {sorted(SCALINGS)}", repr(word))
     share = _once(values.find("partial_rotary_factor"), config.find("partial_rotary_factor", "rotary_pct"))
     part = share.value if share is not None else 1.0 if fraction is None else fraction
     origins = [base.origin] + ([] if kind is None or word == "default" else [f"{kind.origin} {kind.value}"])
@@ -80,8 +82,6 @@ def read_rope(
         for held in (values, config):  # transformers reads neither
             held.find("factor", "original_max_position_embeddings")
         return Value(Rope(base.value, **fields), ", ".join(origins))
-    if word not in SCALINGS:
-        raise Refusal(f"{values.where}rope_type", f"be one of {sorted(SCALINGS)}", repr(word))
     return Value(Rope(base.value, scaling=SCALINGS[word](values, config), **fields), ", ".join(origins))
 
 
