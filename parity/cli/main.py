@@ -242,7 +242,7 @@ def _signals_raise(*, for_good: bool) -> Iterator[list[int]]:
         if getattr(signal, "SIGALRM", None) in before:
             signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():
-            # A KeyboardInterrupt would be raised where nothing catches it.
+            # Nothing would catch a KeyboardInterrupt after the command.
             ends = for_good and handler is signal.default_int_handler
             signal.signal(number, signal.SIG_DFL if ends else handler)
 

@@ -79,7 +79,7 @@ def _fits(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> bool:
 
 
 class Names:
-    """The names in a file, sorted once: searches take time for what they find, because a file may have 200,000.
+    """The names in a file, sorted once, so that a search is fast: a file may have 200,000 names.
 
     Attributes:
         order: place of each name in the file.

@@ -167,7 +167,7 @@ KINDS: Mapping[str, Check] = {
     **_checks(_patterns, "attention_types"),
     **_checks(_section, "attn_config linear_attn_config per_layer_config rope_parameters rope_scaling"),
 }
-"""Checks of keys that rules read, by name. Keys with one supported value need none: others are refused."""
+"""Checks of keys that rules read, by name. Keys with one supported value need no check of their kind."""
 
 
 def check_kind(name: str, value: Any, where: str = "") -> None:

@@ -125,8 +125,8 @@ def read_layers(config: Mapping[str, Any], part: str | None = None) -> tuple[lis
     except Refusal:
         raise
     except (ArithmeticError, LookupError, AttributeError, TypeError, ValueError) as error:
-        # The kind of each value was checked where it was read: together they give no layer, such as a product beyond
-        # the largest float.
+        # Each value is of the right kind, as checked when it was read. Together they are wrong: for example, their
+        # product is beyond the largest float.
         raise Refusal("the values of a configuration", "fit each other", read.numbers_read()) from error
     return layers, dict(read.unread(family.says_nothing))
 
