@@ -205,7 +205,7 @@ def test_the_command_that_runs_a_random_case_again_does_so(capsys):
 
 def test_gradients_that_are_not_compared_are_told(capsys):
     assert main(["run", "--cases", "decode", "--backends", "torch", "--grad"]) == 0
-    assert "gradients are not compared with a cache: decode" in capsys.readouterr().out
+    assert "nothing to compare in gradients of 1 case (with a cache)" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_json_to_a_link_writes_the_file_it_leads_to(tmp_path):
@@ -244,11 +244,17 @@ def test_skipped_cases_are_shown_and_each_reason_once(monkeypatch, capsys):
     monkeypatch.setattr(
         parity.backends.torch, "why_skipped", lambda case, dtype: "torch is tired" if dtype == "float16" else None
     )
-    assert main(["run", "--cases", "large-logits*", "--backends", "jax,torch", "--dtypes", "float32,float16"]) == 0
+    command = ["run", "--cases", "large-logits*", "--backends", "jax,torch", "--dtypes", "float32,float16"]
+    assert main(command) == 2
     lines = capsys.readouterr().out.splitlines()
     assert sum(line.rstrip().endswith("skipped") and line.startswith(" large-logits") for line in lines) == 2
     assert lines[-2] == "skipped: torch, float16: torch is tired (2 cases)"
-    assert lines[-1].endswith("2 cases, 47 stages passed, 0 failed, 2 cases skipped")
+    end = "NOT compared: torch, 2 cases in float16 (torch is tired)"
+    assert lines[-1].endswith(f"2 cases, 47 stages passed, 0 failed; {end}")
+    assert main([*command, "--quiet"]) == 2
+    assert capsys.readouterr().out.splitlines() == lines[-1:]
+    assert main([*command, "--quiet", "--allow-skipped"]) == 0
+    assert "NOT compared, as --allow-skipped permits: torch, 2 cases" in capsys.readouterr().out
 
 
 def test_a_dtype_that_a_backend_lacks_exits_2_when_asked_for_by_name(monkeypatch, capsys):

@@ -44,6 +44,7 @@ from parity.cli.main import main
 from parity.conversion.layers import open_layers
 from parity.conversion.layouts import LAYOUTS
 from parity.conversion.layouts.losses import Written, check_losses
+from parity.foreign.transformers import NotAlone, Skeleton
 from parity.models.families import FAMILIES
 
 NEAR = 2e-5  # of the largest number, for layers in float32
@@ -263,14 +264,17 @@ def test_both_dialects_of_a_folder_say_the_same(tmp_path):
 
 AGAINST = ("llama", "gemma3_text", "qwen3_next", "deepseek_v3", "llama4_text", "gpt2", "bloom", "bert", "phi3")
 BESIDE = ("xlm-roberta-xl", "mpnet")  # norms before queries in the module; weights that another module has
+BESIDE += ("vit", "t5", "whisper")  # other paths in memory; a table of the first layer; inputs that are no embeddings
+BESIDE += ("wav2vec2", "clip_text_model", "electra", "dpr", "nemotron_h", "gemma3n_text", "flint", "mimo_v2_flash")
 
 
-@pytest.mark.parametrize("name", rest_thorough([*AGAINST, *BESIDE], [*AGAINST, *BESIDE][::2]))
+@pytest.mark.parametrize("name", rest_thorough([*AGAINST, *BESIDE], [*AGAINST[::2], *BESIDE[::2], "t5"]))
 def test_a_model_runs_beside_its_own_modules(name, tmp_path):
     saved(name, tmp_path)
     report = run_model(tmp_path, ["torch"], against="transformers")
     assert not report.failed
     assert not report.skipped_cases
+    assert report.status == 0
     count = sum(layer.spec is not None for layer in specs_of(tmp_path))
     assert sum(each.backend == "transformers" for each in report.comparisons) == count
 
@@ -293,7 +297,10 @@ def test_layers_receive_the_keys_and_values_of_the_layer_that_the_configuration_
 
     report = run_model(tmp_path, ["torch"], against="transformers", on_judged=keep)
     assert not report.failed
-    assert len(report.skipped_cases) == len(layers)  # embeddings of each layer are in no layer
+    assert {each.case for each in report.skipped_cases} == {
+        f"layer-{layer.index}-causal" for layer in layers if layer.kv_source is not None
+    }
+    assert report.status == 2
     found = {model.index: (weights, spec) for _, model, weights, spec in layers_in(tmp_path)}
     for layer in layers:
         problem = received[f"layer-{layer.index}-causal"]
@@ -339,8 +346,7 @@ def test_layers_of_an_encoder_and_a_decoder_run(tmp_path):
         "encoder.block.0.layer.0.SelfAttention-full",
         "decoder.block.0.layer.0.SelfAttention-causal",
     }
-    for each in report.skipped_cases:  # of T5 the first layers give the bias to the others
-        assert refuses("transformers").is_printed_in(each.reason)
+    assert report.skipped_cases == []
 
 
 @pytest.mark.parametrize("name", AGAINST)
@@ -733,10 +739,12 @@ def test_every_command_takes_all_parts_that_are_known_and_names_the_others(name,
     for told in (
         ("inspect", tmp_path / "m"),
         ("convert", tmp_path / "m", tmp_path / "c.safetensors", "--to", "canonical"),
-        ("run", "--model", tmp_path / "m", "--backends", "torch"),
     ):
         capsys.readouterr()
         assert (why in " ".join(said(capsys, *told).split())) == (name == "qwen2_vl"), told
+    out = said(capsys, "run", "--model", tmp_path / "m", "--backends", "torch", status=2 if name == "qwen2_vl" else 0)
+    why = "NOT compared: vision_config (model_type 'qwen2_vl_vision' is not covered"
+    assert (why in out.splitlines()[-1]) == (name == "qwen2_vl")
     assert len(layers_in(tmp_path / "c.safetensors")) == len(layers_in(tmp_path / "m")) == count
 
 
@@ -763,8 +771,9 @@ def test_layers_beyond_the_last_are_left_as_they_are(llama, capsys, tmp_path):
     assert "not compared: layers.{i}.self_attn" in out
     layers = ("--prefix", "layers.{i}.self_attn")
     assert "bit for bit" in said(capsys, "verify", folder, tmp_path / "c.safetensors", *layers)
-    out = said(capsys, "run", "--model", folder, "--backends", "torch")
-    assert "does not describe them: layers.{i}.self_attn" in out
+    out = said(capsys, "run", "--model", folder, "--backends", "torch", "--quiet", status=2)
+    assert "NOT compared: layers.{i}.self_attn (not read, because the config.json" in out
+    said(capsys, "run", "--model", folder, "--backends", "torch", "--quiet", "--layers", "0,1")
 
 
 def test_layers_that_the_file_lacks_are_named(llama, capsys, tmp_path):
@@ -776,12 +785,78 @@ def test_layers_that_the_file_lacks_are_named(llama, capsys, tmp_path):
     words = "missing in the file, though its config.json requires them: layers.1.self_attn (1)"
     assert words in said(capsys, "convert", tmp_path / "part", tmp_path / "c.npz", "--to", "canonical")
     assert words not in said(capsys, "convert", llama, tmp_path / "d.npz", "--to", "canonical")
-    words = f"not in {tmp_path / 'part'}, although its config.json describes them: layers.1.self_attn"
-    assert words in said(capsys, "run", "--backends", "torch", "--model", tmp_path / "part")
+    words = f"NOT compared: 1 layer, layers.1.self_attn (not in {tmp_path / 'part'}, although its config.json"
+    assert words in said(capsys, "run", "--backends", "torch", "--model", tmp_path / "part", status=2)
     for command in ("verify", "diagnose"):  # which refuse other numbers of layers
         out = said(capsys, command, llama, tmp_path / "part", status=2)
         assert f"not compared: layers.1.self_attn (not in {tmp_path / 'part'}" in out
     assert "should have them" not in said(capsys, "run", "--backends", "torch", "--model", llama)
+
+
+@pytest.fixture
+def never_alone(monkeypatch):
+    """Transformers whose modules cannot run by themselves."""
+
+    def fail(*arguments, **keywords):
+        raise NotAlone("its model cannot run it")
+
+    monkeypatch.setattr(Skeleton, "run", fail)
+
+
+@pytest.mark.usefixtures("never_alone")
+def test_modules_that_did_not_run_are_in_every_report(llama, capsys, tmp_path):
+    files = {name: tmp_path / f"r.{name}" for name in ("json", "junit", "html")}
+    command = ("run", "--model", llama, "--backends", "torch", "--against", "transformers")
+    reports = [word for name, path in files.items() for word in (f"--{name}", path)]
+    words = "NOT compared: transformers, all 2 cases in float32 (its model cannot run it)"
+    out = said(capsys, *command, *reports, status=2)
+    assert out.splitlines()[-1].endswith(f"0 failed; {words}")
+    assert said(capsys, *command, "--quiet", status=2).splitlines()[-1] == out.splitlines()[-1]
+    out = said(capsys, *command, "--quiet", "--allow-skipped")
+    assert words.replace("compared", "compared, as --allow-skipped permits") in out
+    (entry,) = json.loads(files["json"].read_text())["not_compared"]
+    assert entry["reason"] == "its model cannot run it"
+    assert entry["labels"] == ["layer-0-causal", "layer-1-causal"]
+    assert entry["is_open"]
+    assert words in files["junit"].read_text()
+    assert words in files["html"].read_text()
+    assert "not everything was compared" in files["html"].read_text()
+
+
+def test_layers_without_attention_over_keys_are_counted(capsys, tmp_path):
+    saved("qwen3_next", tmp_path / "model")
+    out = said(capsys, "run", "--model", tmp_path / "model", "--backends", "torch", "--quiet")
+    count = sum(layer.spec is None for layer in specs_of(tmp_path / "model"))
+    words = f"nothing to compare in {count} layer{'s' * (count > 1)} (linear_attention is not attention over keys)"
+    assert words in out.splitlines()[-1]
+
+
+def test_a_length_that_a_window_needs_is_in_the_verdict(gemma, capsys, tmp_path):
+    folder = tmp_path / "wide"
+    shutil.copytree(gemma, folder)
+    config = json.loads((folder / "config.json").read_text()) | {"sliding_window": 10}
+    (folder / "config.json").write_text(json.dumps(config))
+    path = tmp_path / "r.json"
+    command = ("run", "--model", folder, "--backends", "torch", "--quiet", "--json", path)
+    *_, line, _ = said(capsys, *command, "--against", "transformers").splitlines()
+    assert line.startswith("NOT exercised by 9 tokens: a window of 10 in layer-0, layer-1, ")
+    assert "(--seq-len 11 would)" in line
+    (entry,) = json.loads(path.read_text())["not_exercised"]
+    assert (entry["what"], entry["num_tokens"], entry["needed"]) == ("a window of 10", 9, 11)
+    assert "NOT exercised" not in said(capsys, *command, "--against", "transformers", "--seq-len", "11")
+    assert json.loads(path.read_text())["not_exercised"] == []
+
+
+@pytest.mark.parametrize("length", ["3", "0", "-1", "131073", "100000"])
+def test_a_length_that_cannot_run_is_a_line(length, gemma, capsys):
+    out = said(capsys, "run", "--model", gemma, "--backends", "torch", f"--seq-len={length}", status=2)
+    assert len(out.splitlines()) == 1
+    assert refuses("…").is_printed_in(out) or "seq" in out
+
+
+def test_a_length_needs_a_model_or_weights(capsys):
+    out = said(capsys, "run", "--seq-len", "12", status=2)
+    assert refuses("--seq-len").is_printed_in(out)
 
 
 def test_modules_are_asked_for_where_a_configuration_tells_which(llama, capsys, tmp_path):

@@ -283,7 +283,11 @@ def test_without_gradients_the_other_stages_are_compared_and_that_is_said_once()
     assert not report.failed
     assert {c.backend for c in report.comparisons if "grad." in c.stage} == {"jax"}
     assert sum(c.backend == "torch" for c in report.comparisons) == 2 * 11
-    assert report.warnings == ["torch has no gradients: its other stages are compared"]
+    whose = [(each.case, each.backend, each.reason, each.stage) for each in report.skipped_cases]
+    assert whose == [(case, "torch", "torch has no gradients", "gradients") for case in ("textbook", "full")]
+    (entry,) = report.not_compared
+    assert entry.what == "torch, gradients of 2 cases in float32"
+    assert report.status == 2
 
 
 def test_gradients_that_should_be_there_and_are_not_are_failures(monkeypatch):
@@ -361,8 +365,10 @@ def test_a_nan_that_a_backend_swallows_fails_and_is_named(monkeypatch):
 
 def test_gradients_that_are_not_compared_are_told():
     report = run_cases([CASES["nan-visible-causal"], CASES["nan-hidden-cross"]], ["torch"], with_gradients=True)
-    words = "gradients are not compared if a query is NaN, because all of them are then NaN: nan-visible-causal"
-    assert report.warnings == [words]
+    (entry,) = report.not_compared
+    words = (entry.what, entry.reason, entry.labels)
+    assert words == ("gradients of 1 case", "if a query is NaN, all of them are NaN", ["nan-visible-causal"])
+    assert report.status == 0  # there is nothing to compare
     assert {c.case for c in report.comparisons if "grad." in c.stage} == {"nan-hidden-cross"}
 
 

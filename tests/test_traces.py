@@ -169,7 +169,7 @@ def test_a_missing_trace_is_in_the_exit_status_and_in_every_report(traces, tmp_p
     files = {name: tmp_path / f"r.{name}" for name in ("json", "xml")}
     assert main(["compare", str(traces), str(other), "--json", str(files["json"]), "--junit", str(files["xml"])]) == 2
     out = capsys.readouterr().out
-    assert "0 failed, 1 trace missing" in out
+    assert f"0 failed; NOT compared: torch ({other}), 1 case in bfloat16 (no trace of it" in out
     assert f"warning: torch ({other}) has no trace of decode in bfloat16" in out
     content = json.loads(files["json"].read_text())
     assert content["summary"]["missing"] == 1
@@ -280,12 +280,14 @@ def test_a_backend_asked_for_by_name_may_be_joined(tt_traces):
 
 
 def test_joined_traces_without_gradients_are_told(tt_traces, tmp_path):
-    assert joined(tt_traces, with_gradients=True).warnings == []
+    assert joined(tt_traces, with_gradients=True).status == 0
     run_cases([CASES["textbook"]], ["torch"], traces=tmp_path / "other")
     folder = tmp_path / "other"
-    assert joined(folder, with_gradients=True).warnings == [
-        f"torch ({folder}) has no gradients: its other stages are compared"
-    ]
+    report = joined(folder, with_gradients=True)
+    (entry,) = report.not_compared
+    assert entry.what.startswith(f"torch ({folder}), gradients of ")
+    assert entry.reason == "these traces have no gradients"
+    assert report.status == 2
 
 
 def test_what_was_skipped_where_the_traces_were_made_is_skipped_and_not_lacking(tmp_path, monkeypatch):

@@ -6,7 +6,13 @@ import argparse
 
 from parity.cli.help import Page, Result
 from parity.cli.messages import refusal
-from parity.cli.reports import add_length_options, add_report_options, attention_maps, print_and_write
+from parity.cli.reports import (
+    add_length_options,
+    add_report_options,
+    add_skip_option,
+    attention_maps,
+    print_and_write,
+)
 
 PAGE = Page(
     "check traces saved elsewhere, or recordings of models",
@@ -21,6 +27,7 @@ PAGE = Page(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("traces", nargs="+", metavar="INPUT", help="folders of traces, single traces, or recordings")
     parser.add_argument("--model", metavar="FOLDER", help="with recordings: the model, with config.json and weights")
+    add_skip_option(parser)
     add_length_options(parser)
     add_report_options(parser)
 

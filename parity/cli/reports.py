@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import Any
 
 from parity.cli.help import Result
@@ -12,7 +13,16 @@ def add_length_options(parser: argparse._ActionsContainer) -> None:
     """Add the options for the length of a printed report."""
     length = parser.add_mutually_exclusive_group()
     length.add_argument("-v", "--verbose", action="store_true", help="print every comparison")
-    length.add_argument("-q", "--quiet", action="store_true", help="print failures and the last line only")
+    length.add_argument("-q", "--quiet", action="store_true", help="print failures and the verdict only")
+
+
+def add_skip_option(parser: argparse._ActionsContainer) -> None:
+    """Add the option that makes a report with gaps a success."""
+    parser.add_argument(
+        "--allow-skipped",
+        action="store_true",
+        help="exit with 0 even if something was not compared; some of it must be",
+    )
 
 
 def add_report_options(parser: argparse._ActionsContainer) -> None:
@@ -44,6 +54,7 @@ def print_and_write(options: argparse.Namespace, results: Any, maps: Any) -> Res
     from parity.reporting.console import console
     from parity.reporting.run import print_report
 
+    results = replace(results, allow_skipped=options.allow_skipped)
     print_report(results, console(), verbose=options.verbose, quiet=options.quiet)
     if options.junit is not None:
         from parity.reporting.junit import write_junit

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,10 +13,16 @@ from typing import TYPE_CHECKING, Any
 from parity.backends import BACKENDS
 from parity.cli.cases import cases_named
 from parity.cli.help import Page, Result
-from parity.cli.layers import add_layer_options, layer_options, said_of_layers, warn_of_parts
+from parity.cli.layers import add_layer_options, layer_options, said_of_layers
 from parity.cli.messages import no_framework, refusal
 from parity.cli.options import check_names, check_range, dtype_list, flag_of, name_list, named_path, range_list
-from parity.cli.reports import add_length_options, add_report_options, attention_maps, print_and_write
+from parity.cli.reports import (
+    add_length_options,
+    add_report_options,
+    add_skip_option,
+    attention_maps,
+    print_and_write,
+)
 
 if TYPE_CHECKING:
     from parity.core.case import Case
@@ -47,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("transformers",),
         help="with --model: also check transformers' own modules; observe a model of an unknown family",
     )
+    what.add_argument("--seq-len", type=int, metavar="N", help="tokens of --model or --weights; default: 9")
 
     how = parser.add_argument_group("how to run")
     how.add_argument(
@@ -91,6 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     output = parser.add_argument_group("output")
     output.add_argument("--save-traces", metavar="DIR", help="save every stage, for `compare` and --join")
+    add_skip_option(output)
     add_length_options(output)
     add_report_options(output)
 
@@ -102,12 +111,16 @@ def run(options: argparse.Namespace) -> Result:
     from parity.core.case import DTYPES
     from parity.reporting.console import progress_bar
     from parity.running.elsewhere import Elsewhere
-    from parity.running.models import cases_of
+    from parity.running.lengths import not_exercised
+    from parity.running.models import LONGEST, SEQ_LEN, SHORTEST, cases_of
     from parity.running.run import run_cases
 
     check_names("--backends", options.backends, BACKENDS)
     check_names("--dtypes", options.dtypes, DTYPES)
     check_range(options, "jobs", 1)
+    if options.seq_len is not None:
+        check_range(options, "seq_len", SHORTEST, LONGEST)
+    seq_len = SEQ_LEN if options.seq_len is None else options.seq_len
     if options.jobs > 1 and options.model is not None:
         raise refusal("--jobs", "be 1 with --model, because layers are read one at a time", {"--jobs": options.jobs})
     cases, maps = _chosen_cases(options), attention_maps(options)
@@ -125,12 +138,14 @@ def run(options: argparse.Namespace) -> Result:
     told = {"with_gradients": options.grad, "mesh": _mesh(options, backends), "on_judged": maps}
     told["device"] = "cpu" if "torch" in pythons else options.device
     if options.model is not None:
+        told["seq_len"] = seq_len
         results = _run_model(options, told)
         return print_and_write(options, results, maps)
-    weights = None
+    weights, spec, name = None, None, ""
     if options.weights is not None:
         weights, spec = load(options.weights, options.layout, prefix=options.prefix, **layer_options(options))
-        cases = cases_of(f"weights-{Path(options.weights).stem}", spec)
+        name = f"weights-{Path(options.weights).stem}"
+        cases = cases_of(name, spec, seq_len=seq_len)
     runs = sum(1 if case.dtype else len(options.dtypes) for case in cases) * len(backends)
     with progress_bar(runs) as on_case, ExitStack() as stack:
         num_processes = max(options.jobs, 1) + len(pythons)
@@ -142,12 +157,16 @@ def run(options: argparse.Namespace) -> Result:
         told |= {"weights": weights, "traces": options.save_traces, "join": join, "on_case": on_case}
         told["jobs"] = options.jobs
         results = run_cases(cases, options.backends, options.dtypes, **told)
+    if spec is not None:
+        results = replace(results, not_exercised=not_exercised([(name, spec)], seq_len, options.dtypes))
     return print_and_write(options, results, maps)
 
 
 def _told_elsewhere(options: argparse.Namespace, backend: str) -> list[str]:
     """Return the words of `mha-parity run` for the same cases on a backend with another Python."""
     told = ["--backends", backend, "--dtypes", ",".join(options.dtypes), "--random", str(options.random)]
+    # What it skips counts in the report of all.
+    told.append("--allow-skipped")
     given = {name: getattr(options, name) for name in ("cases", "mesh", "virtual_devices", "axis_types")}
     told += [word for name, value in given.items() if value is not None for word in (flag_of(name), str(value))]
     told += ["--device", options.device] if backend == "torch" else []
@@ -180,7 +199,8 @@ def _check_weight_options(options: argparse.Namespace) -> None:
     """Reject options about weights without weights, and options about cases with weights."""
     source = "--model" if options.model is not None else "--weights"
     if getattr(options, source[2:]) is None:
-        if needless := said_of_layers(options):
+        needless = said_of_layers(options) + (["--seq-len"] if options.seq_len is not None else [])
+        if needless:
             raise refusal(", ".join(needless), "be passed with --weights or --model")
     elif options.cases is not None or options.random or options.save_traces or options.join or options.python:
         raise refusal(source, "not be combined with --cases, --random, --save-traces, --join or --python")
@@ -197,7 +217,6 @@ def _run_model(options: argparse.Namespace, told: dict[str, Any]) -> Report:
 
     if options.against == "transformers" and find_spec("transformers") is None:
         raise ModuleNotFoundError("--against transformers needs transformers; pip install transformers")
-    warn_of_parts(options.model)
     with progress_bar(None) as on_case:
         try:
             return run_model(

@@ -32,11 +32,13 @@ def compare(options: argparse.Namespace) -> Result:
 
     if options.model is None:
         _check_no_report({"--html": options.html, "--junit": options.junit})
-        return _compare_two(options.traces, with_table=True)
+        status, content = _compare_two(options.traces, with_table=True)
+        # Layers of one recording alone have nothing to be compared with.
+        is_less = bool(content["alone"]) and not options.allow_skipped
+        return 2 if status == 0 and is_less else status, content
     maps = attention_maps(options)
     verdicts = compare_with(options.model, options.traces)
-    _, content = print_and_write(options, report_of(verdicts), maps)
-    return 0 if all(verdict.passed for verdict in verdicts.values()) else 1, content
+    return print_and_write(options, report_of(verdicts), maps)
 
 
 def diagnose(options: argparse.Namespace) -> Result:

@@ -103,9 +103,7 @@ def _in_files(model: Any, path: str, layers: Iterable[ModelLayer]) -> Iterator[t
     """Yield the layers that a model's module is, by the names in the model's files, with its tensors in that form."""
     tensors = {f"{path}.{name}": tensor for name, tensor in model.get_submodule(path).state_dict().items()}
     if hasattr(model, "config"):
-        from transformers.core_model_loading import revert_weight_conversion
-
-        tensors = dict(revert_weight_conversion(model, tensors))
+        tensors = names_in_files(model, tensors)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for layer in layers:
         cut = {name: f".{name}".rpartition(f".{layer.path}.") for name in tensors}
@@ -114,6 +112,13 @@ def _in_files(model: Any, path: str, layers: Iterable[ModelLayer]) -> Iterator[t
             held = {short: tensors[name] for name, (*_, short) in cut.items()}
             lent = {short: f"{min(begins)}.{other}"[1:] for short, other in layer.shared.items() if short not in held}
             yield layer, held | {short: parameters[name] for short, name in lent.items() if name in parameters}
+
+
+def names_in_files(model: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return tensors of a transformers model, named as in memory, by the names and in the form of the model's files."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return dict(revert_weight_conversion(model, dict(tensors)))
 
 
 def _in_memory(

@@ -24,7 +24,14 @@ from parity.core.trace import Reference, Trace
 from parity.files.target import write_whole
 from parity.reporting.console import short_ratio
 from parity.reporting.plot import downsample
-from parity.reporting.summary import reproduction, sent_by_program, skipped_reasons, summary_line, worst_of
+from parity.reporting.summary import (
+    not_exercised_line,
+    reproduction,
+    sent_by_program,
+    skipped_reasons,
+    summary_line,
+    worst_of,
+)
 from parity.running.report import Report, flattened
 from parity.text import printable
 
@@ -184,6 +191,7 @@ def html_page(report: Report, maps: Mapping[Key, AttentionMap] | None = None) ->
         policy=f"default-src 'none'; img-src data:; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'",
         report=report,
         verdict=summary_line(report).plain,
+        not_exercised=not_exercised_line(report),
         layers=_layers(report),
         cases=_cases(report, maps or {}),
         sent=sent_by_program(report),
@@ -225,7 +233,7 @@ def _level(share: float) -> int:
 
 def _cases(report: Report, maps: Mapping[Key, AttentionMap]) -> list[dict[str, Any]]:
     """Return the results of every backend for each case and dtype."""
-    skipped = {(skipped.case, skipped.dtype, skipped.backend): skipped.reason for skipped in report.skipped_cases}
+    skipped = {(each.case, each.dtype, each.backend): each.reason for each in report.skipped_cases if not each.stage}
     groups = report.groups()
     backends = list(dict.fromkeys(backend for _, _, backend in [*groups, *skipped]))
     pairs = list(dict.fromkeys((case, dtype) for case, dtype, _ in [*groups, *skipped]))

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 from parity.core.compare import Comparison, first_difference
 from parity.files.target import write_whole
-from parity.reporting.summary import reproduction
+from parity.reporting.summary import not_exercised_line, reproduction, summary_line
 from parity.running.report import Report
 from parity.sharding.mesh import words_of
 from parity.text import printable
@@ -18,8 +18,10 @@ def write_junit(path: str | os.PathLike[str], report: Report) -> None:
 
     Each backend and dtype is a test suite, and each case a test case. It fails with the text of its first difference.
     It is an error if the backend raised one or its trace is missing, or skipped with the reason. A program whose
-    devices send too much is a test case that fails. A backend that did not run is a suite of one skipped test. Tests
-    of the pytest plugin keep their class and name. There are no times, so that the bytes depend on the results only.
+    devices send too much is a test case that fails. A backend that did not run is a suite of one skipped test, and
+    parts of a model that were not compared are skipped tests of a suite of their own. The output of each suite has the
+    last lines of the printed report. Tests of the pytest plugin keep their class and name. There are no times, so that
+    the bytes depend on the results only.
 
     Raises:
         OSError: if the file cannot be written.
@@ -42,18 +44,28 @@ def junit_xml(report: Report) -> bytes:
         suites.setdefault(f"{sent.backend} {sent.dtype}", []).append(test)
     for tag, more, unjudged in (("skipped", {}, report.skipped_cases), ("error", {"type": "missing"}, report.missing)):
         for each in unjudged:
-            test = _test(each.case, each.dtype, each.backend)
+            name = each.case if each.stage is None else f"{each.case}-{each.stage}"
+            test = _test(name, each.dtype, each.backend)
             test.append(_element(tag, message=each.reason, **more))
             suites.setdefault(f"{each.backend} {each.dtype}", []).append(test)
     for backend, reason in report.skipped.items():
         test = _element("testcase", classname=backend, name="every case")
         test.append(_element("skipped", message=reason))
         suites.setdefault(backend, []).append(test)
+    for part in report.left_out:
+        test = _element("testcase", classname="not compared", name=part.what)
+        test.append(_element("skipped", message=part.reason))
+        suites.setdefault("not compared", []).append(test)
 
     everything = [test for tests in suites.values() for test in tests]
     totals = _counts(everything)
     del totals["skipped"]  # some schemas allow it for suites only
     root = _element("testsuites", name="mha-parity", **totals)
+    output = [f"warning: {warning}" for warning in report.warnings]
+    if report.not_compared:
+        output.append(summary_line(report).plain)
+    if report.not_exercised:
+        output.append(not_exercised_line(report))
     for name, tests in suites.items():
         suite = _element("testsuite", name=name, **_counts(tests))
         properties = _element("properties")
@@ -61,8 +73,8 @@ def junit_xml(report: Report) -> bytes:
         if len(properties):
             suite.append(properties)
         suite.extend(tests)
-        if report.warnings:
-            suite.append(_element("system-out", "\n".join(f"warning: {warning}" for warning in report.warnings)))
+        if output:
+            suite.append(_element("system-out", "\n".join(output)))
         root.append(suite)
     ElementTree.indent(root)
     return ElementTree.tostring(root, encoding="utf-8", xml_declaration=True) + b"\n"

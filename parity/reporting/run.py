@@ -13,7 +13,14 @@ from parity.core.compare import Comparison
 from parity.core.stages import stage_named
 from parity.reporting.console import NARROWEST, print_table, short_ratio
 from parity.reporting.diagnosis import print_failure
-from parity.reporting.summary import reproduction, sent_by_program, skipped_reasons, summary_line, worst_of
+from parity.reporting.summary import (
+    not_exercised_line,
+    reproduction,
+    sent_by_program,
+    skipped_reasons,
+    summary_line,
+    worst_of,
+)
 
 if TYPE_CHECKING:
     from parity.running.report import Report
@@ -22,9 +29,10 @@ DETAILED_FAILURES = 5  # in full on the terminal; all are in the JSON
 
 
 def print_report(report: Report, out: Console, *, verbose: bool = False, quiet: bool = False) -> None:
-    """Print a report: cases, stages, differences, skipped cases with reasons, and a last line.
+    """Print a report: cases, stages, differences, what was not compared with reasons, and a last line.
 
-    `verbose` adds every comparison and all of each diagnosis; `quiet` leaves only what is wrong and the last line.
+    `verbose` adds every comparison and all of each diagnosis. `quiet` leaves only what is wrong, what the lengths did
+    not exercise, and the last line, which says what was not compared.
     """
     if verbose:
         print_comparison_table(report, out)
@@ -49,6 +57,8 @@ def print_report(report: Report, out: Console, *, verbose: bool = False, quiet: 
             out.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
         for reason in skipped_reasons(report):
             out.print(Text(f"skipped: {reason}", style="yellow"), soft_wrap=True)
+    if words := not_exercised_line(report):
+        out.print(Text(words, style="yellow"), soft_wrap=True)
     out.print(summary_line(report), soft_wrap=True)
 
 
@@ -66,8 +76,9 @@ def print_collectives(report: Report, out: Console) -> None:
 
 def print_case_table(report: Report, out: Console) -> None:
     """Print the worst stage and its share of the budget, one row per case and dtype, one column per backend."""
-    skipped = {(skipped.case, skipped.dtype, skipped.backend) for skipped in report.skipped_cases}
-    groups = {**report.groups(), **{key: [] for key in sorted(skipped)}}
+    groups = report.groups()
+    for key in sorted((skipped.case, skipped.dtype, skipped.backend) for skipped in report.skipped_cases):
+        groups.setdefault(key, [])
     backends = list(dict.fromkeys(backend for _, _, backend in groups))
     # A case that has one dtype of its own has it in its name.
     dtypes = {dtype for case, dtype, _ in groups if (known := find_case(case)) is None or known.dtype is None}

@@ -31,6 +31,8 @@ REPORT = {
     "warnings": "circumstances that make results less comparable",
     "summary": "numbers of stages that passed and failed, of skipped backends and cases, and of missing traces",
     "results": "a record for each stage of each case, dtype and backend; those without a result have a `reason`",
+    "not_compared": "what was not compared, by reason; `is_open` if it was asked for, which makes the exit status 2",
+    "not_exercised": "features of layers of a model that more tokens would test, and how many",
     "collectives": "traffic between devices, for cases on a mesh",
     "diagnoses": "a diagnosis for each of the first failed cases",
 }
@@ -73,9 +75,9 @@ FINDING = {
 }
 
 SCHEMAS = {
-    "run": Schema(2, {"": REPORT}),
+    "run": Schema(3, {"": REPORT}),
     "compare": Schema(
-        2, {"traces, or recordings with `--model`": REPORT, "two recordings without `--model`": TWO_RECORDINGS}
+        3, {"traces, or recordings with `--model`": REPORT, "two recordings without `--model`": TWO_RECORDINGS}
     ),
     "conformance": Schema(1, {"": {"packages": "versions of packages", "subjects": "answers of each implementation"}}),
     "mutate": Schema(

@@ -1,4 +1,4 @@
-"""Parts of a report that the terminal, the page and JUnit share: last line, skipped cases, commands to repeat."""
+"""Parts of a report that the terminal, the page and JUnit share: last lines, skipped cases, commands to repeat."""
 
 from __future__ import annotations
 
@@ -12,34 +12,67 @@ from parity.core.cases import find_case
 from parity.core.compare import first_difference
 from parity.core.stages import stage_named
 from parity.sharding.mesh import words_of
-from parity.text import and_listed, counted
+from parity.text import and_listed, counted, some_of
 
 if TYPE_CHECKING:
     from parity.core.compare import Comparison
     from parity.running.report import Report
 
 
+MOST_IN_LINE = 3
+"""Entries of what was not compared in the last line; lines above it have all."""
+
+STYLES = {0: "bold green", 1: "bold red", 2: "bold yellow"}
+"""Style of the last line for each exit status."""
+
+
 def summary_line(report: Report) -> Text:
-    """Return one line: how many stages agree, how many do not, and how much was skipped."""
+    """Return one line: how many stages agree, how many do not, and what was not compared."""
     summary, groups = report.summary, report.groups()
+    less = _not_compared_words(report)
     if not groups:
-        return Text("nothing was compared", style="bold yellow")
+        return Text(f"nothing was compared{less}", style="bold yellow")
     backends = sorted({backend for _, _, backend in groups})
     count = len({case for case, _, _ in groups})
     one = len(backends) == 1
     verdict = ("agrees" if one else "agree") if not summary["failed"] else ("does" if one else "do") + " NOT agree"
     counts = f"{summary['passed']} stages passed, {summary['failed']} failed"
-    numbers = {"backend": len(report.skipped), "case": len(report.skipped_cases)}
-    skipped = " and ".join(counted(number, what) for what, number in numbers.items() if number)
-    counts += f", {skipped} skipped" if skipped else ""
-    counts += f", {counted(len(report.needless), 'program')} sent more than needed" if report.needless else ""
-    counts += f", {counted(len(report.missing), 'trace')} missing" if report.missing else ""
+    if report.skipped:
+        counts += f", {counted(len(report.skipped), 'backend')} skipped"
+    if report.needless:
+        counts += f", {counted(len(report.needless), 'program')} sent more than needed"
     by_reference = all(comparison.by_reference for comparison in report.comparisons)
     expected = "the float64 reference" if by_reference else "the expected values"
     return Text(
-        f"{and_listed(backends)} {verdict} with {expected}: {counted(count, 'case')}, {counts}",
-        style="bold red" if report.status else "bold green",
+        f"{and_listed(backends)} {verdict} with {expected}: {counted(count, 'case')}, {counts}{less}",
+        style=STYLES[report.status],
     )
+
+
+def _not_compared_words(report: Report) -> str:
+    """Return the end of the last line: what was not compared, with the reasons; empty if everything was."""
+    wanted = [f"{each.what} ({each.reason})" for each in report.not_compared if each.is_open]
+    others = [f"{each.what} ({each.reason})" for each in report.not_compared if not each.is_open]
+    words = ""
+    if wanted:
+        permitted = ", as --allow-skipped permits" if report.allow_skipped else ""
+        words += f"; NOT compared{permitted}: {some_of(wanted, MOST_IN_LINE)}"
+    if others:
+        words += f"; nothing to compare in {some_of(others, MOST_IN_LINE)}"
+    return words
+
+
+def not_exercised_line(report: Report) -> str:
+    """Return in a line what the length of the sequences left untested, and the length that tests it; or nothing."""
+    if not report.not_exercised:
+        return ""
+    entries = []
+    for each in report.not_exercised:
+        where = some_of(each.layers, MOST_IN_LINE)
+        memory = f", with about {each.gib:.0f} GiB of memory" if each.gib >= 1.0 else ""
+        entries.append(f"{each.what} in {where} (--seq-len {each.needed} would{memory})")
+    number = report.not_exercised[0].num_tokens
+    return f"NOT exercised by {counted(number, 'token')}: {'; '.join(entries)}"
 
 
 def worst_of(comparisons: list[Comparison]) -> Comparison:
@@ -48,12 +81,16 @@ def worst_of(comparisons: list[Comparison]) -> Comparison:
 
 
 def skipped_reasons(report: Report) -> list[str]:
-    """Return each reason for which something was skipped, once."""
-    reasons = Counter((skipped.backend, skipped.dtype, skipped.reason) for skipped in report.skipped_cases)
-    return [
-        *report.skipped.values(),
-        *(f"{backend}, {dtype}: {why} ({counted(n, 'case')})" for (backend, dtype, why), n in reasons.items()),
-    ]
+    """Return each reason for which something was not compared, once."""
+    cases = Counter((each.backend, each.dtype, each.stage, each.reason) for each in report.skipped_cases)
+    reasons = [*report.skipped.values()]
+    for (backend, dtype, stage, reason), number in cases.items():
+        whose = ", ".join(filter(None, (backend, dtype, stage)))
+        reasons.append(f"{whose}: {reason} ({counted(number, 'case')})")
+    for each in report.left_out:
+        whose = f"{each.what} of {some_of(each.labels)}" if each.labels else each.what
+        reasons.append(f"{whose}: {each.reason}")
+    return reasons
 
 
 class Sent(NamedTuple):

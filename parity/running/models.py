@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
-from mha_spec import AttentionSpec, Refusal
+from mha_spec import AttentionSpec, GridBias, Refusal
 from parity.conversion.hints import LayerKeywords
-from parity.conversion.layers import FileLayer, open_layers
+from parity.conversion.layers import FileLayer, OpenLayers, open_model
+from parity.conversion.not_compared import NotCompared
 from parity.core import reference
 from parity.core.case import Case
 from parity.core.compare import SAME_PRECISION, Label, compare
@@ -21,10 +23,12 @@ from parity.core.stages import run_steps
 from parity.files.small import check_small_files
 from parity.identification.folders import is_unknown, observe_folder, observed_file
 from parity.models.config import read_config
+from parity.models.specs import layers_of_parts, unknown_parts
+from parity.running.lengths import check_memory, not_exercised
 from parity.running.report import Report, SkippedCase
 from parity.running.run import OnJudged, run_cases
 from parity.sharding.mesh import MeshPlan
-from parity.text import printable, some_of
+from parity.text import counted, printable, some_of
 
 if TYPE_CHECKING:
     from parity.foreign.transformers import Skeleton
@@ -34,7 +38,21 @@ AGAINST = ("transformers",)
 """Libraries whose own modules run in addition to the backends."""
 
 
-def cases_of(name: str, spec: AttentionSpec, *, is_causal: bool | None = None, is_cross: bool = False) -> list[Case]:
+SEQ_LEN = 9
+"""Default number of tokens."""
+
+SHORTEST, LONGEST = 4, 1 << 17
+"""Smallest number of tokens, a prompt and two steps, and the largest."""
+
+
+def cases_of(
+    name: str,
+    spec: AttentionSpec,
+    *,
+    is_causal: bool | None = None,
+    is_cross: bool = False,
+    seq_len: int = SEQ_LEN,
+) -> list[Case]:
     """Return the cases for a layer of a file: cross-attention, or causal with and without a cache, or not causal.
 
     Args:
@@ -42,16 +60,33 @@ def cases_of(name: str, spec: AttentionSpec, *, is_causal: bool | None = None, i
         spec: the layer.
         is_causal: True if tokens attend to no later token; None, if unknown, returns causal and other cases.
         is_cross: True if the keys come from another sequence; implied by another width of keys.
+        seq_len: number of tokens, for cross-attention of the keys.
+
+    Raises:
+        ValueError: if there are fewer than `SHORTEST` tokens, more than `LONGEST`, more than a grid of biases has, or
+            more than fit into memory.
     """
+    if not SHORTEST <= seq_len <= LONGEST:
+        raise Refusal("seq_len", f"be from {SHORTEST} to {LONGEST}", seq_len=seq_len)
+    bias = spec.relative_bias
+    if isinstance(bias, GridBias) and bias.num_tokens < seq_len:
+        if seq_len != SEQ_LEN:
+            raise Refusal("seq_len", f"be at most {bias.num_tokens}, the tokens of the grid of {name}", seq_len=seq_len)
+        seq_len = bias.num_tokens
+    check_memory(spec, seq_len)
     name = printable(name, keep="")  # made of a file's
     if is_cross or spec.d_kv != spec.d_in:
-        return [Case(f"{name}-cross", spec, "queries and keys of different sequences", seq_len=6, seq_len_k=9)]
-    full = Case(f"{name}-full", spec, "every token attends to every token", seq_len=9)
-    causal = [
-        Case(f"{name}-causal", spec, "no token attends to a later one", seq_len=9, is_causal=True),
-        Case(f"{name}-decode", spec, "a prompt, then token by token", seq_len=7, chunks=(5, 1, 1), capacity=8),
-    ]
-    return [full] * (is_causal is not True) + causal * (is_causal is not False)
+        num_queries = seq_len - seq_len // 3
+        about = "queries and keys of different sequences"
+        return [Case(f"{name}-cross", spec, about, seq_len=num_queries, seq_len_k=seq_len)]
+    full = Case(f"{name}-full", spec, "every token attends to every token", seq_len=seq_len)
+    causal = Case(f"{name}-causal", spec, "no token attends to a later one", seq_len=seq_len, is_causal=True)
+    chunks = (seq_len - 2, 1, 1)
+    about = "a prompt, then token by token"
+    decode = Case(f"{name}-decode", spec, about, seq_len=seq_len, chunks=chunks, capacity=seq_len + 1)
+    if is_causal is None:
+        return [full, causal, decode]
+    return [causal, decode] if is_causal else [full]
 
 
 def run_model(
@@ -61,6 +96,7 @@ def run_model(
     *,
     layers: Collection[int] | None = None,
     against: str | None = None,
+    seq_len: int = SEQ_LEN,
     with_gradients: bool = False,
     mesh: MeshPlan | None = None,
     device: str = "cpu",
@@ -80,10 +116,12 @@ def run_model(
         layers: numbers of the layers; default: all.
         against: `transformers`, to also compare the output of the library's own module, in float32. If no rules
             describe the model, its layers are observed, and the warnings of the report have the evidence.
+        seq_len: number of tokens. The report lists features of the layers that more tokens would test.
         layout, prefix, said: arguments of `load`.
 
     Returns:
-        The report of all layers. The cases are named after layers: `layer-17-decode`.
+        The report of all layers. The cases are named after layers: `layer-17-decode`. Attention layers of the model
+        that are not read count as not compared, unless `layers` or `prefix` selects some.
 
     Raises:
         ModuleNotFoundError, OSError, ValueError: as `run_cases` and `load`, or if a layer does not exist.
@@ -91,12 +129,15 @@ def run_model(
     if against not in (None, *AGAINST):
         raise Refusal("against", f"be one of {', '.join(AGAINST)}", against=against)
     reports: list[Report] = []
+    specs: list[tuple[str, AttentionSpec]] = []
+    cases_by_layer: dict[str, list[Case]] = {}
     is_told = layout is not None or any(value is not None for value in said.values())
     is_observed = against is not None and not is_told and is_unknown(path)
     observed = {layer.name: layer for layer in observe_folder(path)} if is_observed else {}
     with ExitStack() as stack:
         source = stack.enter_context(observed_file([*observed.values()])) if observed else path
-        found = stack.enter_context(open_layers(source, layout, prefix=prefix, **said))
+        opened = stack.enter_context(open_model(source, layout, prefix=prefix, **said))
+        found = opened.layers
         names = names_of(found)
         chosen = chosen_layers(found, layers)
         if against and (
@@ -108,11 +149,20 @@ def run_model(
                 f"against={against!r} for {some_of(unknown)}",
             )
         skeleton = skeleton_of(path) if against and not observed else None
+        # All before any of them runs, because a length that does not fit one is an error.
         for layer in chosen:
-            weights, spec = layer.load()
             live = observed.get(layer.label)
-            is_causal = live.is_causal if live else None if layer.model is None else layer.model.is_causal
-            cases = cases_of(names[layer.label], spec, is_cross=layer.is_cross, is_causal=is_causal)
+            is_causal = None
+            if live is not None:
+                is_causal = live.is_causal
+            elif layer.model is not None:
+                is_causal = layer.model.is_causal
+            about: dict[str, Any] = {"is_cross": layer.is_cross, "is_causal": is_causal, "seq_len": seq_len}
+            cases_by_layer[layer.label] = cases_of(names[layer.label], layer.spec, **about)
+        for layer in chosen:
+            live, cases = observed.get(layer.label), cases_by_layer[layer.label]
+            weights, spec = layer.load()
+            specs.append((names[layer.label], spec))
             told = {"with_gradients": with_gradients, "weights": weights, "mesh": mesh, "device": device}
             received = _received(layer, found, cases)
             one = run_cases(cases, backends, dtypes, **told, received=received, on_case=on_case, on_judged=on_judged)
@@ -124,14 +174,47 @@ def run_model(
             reports.append(one)
     if not reports:
         raise Refusal("there", "be an attention layer to run", f"none in {path}")
+    report = reports[0]
     for one in reports[1:]:
-        reports[0].add(one)
-    for live in observed.values() if layers is None else ():
-        if live.spec is None:
-            reports[0].skipped_cases.append(SkippedCase(live.name, "float32", "transformers", live.refusal))
+        report.add(one)
+    if layers is None:
+        for live in observed.values():
+            if live.spec is None:
+                report.skipped_cases.append(SkippedCase(live.name, "float32", "transformers", live.refusal))
+    if layers is None and prefix is None:
+        report.left_out.extend(_left_out(path, opened, is_observed=bool(observed)))
     ran = (observed[layer.label] for layer in chosen if layer.label in observed)
-    reports[0].warnings.extend(f"no rules of a family, observed with random inputs: {each}" for each in ran)
-    return reports[0]
+    report.warnings.extend(f"no rules of a family, observed with random inputs: {each}" for each in ran)
+    return replace(report, not_exercised=not_exercised(specs, seq_len, dtypes))
+
+
+def _left_out(path: str | os.PathLike[str], opened: OpenLayers, *, is_observed: bool) -> Iterator[NotCompared]:
+    """Yield the layers of a model that no backend computed, although all were asked for.
+
+    Args:
+        path: the folder or file.
+        opened: its layers.
+        is_observed: the layers were found by observation, not by a configuration.
+    """
+    if opened.missing:
+        what = f"{counted(len(opened.missing), 'layer')}, {some_of(opened.missing)}"
+        yield NotCompared(what, f"not in {path}, although its config.json describes them")
+    if opened.others:
+        reason = f"not read, because the config.json of {path} does not describe them"
+        yield NotCompared(some_of(opened.others), reason)
+    if is_observed or not os.path.isdir(path):
+        return
+    try:
+        config = read_config(path)
+        unknown = unknown_parts(config)
+        kinds = Counter(layer.kind for layer in layers_of_parts(config) if layer.spec is None)
+    except (OSError, ValueError, RecursionError):  # no configuration, or one of which nothing was read
+        return
+    for name, reason in unknown.items():
+        yield NotCompared(printable(name or str(config["model_type"]), keep=""), printable(reason, keep=""))
+    for kind, number in kinds.items():
+        reason = f"{printable(kind, keep='')} is not attention over keys"
+        yield NotCompared(counted(number, "layer"), reason, is_open=False)
 
 
 def _received(layer: FileLayer, layers: Sequence[FileLayer], cases: Sequence[Case]) -> dict[str, dict[str, np.ndarray]]:
@@ -233,13 +316,15 @@ def _judge_own_module(report: Report, layer: FileLayer, problem: Problem, skelet
     if layer.model is None:
         skip("its configuration does not determine its module")
         return
+    from parity.foreign.transformers import NotAlone
+
     positions = case.positions() if case.spec.rope is not None and case.spec.rope.sections else None
     try:
         keys = problem.inputs.get("key")
         ran = skeleton.run(
             layer.model, layer.label, layer.tensors(), problem.inputs["query"], keys=keys, positions=positions
         )
-    except RuntimeError as error:
+    except NotAlone as error:
         skip(str(error))
         return
     problem = replace(problem, inputs={**problem.inputs, "query": ran.given})

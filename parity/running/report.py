@@ -1,18 +1,20 @@
-"""Results of a run: the comparison of every stage, skipped and missing cases, and the environment."""
+"""Results of a run: the comparison of every stage, what was not compared, and the environment."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from parity.conversion.not_compared import NotCompared
 from parity.core.compare import Comparison, Label, first_difference
 from parity.core.problem import Problem
 from parity.core.records import as_html
 from parity.core.trace import Reference
 from parity.diagnosis.diagnose import Diagnosis
+from parity.running.lengths import NotExercised
 from parity.sharding.mesh import Collectives
 from parity.text import counted, printable
 
@@ -22,12 +24,19 @@ MOST_SHOWN = 3
 
 @dataclass(frozen=True)
 class SkippedCase:
-    """A case that a backend cannot run in a dtype, with the reason."""
+    """A case that a backend did not run in a dtype, or some of whose stages it did not compute, with the reason.
+
+    Attributes:
+        case, dtype, backend: which case; the dtype is empty if it is unknown.
+        reason: why.
+        stage: `gradients` if only these were not computed; None for the whole case.
+    """
 
     case: str
     dtype: str
     backend: str
     reason: str
+    stage: str | None = None
 
 
 @dataclass(frozen=True)
@@ -36,14 +45,17 @@ class Report:
 
     Attributes:
         comparisons: comparisons in the order of the run.
-        skipped: by name, the reason why a backend did not run at all.
+        skipped: by name, the reason why a backend that nobody named did not run at all.
         environment: environment of the run.
         warnings: circumstances that make results less comparable than they look.
-        skipped_cases: cases that a backend does not support.
+        skipped_cases: cases that a backend did not run, or whose gradients it did not compute.
         diagnoses: diagnoses of the first failed cases, by case, dtype and backend.
         missing: traces that another backend has and this one lacks, among those that were read.
         collectives: traffic between devices, for cases on a mesh.
         layers: names of the cases that are layers of a model, in its order.
+        left_out: parts of a model or of all cases that no backend computed.
+        not_exercised: features of layers that sequences of this length cannot show.
+        allow_skipped: something that was not compared does not make the status 2.
     """
 
     comparisons: list[Comparison]
@@ -55,6 +67,9 @@ class Report:
     missing: list[SkippedCase] = field(default_factory=list)
     collectives: list[Collectives] = field(default_factory=list)
     layers: tuple[str, ...] = ()
+    left_out: list[NotCompared] = field(default_factory=list)
+    not_exercised: list[NotExercised] = field(default_factory=list)
+    allow_skipped: bool = False
 
     def __str__(self) -> str:
         counts = ", ".join(f"{number} {what}" for what, number in self.summary.items())
@@ -82,9 +97,29 @@ class Report:
         return {"passed": passed, "failed": failed, "skipped": skipped, "missing": len(self.missing)}
 
     @property
+    def not_compared(self) -> list[NotCompared]:
+        """What was not compared, one entry per reason; an open one was asked for."""
+        backends = {comparison.backend for comparison in self.comparisons}
+        missing = [replace(each, reason="no trace of it, though others have one") for each in self.missing]
+        entries = _by_reason([*self.skipped_cases, *missing], backends)
+        for each in self.left_out:
+            what = f"{each.what} of {counted(len(each.labels), 'case')}" if each.labels else each.what
+            entries.append(replace(each, what=what))
+        return entries
+
+    @property
     def status(self) -> int:
-        """The exit status of commands: 1 if a comparison failed or a program sent too much, 2 if a trace is missing."""
-        return 1 if self.failed or self.needless else 2 if self.missing else 0
+        """The exit status of commands.
+
+        1 if a comparison failed or a program sent too much. 2 if nothing was compared, or, unless that is allowed,
+        less than was asked for. Backends that nobody named do not count.
+        """
+        if self.failed or self.needless:
+            return 1
+        if not self.comparisons and not self.collectives:
+            return 2
+        is_less = any(each.is_open for each in self.not_compared)
+        return 2 if is_less and not self.allow_skipped else 0
 
     def groups(self) -> dict[tuple[str, str, str], list[Comparison]]:
         """The comparisons by case, dtype and backend."""
@@ -103,8 +138,14 @@ class Report:
         self.comparisons.extend(other.comparisons)
         self.warnings.extend(each for each in other.warnings if each not in self.warnings)
         self.skipped_cases.extend(other.skipped_cases)
+        self.missing.extend(other.missing)
         self.diagnoses.update(other.diagnoses)
         self.collectives.extend(other.collectives)
+        for each in other.left_out:
+            if each in self.left_out:
+                self.left_out[self.left_out.index(each)].labels.extend(each.labels)
+            else:
+                self.left_out.append(each)
 
     def settings(self) -> dict[str, str]:
         """Return the environment as one list of text: `packages.numpy`, `backends.torch.numerics.threads`, …"""
@@ -116,19 +157,41 @@ class Report:
             {"case": None, "backend": backend, "dtype": None, "stage": None, "status": "skipped", "reason": reason}
             for backend, reason in self.skipped.items()
         ]
-        skipped += [{**asdict(case), "stage": None, "status": "skipped"} for case in self.skipped_cases]
-        skipped += [{**asdict(case), "stage": None, "status": "missing"} for case in self.missing]
+        skipped += [{**asdict(case), "status": "skipped"} for case in self.skipped_cases]
+        skipped += [{**asdict(case), "status": "missing"} for case in self.missing]
         return {
             "environment": self.environment,
             "warnings": self.warnings,
             "summary": self.summary,
             "results": [*(comparison.to_dict() for comparison in self.comparisons), *skipped],
+            "not_compared": [each.to_dict() for each in self.not_compared],
+            "not_exercised": [each.to_dict() for each in self.not_exercised],
             "collectives": [collectives.to_dict() for collectives in self.collectives],
             "diagnoses": [
                 {"case": case, "dtype": dtype, "backend": backend, **diagnosis.to_dict()}
                 for (case, dtype, backend), diagnosis in self.diagnoses.items()
             ],
         }
+
+
+def _by_reason(cases: Sequence[SkippedCase], backends: Collection[str]) -> list[NotCompared]:
+    """Return what backends did not compute, one entry per backend, dtype and reason.
+
+    Args:
+        cases: the cases.
+        backends: the backends that computed something.
+    """
+    names: dict[tuple[str, str, str | None, str], list[str]] = {}
+    for each in cases:
+        names.setdefault((each.backend, each.dtype, each.stage, each.reason), []).append(each.case)
+    entries = []
+    for (backend, dtype, stage, reason), labels in names.items():
+        every = "" if backend in backends else "all "
+        of_stage = f"{stage} of " if stage is not None else ""
+        in_dtype = f" in {dtype}" if dtype else ""
+        what = f"{backend}, {of_stage}{every}{counted(len(labels), 'case')}{in_dtype}"
+        entries.append(NotCompared(what, reason, labels))
+    return entries
 
 
 def report_of_stages(

@@ -18,6 +18,7 @@ from mha_spec import Refusal
 from parity.backends import BACKENDS, load_backend, load_divided, why_missing
 from parity.backends.numerics import environment, on_device
 from parity.backends.record import record
+from parity.conversion.not_compared import NotCompared
 from parity.core.case import DTYPES, Case
 from parity.core.cases import CASES
 from parity.core.compare import Comparison
@@ -88,7 +89,7 @@ def run_cases(
         judged = _judge_all(_record_all(plan, joined, attempts, traces, on_case), on_judged)
     report = _report_of(judged, joined)
     if with_gradients:
-        report.warnings.extend(_without_gradients(cases))
+        report.left_out.extend(_without_gradients(cases))
     where = plan.where | ({"joined": {trace.folder: trace.environment for trace in joined}} if joined else {})
     return replace(report, skipped=plan.skipped(joined), environment=where)
 
@@ -187,15 +188,15 @@ def _check_device(backends: Sequence[str], jobs: int, mesh: MeshPlan | None, dev
         raise Refusal("device", "be cpu with a mesh, or without the backend torch", device=device)
 
 
-def _without_gradients(cases: Iterable[Case]) -> Iterator[str]:
-    """Yield warnings that name the cases whose gradients are not compared, and why."""
+def _without_gradients(cases: Iterable[Case]) -> Iterator[NotCompared]:
+    """Yield the cases whose gradients nothing could compare, and why."""
     without = [case for case in cases if not case.has_gradients]
-    for why, names in {
+    for reason, names in {
         "with a cache": [case.name for case in without if case.is_cached],
-        "if a query is NaN, because all of them are then NaN": [case.name for case in without if not case.is_cached],
+        "if a query is NaN, all of them are NaN": [case.name for case in without if not case.is_cached],
     }.items():
         if names:
-            yield f"gradients are not compared {why}: {', '.join(names)}"
+            yield NotCompared("gradients", reason, names, is_open=False)
 
 
 def _why_missing(backend: str, mesh: MeshPlan | None, named: Sequence[str] | None) -> str | None:
@@ -335,6 +336,12 @@ def _report_of(judged: Sequence[_Judged], joined: Iterable[Trace]) -> Report:
     """
     skipped = [SkippedCase(*each.place, each.trace.skipped) for each in judged if each.trace.skipped]
     ran = [each for each in judged if not each.trace.skipped]
+    for each in ran:
+        if each.lacks_gradients:
+            reason = f"{each.trace.backend} has no gradients"
+            if each.trace.folder:
+                reason = "these traces have no gradients"
+            skipped.append(SkippedCase(*each.place, reason, "gradients"))
     comparisons = [comparison for each in ran for comparison in each.comparisons]
     if not comparisons:
         raise Refusal("there", "be something to compare", f"{len(skipped)} skipped cases and no other")
@@ -344,8 +351,6 @@ def _report_of(judged: Sequence[_Judged], joined: Iterable[Trace]) -> Report:
         lacking = (f"{each.case} in {each.dtype}" for each in missing if each.backend == backend)
         warnings.append(f"{backend} has no trace of {some_of(lacking)}")
     warnings.extend(_told_of_values(each.trace for each in ran))
-    without_gradients = dict.fromkeys(each.trace.title for each in ran if each.lacks_gradients)
-    warnings.extend(f"{backend} has no gradients: its other stages are compared" for backend in without_gradients)
     diagnoses = {each.place: each.diagnosis for each in ran if each.diagnosis is not None}
     collectives = [one for each in ran for one in collectives_of(each.trace)]
     return Report(comparisons, {}, {}, warnings, skipped, diagnoses, missing, collectives)

@@ -50,8 +50,9 @@ def report_of(verdicts: Mapping[str, TapVerdict]) -> Report:
     for name, verdict in verdicts.items():
         for layer in verdict.layers:
             report.comparisons.extend(replace(comparison, backend=name) for comparison in layer.comparisons)
-            if reason := layer.not_judged or layer.left_out:
-                report.skipped_cases.append(SkippedCase(layer.layer, "", name, f"{layer.layer}: {reason}"))
+            reason = layer.not_judged or layer.left_out
+            if reason:
+                report.skipped_cases.append(SkippedCase(layer.layer, "", name, reason))
             if layer.diagnosis is not None and not layer.not_judged:
                 report.diagnoses[layer.layer, layer.comparisons[0].dtype, name] = layer.diagnosis
     return report
