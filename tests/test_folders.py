@@ -825,6 +825,7 @@ def test_modules_that_did_not_run_are_in_every_report(llama, capsys, tmp_path):
 
 def test_layers_without_attention_over_keys_are_counted(capsys, tmp_path):
     saved("qwen3_next", tmp_path / "model")
+    capsys.readouterr()
     out = said(capsys, "run", "--model", tmp_path / "model", "--backends", "torch", "--quiet")
     count = sum(layer.spec is None for layer in specs_of(tmp_path / "model"))
     words = f"nothing to compare in {count} layer{'s' * (count > 1)} (linear_attention is not attention over keys)"

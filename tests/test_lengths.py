@@ -99,7 +99,7 @@ def test_layers_with_the_same_feature_share_an_entry():
 
 
 def test_scaling_is_only_said_to_be_hidden_below_a_unit_of_rounding():
-    """A scaling of low frequencies changes angles of a few tokens by more than float32 rounds, not by bfloat16's unit."""
+    """A scaling of low frequencies changes angles by more than float32 rounds, not bfloat16."""
     spec = PLAIN.replace(rope=Rope(1e8, scaling=Llama3Scaling(8.0, 1 << 20)))
     assert not_exercised([("layer-0", spec)], 9, ["float32"]) == []
     assert not_exercised([("layer-0", spec)], 9, ["bfloat16", "float32"]) == []

@@ -19,7 +19,7 @@ PAGE = Page(
     "Check traces that `run --save-traces` wrote in another environment or on another machine. Or check a "
     "recording of `parity.tap` layer by layer, against the model in --model or a second recording.",
     "mha-parity compare traces/torch traces/tt",
-    "every stage agrees",
+    "every stage of all inputs agrees",
     "a stage differs",
 )
 

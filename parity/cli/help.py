@@ -11,7 +11,7 @@ Result = tuple[int, Mapping[str, Any]]
 EXIT_STATUS = """exit status:
   0 all is well
   1 a mismatch
-  2 bad usage, or something is missing
+  2 bad usage, something is missing, or not everything was compared
   70 a bug in mha-parity
   128 + n stopped by signal n"""
 
