@@ -100,12 +100,13 @@ def test_layers_with_the_same_feature_share_an_entry():
 
 def test_scaling_is_only_said_to_be_hidden_below_a_unit_of_rounding():
     """A scaling of low frequencies changes angles by more than float32 rounds, not bfloat16."""
-    spec = PLAIN.replace(rope=Rope(1e8, scaling=Llama3Scaling(8.0, 1 << 20)))
+    rope = Rope(1e8, scaling=Llama3Scaling(8.0, 1 << 20))
+    spec = PLAIN.replace(rope=rope)
     assert not_exercised([("layer-0", spec)], 9, ["float32"]) == []
     assert not_exercised([("layer-0", spec)], 9, ["bfloat16", "float32"]) == []
     (entry,) = not_exercised([("layer-0", spec)], 9, ["bfloat16"])
-    unscaled = replace(spec.rope, scaling=None)
-    change = np.abs(spec.rope.frequencies(8) - unscaled.frequencies(8)).max()
+    unscaled = replace(rope, scaling=None)
+    change = np.abs(rope.frequencies(8) - unscaled.frequencies(8)).max()
     assert entry.what == "the llama3 scaling of RoPE"
     assert change * (entry.needed - 2) < 2.0**-7 <= change * (entry.needed - 1)
 

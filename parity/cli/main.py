@@ -1,6 +1,7 @@
 """The command line, `mha-parity`.
 
-Exit status: 0 all well, 1 a mismatch, 2 bad usage, something missing or not compared, 70 a bug in this program, 128 + signal.
+Exit status: 0 all well, 1 a mismatch, 2 bad usage, something missing or not compared, 70 a bug in this program,
+128 + signal.
 """
 
 from __future__ import annotations

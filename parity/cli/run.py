@@ -36,7 +36,7 @@ PAGE = Page(
     "Run test cases in each framework and compare each stage (q, k, v, scores, attention weights, context, "
     "output, cache, gradients) with the float64 reference. The tolerance follows from rounding in the dtype.",
     "mha-parity run --model checkpoints/llama --layers 0,5-7 --against transformers",
-    "every stage of all that was asked for agrees",
+    "every requested stage agrees",
     "a stage differs",
 )
 
@@ -165,7 +165,7 @@ def run(options: argparse.Namespace) -> Result:
 def _told_elsewhere(options: argparse.Namespace, backend: str) -> list[str]:
     """Return the words of `mha-parity run` for the same cases on a backend with another Python."""
     told = ["--backends", backend, "--dtypes", ",".join(options.dtypes), "--random", str(options.random)]
-    # What it skips counts in the report of all.
+    # Cases that it skips count in the report of all.
     told.append("--allow-skipped")
     given = {name: getattr(options, name) for name in ("cases", "mesh", "virtual_devices", "axis_types")}
     told += [word for name, value in given.items() if value is not None for word in (flag_of(name), str(value))]

@@ -39,7 +39,7 @@ class ModuleCall(NamedTuple):
 
 
 LARGEST_BLOCK = 1 << 28
-"""Largest number of parameters of a layer that is allocated as a whole, for what its attention needs of it."""
+"""Largest number of parameters of a layer that is allocated as a whole, because its attention needs other parts."""
 
 
 class NotAlone(RuntimeError):

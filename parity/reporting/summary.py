@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 MOST_IN_LINE = 3
-"""Entries of what was not compared in the last line; lines above it have all."""
+"""Largest number of gaps in the last line; lines above it have all."""
 
 STYLES = {0: "bold green", 1: "bold red", 2: "bold yellow"}
 """Style of the last line for each exit status."""

@@ -47,7 +47,7 @@ class NotExercised(JsonRecord):
         what: the feature in words.
         num_tokens: number of tokens of the run.
         needed: smallest number of tokens that exercises it.
-        gib: rough memory of a run with so many, in GiB.
+        gib: rough memory of a run with that many, in GiB.
         layers: names of the layers.
     """
 

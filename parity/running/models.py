@@ -189,7 +189,7 @@ def run_model(
 
 
 def _left_out(path: str | os.PathLike[str], opened: OpenLayers, *, is_observed: bool) -> Iterator[NotCompared]:
-    """Yield the layers of a model that no backend computed, although all were asked for.
+    """Yield the layers of a model that no backend computed, although all were requested.
 
     Args:
         path: the folder or file.

@@ -45,7 +45,7 @@ class Report:
 
     Attributes:
         comparisons: comparisons in the order of the run.
-        skipped: by name, the reason why a backend that nobody named did not run at all.
+        skipped: by name, the reason why a backend that no one named did not run at all.
         environment: environment of the run.
         warnings: circumstances that make results less comparable than they look.
         skipped_cases: cases that a backend did not run, or whose gradients it did not compute.
@@ -98,7 +98,7 @@ class Report:
 
     @property
     def not_compared(self) -> list[NotCompared]:
-        """What was not compared, one entry per reason; an open one was asked for."""
+        """Gaps in the comparison, one entry per reason; an open one was requested."""
         backends = {comparison.backend for comparison in self.comparisons}
         missing = [replace(each, reason="no trace of it, though others have one") for each in self.missing]
         entries = _by_reason([*self.skipped_cases, *missing], backends)
@@ -112,7 +112,7 @@ class Report:
         """The exit status of commands.
 
         1 if a comparison failed or a program sent too much. 2 if nothing was compared, or, unless that is allowed,
-        less than was asked for. Backends that nobody named do not count.
+        less than was requested. Backends that no one named do not count.
         """
         if self.failed or self.needless:
             return 1
