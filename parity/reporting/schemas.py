@@ -31,7 +31,7 @@ REPORT = {
     "warnings": "circumstances that make results less comparable",
     "summary": "numbers of stages that passed and failed, of skipped backends and cases, and of missing traces",
     "results": "a record for each stage of each case, dtype and backend; those without a result have a `reason`",
-    "not_compared": "entries for parts that were not compared, by reason; `is_open` if requested, which makes the exit status 2",
+    "not_compared": "gaps in the comparison, by reason; `is_open` if requested, so that the exit status is 2",
     "not_exercised": "features of layers of a model that more tokens would test, and how many",
     "collectives": "traffic between devices, for cases on a mesh",
     "diagnoses": "a diagnosis for each of the first failed cases",
