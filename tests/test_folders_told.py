@@ -128,12 +128,13 @@ def test_each_part_of_a_model_runs_beside_its_own_module(tmp_path):
     assert not report.skipped_cases
 
 
-def test_a_module_that_is_given_its_mask_is_not_run_without_one(tmp_path):
+def test_a_module_runs_with_the_mask_of_its_model(tmp_path):
     config = transformers.CLIPTextConfig(**TEXT)
     saved(transformers.CLIPTextModel(config), tmp_path)
     report = run_model(tmp_path, ["torch"], against="transformers")
     assert not report.failed
-    assert {each.backend for each in report.skipped_cases} == {"transformers"}
+    assert not report.skipped_cases
+    assert {each.backend for each in report.comparisons} == {"torch", "transformers"}
 
 
 def test_a_model_that_transformers_cannot_make_is_refused_in_a_line(tmp_path):
