@@ -271,3 +271,82 @@ def test_a_length_that_scaling_needs_is_sampled_whole():
     observed = Reference(unscaled).same_precision(local=False)
     diagnosis = parity.diagnose({name: observed[name] for name in ("q", "k", "v", "output")}, problem)
     assert names_of(diagnosis) == ["rope-scaling-missing"]
+
+
+# ---- Serving ---------------------------------------------------------------------------------------------------------
+
+RAGGED = AttentionSpec(64, 8, num_kv_heads=2, qkv_bias=False, out_bias=False, rope=Rope(10000.0))
+SERVED = Case(
+    "served",
+    RAGGED,
+    "a padded prompt, then steps",
+    seq_len=9,
+    is_causal=True,
+    chunks=(6, 1, 1, 1),
+    new_lengths=((6, 3), (1, 1), (1, 1), (1, 1)),
+    capacity=10,
+)
+
+
+def served(problem, *, mask_of_longest=False):
+    """A server in NumPy that writes padding to its cache, and overwrites it in the next steps."""
+    case, width, group = problem.case, 8, 4
+    weights = {name: x.astype(np.float64) for name, x in problem.weights.items()}
+    frequencies = 10000.0 ** (-np.arange(0, width, 2) / width)
+    keys, values = np.zeros((2, 2, case.capacity, width)), np.zeros((2, 2, case.capacity, width))
+    lengths, stages = np.zeros(2, int), {}
+    for step, count in enumerate(case.chunks):
+        x = problem.step_input(step).astype(np.float64)
+        positions = lengths[:, None] + np.arange(count)
+        angles = (positions[..., None] * frequencies)[:, None]
+
+        def turned(y, angles=angles):
+            first, second = np.split(y, 2, axis=-1)
+            rotated = (
+                first * np.cos(angles) - second * np.sin(angles),
+                second * np.cos(angles) + first * np.sin(angles),
+            )
+            return np.concatenate(rotated, axis=-1)
+
+        def heads(name, number, x=x, count=count):
+            return (x @ weights[f"{name}_proj.weight"].T).reshape(2, count, number, width).swapaxes(1, 2)
+
+        q, k, v = turned(heads("q", 8)), turned(heads("k", 2)), heads("v", 2)
+        for b in range(2):
+            slots = slice(lengths[b], lengths[b] + count)
+            keys[b, :, slots], values[b, :, slots] = k[b], v[b]
+        last = np.full_like(positions, lengths.max()) if mask_of_longest and step else positions
+        hidden = (np.arange(case.capacity) > last[..., None])[:, None]
+        scores = np.where(hidden, -np.inf, q @ keys.repeat(group, 1).swapaxes(2, 3) / np.sqrt(width))
+        weighed = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        weighed /= weighed.sum(axis=-1, keepdims=True)
+        context = weighed @ values.repeat(group, 1)
+        lengths = lengths + np.array(case.new_lengths[step])
+        output = context.swapaxes(1, 2).reshape(2, count, -1) @ weights["out_proj.weight"].T
+        found = {"q": q, "k": k, "v": v, "attn_weights": weighed, "context": context, "output": output}
+        found |= {"cache.keys": keys.copy(), "cache.values": values.copy()}
+        stages |= {f"step{step}.{name}": array.astype(np.float32) for name, array in found.items()}
+        stages[f"step{step}.mask"] = np.broadcast_to(hidden, (2, 8, count, case.capacity))
+        stages[f"step{step}.cache.lengths"] = lengths.astype(np.int32)
+    return stages
+
+
+@pytest.mark.parametrize("stages", ["all", "output"])
+@pytest.mark.filterwarnings("error")
+def test_a_server_that_caches_padding_is_right(stages):
+    problem = make_problem(SERVED, "float32")
+    observed = served(problem)
+    if stages == "output":
+        observed = {name: x for name, x in observed.items() if name.endswith("output")}
+    parity.assert_parity(observed, problem=problem)
+    assert parity.diagnose(observed, problem).kind == "none"
+
+
+def test_padding_is_not_blamed_for_a_wrong_mask():
+    problem = make_problem(SERVED, "float32")
+    diagnosis = parity.diagnose(served(problem, mask_of_longest=True), problem)
+    assert diagnosis.stage == "step1.mask"
+    assert {each.stage for each in diagnosis.unknowns} == {"step1.mask", "step2.mask", "step3.mask"}
+    first = diagnosis.unknowns[0]
+    assert "the keys from the first key to 3 after its own" in first.laws[0]
+    assert first.where.startswith("only sequence 1 (of 2)")

@@ -83,6 +83,10 @@ class Judgement:
     measured: Mapping[str, float] = field(default_factory=dict)
     allowed: Mapping[str, float] = field(default_factory=dict)
 
+    def error_in(self, norm: str) -> float:
+        """Return the error in a norm; the root mean square if it was not measured in this norm."""
+        return self.measured.get(norm, self.error)
+
     @property
     def has_wrong_zeros(self) -> bool:
         """Return whether attention weights are 0 for visible keys, or not 0 for hidden ones."""

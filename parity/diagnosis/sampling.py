@@ -36,6 +36,9 @@ TOKENS, ROWS, FEATURES = 32, 4, 128
 CONFIRMED = 4
 """The factor by which a confirming sample has more tokens."""
 
+OUTSTANDING = 1.5
+"""The least error of a token that is chosen because of it, relative to the median of all tokens that differ."""
+
 AFFORDABLE = 2**32
 """The largest number of multiplications of a projection of all keys in a confirming sample."""
 
@@ -121,12 +124,16 @@ class Whole:
     def worst(self, stages: Collection[str], size: int, turn: int) -> np.ndarray:
         """Return tokens at which one of some stages differs most: every second one, from the first or the second on.
 
-        A stage differs most where the error is largest in comparison with the noise of the same token.
+        A stage differs most where the error is largest in comparison with the noise of the same token. Tokens that
+        hardly exceed the others are not chosen: among equals, the largest error is that with the largest rounding.
         """
         size_of_errors = np.zeros(size)
         for name in {*stages} & self.compared.keys():
             by_token = self.compared[name].by_token[:size]
-            size_of_errors[: len(by_token)] = np.maximum(size_of_errors[: len(by_token)], by_token)
+            differing = by_token[by_token > 0.0]
+            typical = float(np.median(differing)) if differing.size else 0.0
+            above = np.where(by_token > OUTSTANDING * typical, by_token, 0.0)
+            size_of_errors[: len(above)] = np.maximum(size_of_errors[: len(above)], above)
         order = np.argsort(-size_of_errors, kind="stable")
         return order[size_of_errors[order] > 0.0][turn::2]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from parity.core.compare import norms_of
+from parity.core.compare import Judgement, norms_of
 from parity.core.stages import stage_named
 from parity.core.work import Work
 from parity.diagnosis.assumptions import assumption
@@ -224,7 +224,7 @@ def _explain(replay: Replay, stages: Sequence[str], stage: str, found: Bugs, wor
         if at_once > 1 and any(replay.judgement(stage, (*found, one)).ratio <= NEARLY for one in added):
             return False
         after = replay.judgement(stage, bugs)
-        if after.ratio > 1.0 or after.error > CHANCE * before.error or replay.wrong(right, bugs):
+        if after.ratio > 1.0 or not _falls(before, after) or replay.wrong(right, bugs):
             return False
         return all(replay.is_same(replay.step_of[each], found, added, [each]) for each in earlier)
 
@@ -280,6 +280,11 @@ def _orders(known: Sequence[Bug], at_once: int) -> Iterator[Bugs]:
         yield from itertools.permutations(some) if len({*overridden}) < len(overridden) else [some]
 
 
+def _falls(before: Judgement, after: Judgement) -> bool:
+    """Return True if most of an error is gone, in the norm in which it exceeds its budget."""
+    return not after.error_in(before.norm) > CHANCE * before.error_in(before.norm)  # also if both are infinite
+
+
 def _is_made_in_sight(replay: Replay, index: int, found: Bugs, bug: Bug) -> bool:
     """Return True if a bug changes no step before which nothing was observed. Two bugs in unobserved steps explain too
     much, and an unknown bug looks like two known ones."""
@@ -329,6 +334,7 @@ def _explanation(replay: Replay, stages: Sequence[str], found: Bugs, choice: _Ch
     added = tuple(sorted(choice.bugs, key=made_in)) if len(choice.bugs) > 1 else choice.bugs
     before, after = replay.judgement(choice.stage, found), replay.judgement(choice.stage, (*found, *choice.bugs))
     still = replay.wrong(stages, (*found, *choice.bugs))
+    is_exact = stage_named(choice.stage).is_exact
     return Explanation(
         choice.stage,
         tuple(stage for stage in replay.wrong(stages, found) if stage not in still),
@@ -336,8 +342,8 @@ def _explanation(replay: Replay, stages: Sequence[str], found: Bugs, choice: _Ch
         words + _words(added),
         tuple(dict.fromkeys(bug.fix for bug in added)),
         tuple(dict.fromkeys(bug.page for bug in added)),
-        before.error,
-        after.error,
+        before.error if is_exact else before.error_in(before.norm),
+        after.error if is_exact else after.error_in(before.norm),
         after.ratio,
         before.ratio,
         tuple(map(_words, choice.others)),

@@ -42,7 +42,7 @@ class Explanation(JsonRecord):
         about: a description, such as `the scores are not scaled`.
         fixes: a fix for each.
         docs: their pages in parity/bugs.
-        error_before: error of the stage without them (root mean square), from the observed stages before it.
+        error_before: error of the stage without them, from the observed stages before it, in the norm that decided.
         error: error with them; None for a pattern, which leaves rounding.
         ratio: error with them / budget; at most 1.
         ratio_before: error without them / budget; NaN if it is unknown.

@@ -26,7 +26,8 @@ class WholeStage:
 
     Attributes:
         comparison: the comparison with the reference.
-        by_token: error / budget of each token alone, (T,) or (S,); empty for a stage without tokens.
+        by_token: error / budget of each token alone, (T,) or (S,); empty for a stage without tokens, and for a gain of
+            all values, which no token shows more than others.
     """
 
     comparison: Comparison
@@ -88,7 +89,7 @@ class WholeStages(Mapping[str, WholeStage]):
                 label = Label("", "", self._reference.problem.dtype, self._prefix + name)
                 with np.errstate(over="ignore", invalid="ignore"):
                     comparison = self._reference.compare_used(x, label, self._arithmetic)
-            if not comparison.passed:
+            if not comparison.passed and comparison.norm != "slope":
                 by_token = self._by_token(name)
             self._compared[name] = WholeStage(comparison, by_token)
         return self._compared[name]

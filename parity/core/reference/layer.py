@@ -104,9 +104,9 @@ class Layer:
 
     def products(self, values: Values) -> np.ndarray:
         """Return the scaled products of queries and keys."""
-        q, k = self.arithmetic.widen(values["q"]), self.per_query_head(self.arithmetic.widen(values["k"]))
+        q, k = self.arithmetic.widen(values["q"]), self.arithmetic.widen(values["k"])
         keep = self.arithmetic.between_scores
-        return keep(keep(self.arithmetic.matmul(q, k.swapaxes(2, 3))) / self.arithmetic.wide.type(self.scale()))
+        return keep(keep(self.by_group(q, k.swapaxes(2, 3))) / self.arithmetic.wide.type(self.scale()))
 
     def attn_weights(self, values: Values) -> dict[str, np.ndarray]:
         # ttnn's softmax passes scores and exponentials through the matrix engine.
@@ -139,7 +139,7 @@ class Layer:
     def weighed(self, values: Values) -> dict[str, np.ndarray]:
         """Return the formula, in which 0 * NaN is NaN."""
         attn_weights, v = self.arithmetic.widen(values["attn_weights"]), self.arithmetic.widen(values["v"])
-        return {"context": self.arithmetic.keep(self.arithmetic.matmul(attn_weights, self.per_query_head(v)))}
+        return {"context": self.arithmetic.keep(self.by_group(attn_weights, v))}
 
     def output(self, values: Values) -> dict[str, np.ndarray]:
         combined = self.combined(values)
@@ -543,6 +543,17 @@ class Layer:
     def lengths(self, positions: np.ndarray) -> np.ndarray:
         """Return the length that frequencies depend on, by position (B or 1, T): its sequence's last position + 1."""
         return np.broadcast_to(positions.max(axis=-1, keepdims=True, initial=0) + 1, positions.shape)
+
+    def by_group(self, of_queries: np.ndarray, of_keys: np.ndarray) -> np.ndarray:
+        """Return the products of query heads (B, N, T, …) and their key/value heads (B, K, …), (B, N, T, …)."""
+        per_query_head = self.per_query_head
+        batch, heads, tokens, width = of_queries.shape
+        if heads == of_keys.shape[1] or "per_query_head" in self.overrides:
+            return self.arithmetic.matmul(of_queries, per_query_head(of_keys))
+        # The same products as of repeated heads, without their copies.
+        grouped = of_queries.reshape(batch, of_keys.shape[1], -1, tokens, width)
+        found = self.arithmetic.matmul(grouped, of_keys[:, :, None])
+        return found.reshape(batch, heads, tokens, -1)
 
     def per_query_head(self, x: np.ndarray) -> np.ndarray:
         """Return key/value heads (B, K, S, H) repeated for query heads: head n // (N // K) for head n."""

@@ -62,6 +62,7 @@ GROUPS = (
     rope_kinds.partly,
     rope_kinds.on_several_axes,
     rope_kinds.neighbours,
+    rope.turned_alone,
     weights.fused_qkv,
     latents.latents,
     norms.norms,

@@ -23,17 +23,30 @@ of_rope = partial(Bug, page="rope-positions", stages=("q", "latents", "k"))
 of_pairs = partial(of_rope, page="rope-pairs")
 
 
+def turned_alone(case: Case) -> Iterator[Bug]:
+    """Other rotations of queries alone, or of keys alone."""
+    yield from _turned_in(case, "q", "q's", "-q")
+    yield from _turned_in(case, "k", "k's", "-k")
+
+
+def _turned_in(case: Case, of: str, whose: str, suffix: str) -> Iterator[Bug]:
+    """Return other rotations of queries, keys or both."""
+    rope = case.spec.rope
+    if rope is None:
+        return
+    if rope.pairs == "half":
+        yield from _other_pairs(case, rope, of, whose, suffix)
+    yield from _turned(rope, of, whose, suffix)
+    if case.is_cached and not case.has_positions:
+        yield from _cached_positions(case, of, whose, suffix)
+
+
 def turned_otherwise(case: Case) -> Iterator[Bug]:
-    """Other rotations: of queries and keys, of queries alone, of keys alone."""
+    """Other rotations of queries and keys."""
     rope, spec = case.spec.rope, case.spec
     if rope is None:
         return
-    for of, whose, suffix in (("qk", "the", ""), ("q", "q's", "-q"), ("k", "k's", "-k")):
-        if rope.pairs == "half":
-            yield from _other_pairs(case, rope, of, whose, suffix)
-        yield from _turned(rope, of, whose, suffix)
-        if case.is_cached and not case.has_positions:
-            yield from _cached_positions(case, of, whose, suffix)
+    yield from _turned_in(case, "qk", "the", "")
     if spec.num_heads > 1 and spec.latent is None and rope.sections is None and not rope.depends_on_length:
         yield of_rope(
             "rope-over-heads",

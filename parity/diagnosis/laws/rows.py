@@ -184,19 +184,30 @@ def masks(seen: Seen) -> Iterator[Law]:
     is_mixed = len(np.unique(seen.expected[seen.part])) > 1  # equal cells say nothing about the mask
     if is_mixed and seen.holds(seen.within(1.0 - seen.expected)):
         yield Law("inverted", "hidden cells are shown, and shown cells hidden")
-    shows, should = _band(seen.actual), _band(seen.expected)
+    sequences = seen.box[0]
+    positions = _query_positions(seen)[sequences]
+    shows, should = (_band(mask[sequences], positions) for mask in (seen.actual, seen.expected))
     if shows is None or shows == should:
         return
-    right = "" if should is None else f" instead of {_band_words(should, seen)}"
-    words = f"a query attends to {_band_words(shows, seen)}{right}"
+    keys = seen.actual.shape[3]
+    right = "" if should is None else f" instead of {_band_words(should, positions, keys)}"
+    words = f"a query attends to {_band_words(shows, positions, keys)}{right}"
     yield Law("band", words, {"first": shows[0], "last": shows[1]}, 2)
 
 
-def _band(mask: np.ndarray) -> tuple[int, int] | None:
+def _query_positions(seen: Seen) -> np.ndarray:
+    """Return the positions of queries among the keys, or among the slots of a cache, (B, T)."""
+    batch, _, queries, _ = seen.actual.shape
+    positions = np.broadcast_to(np.arange(queries), (batch, queries))
+    if seen.problem is None or seen.stage.step is None:
+        return positions
+    return positions + np.array(seen.problem.case.lengths_before(seen.stage.step))[:, None]
+
+
+def _band(mask: np.ndarray, positions: np.ndarray) -> tuple[int, int] | None:
     """Return the least and the greatest distance (key - query) that a mask shows, if it shows exactly those between."""
-    queries, keys = mask.shape[2:]
-    distance = np.arange(keys) - np.arange(queries)[:, None]
-    shown = distance[mask[0, 0] == 0]
+    distance = (np.arange(mask.shape[3]) - positions[..., None])[:, None]  # (B, 1, T, S)
+    shown = np.broadcast_to(distance, mask.shape)[mask == 0]
     if not shown.size:
         return None
     first, last = int(shown.min()), int(shown.max())
@@ -204,11 +215,10 @@ def _band(mask: np.ndarray) -> tuple[int, int] | None:
     return (first, last) if is_band else None
 
 
-def _band_words(band: tuple[int, int], seen: Seen) -> str:
-    queries, keys = seen.actual.shape[2:]
+def _band_words(band: tuple[int, int], positions: np.ndarray, keys: int) -> str:
     first, last = band
-    begin = "from the first key" if first <= 1 - queries else f"from {_away(first)}"
-    end = "to the last key" if last >= keys - 1 else f"to {_away(last)}"
+    begin = "from the first key" if first <= -positions.max() else f"from {_away(first)}"
+    end = "to the last key" if last >= keys - 1 - positions.min() else f"to {_away(last)}"
     return f"the keys {begin} {end}"
 
 
