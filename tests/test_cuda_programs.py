@@ -174,7 +174,7 @@ WITH_MASK = {
         SMALL,
         ({"soft_cap": 5.0}, (), CAUSAL),
         {},
-        {"square": 17, **CHECKS},
+        {"square": 11, **CHECKS},
     ),
     "mask": (
         "it is an argument, True = masked, and SDPA has the opposite",

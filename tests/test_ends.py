@@ -46,6 +46,7 @@ class Interrupts(importlib.abc.MetaPathFinder):
 
 sys.meta_path.insert(0, Interrupts())
 sys.argv = ["mha-parity", "doctor"]
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 from parity.__main__ import main
 sys.exit(main())
 """

@@ -43,9 +43,9 @@ def test_a_family_has_a_page_and_its_fix_suits_a_layer(family):
     ("wrong", "page", "about", "fix"),
     [
         (
-            {"rope": Rope(123456.0)},
+            {"rope": Rope(120000.0)},
             "rope-theta",
-            "RoPE's theta is 123456 instead of 10000",
+            "RoPE's theta is 120000 instead of 10000",
             "set RoPE's theta to 10000",
         ),
         ({"scale": 0.3}, "scale", "the scale of the scores is 0.3 instead of 0.3536", "divide the scores by sqrt"),

@@ -474,7 +474,7 @@ def called(sibling, call, module, params, arrays, options):
 def results_of_call(sibling, call, weights, cotangent):
     """Return the output and the gradients of the weights."""
     kind = CLASSES.get(call.kind, call.kind)
-    module = parity.load_into(sibling.module(kind, call.spec), weights)
+    module = parity.load_into(sibling.module(kind, call.spec), weights, call.spec)
     arrays = tuple(map(sibling.array, inputs_of(call)))
     options = {name: x if isinstance(x, bool) else sibling.array(x) for name, x in call.options.items()}
     if sibling.name == "torch":

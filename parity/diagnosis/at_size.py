@@ -16,7 +16,6 @@ from parity.core.work import PER_MULTIPLICATION, Work
 from parity.diagnosis.laws import Findings
 from parity.diagnosis.replay import EVERYTHING, Scope
 from parity.diagnosis.sampling import (
-    AFFORDABLE,
     CONFIRMED,
     FIRST_CALL,
     ROWS,
@@ -106,13 +105,10 @@ class RowSamples:
     def confirming(self) -> Iterator[Part]:
         """Yield independent samples with other features, which may confirm a bug.
 
-        They are rows from everywhere, if their keys are affordable, and more of the first tokens of a causal layer.
+        They are rows from everywhere, and more of the first tokens of a causal layer.
         """
-        case, spec = self.whole.problem.case, self.whole.problem.spec
+        yield self.whole.of_rows(1, ROWS, self.judged)
         more_tokens = CONFIRMED * self.whole.num_tokens
-        of_keys = case.batch * case.key_len * spec.d_kv * max(spec.k_width, spec.v_width)
-        if not self._is_alone(more_tokens) or of_keys <= AFFORDABLE:
-            yield self.whole.of_rows(1, ROWS, self.judged)
         if self._is_alone(more_tokens):
             yield self.whole.of_first_tokens(more_tokens, 1, self.judged)
 
@@ -248,15 +244,20 @@ class _Search:
         self.found |= {"\n".join(each.bugs): each for each in diagnosis.explanations}
         if not diagnosis.explanations:
             return None
-        contradicting = []
+        contradicting, agreeing = list[str](), list[str]()
         for other in self.samples.confirming():
             again = self.judged(other, Scope(other.judged, self._names, is_quick=True), CONFIRMS)
             if again.untried:
                 return self._merged(diagnosis, diagnosis, UNCONFIRMED)
-            if not (again.unknowns or (again.is_wrong and not again.explanations)):
+            if not again.is_wrong:
+                agreeing.append(other.words)
+            elif again.unknowns or not again.explanations:
+                contradicting.append(other.words)
+            else:
                 words = ", ".join([f"confirmed by {other.words}", *(f"not by {words}" for words in contradicting)])
                 return self._merged(diagnosis, again, words)
-            contradicting.append(other.words)
+        if agreeing and not contradicting:  # the bug is where the sample is
+            return self._merged(diagnosis, diagnosis, f"and {', and '.join(agreeing)} agree")
         return None
 
     @property

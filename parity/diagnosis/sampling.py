@@ -36,11 +36,8 @@ TOKENS, ROWS, FEATURES = 32, 4, 128
 CONFIRMED = 4
 """The factor by which a confirming sample has more tokens."""
 
-OUTSTANDING = 1.5
+OUTSTANDING = 3.0
 """The least error of a token that is chosen because of it, relative to the median of all tokens that differ."""
-
-AFFORDABLE = 2**32
-"""The largest number of multiplications of a projection of all keys in a confirming sample."""
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ REPEATED = 2.0  # the largest error of a module's path, in multiples of the chan
 SMALL = 0.25  # the largest share of a stage that lost precision may change
 CHEAP = 0.1  # the share of the work that a bug may take before it is postponed until the others were tried
 FOR_LOSSES = 0.6  # of the work in a sample, including earlier work: other samples may show more
+FOR_OTHERS = 0.3  # of the work in a sample, after which a bug that explains it is confirmed before others are tried
 FOR_BUGS = 0.7  # of the work; the rest describes stages that no bug explains
 
 
@@ -262,6 +263,8 @@ def _alone(known: Sequence[Bug], work: Work, fits: Callable[[Bug], bool], most: 
                 break  # another sample has to confirm the result
             put_off = list[Bug]()
             for bug in tried:
+                if fitting and scope.is_quick and scope.only is None and work.spent > FOR_OTHERS * work.seconds:
+                    return fitting
                 try:
                     with work.inside("single bugs", share, limit):
                         if fits(bug):

@@ -375,7 +375,7 @@ class _TapJudge:
             return comparisons, ways
         return comparisons, self._diagnosed(ways, _arithmetic_of(layer))
 
-    def _diagnosed(self, ways: Sequence[_Way], arithmetic: str) -> Diagnosis:
+    def _diagnosed(self, ways: Sequence[_TapWay], arithmetic: str) -> Diagnosis:
         """Diagnose a layer, first by the explanations of earlier layers."""
         by_name = {way.name: way for way in ways}
         for explained in self.explained:
@@ -390,7 +390,7 @@ class _TapJudge:
 
 
 @dataclass(frozen=True)
-class _Way:
+class _TapWay:
     """Stages of a layer as one of the problems that they may be of: all tokens at once, call by call, or the prompt.
 
     Attributes:
@@ -412,7 +412,7 @@ class _Explained:
     diagnosis: Diagnosis
 
 
-def _explained_again(way: _Way, before: Diagnosis, arithmetic: str) -> Diagnosis | None:
+def _explained_again(way: _TapWay, before: Diagnosis, arithmetic: str) -> Diagnosis | None:
     """Return the diagnosis of a layer by the explanation of another; None if that does not explain it.
 
     Only the bugs of that diagnosis are tried, and a pattern must have the same words.
@@ -575,7 +575,7 @@ def _why_not_cross(layer: TappedLayer, known: ModelLayer) -> str:
 
 def _compared_stages(
     sequences: Sequences, problem: Problem, layer: TappedLayer
-) -> tuple[list[Comparison], list[_Way] | Diagnosis | None]:
+) -> tuple[list[Comparison], list[_TapWay] | Diagnosis | None]:
     """Return the comparisons of the stages of some sequences, and the ways to diagnose them, or the diagnosis.
 
     There is nothing to diagnose if no stage differs.
@@ -602,14 +602,14 @@ def _compared_stages(
             problems["by call"] = (sequences.stages_by_step, sequences.problem_by_step(problem))
         prompt = sequences.prompt
         problems["prompt"] = (prompt.stages, prompt.problem_of_its_own(problem))
-    ways: list[_Way] = []
+    ways: list[_TapWay] = []
     for name, (stages, of_stages) in problems.items():
-        ways.append(_Way(name, stages, of_stages))
+        ways.append(_TapWay(name, stages, of_stages))
         # If the attention function behaves as with a wrong mask although the recorded mask is right, no bug in the
         # mask explains it. So an unexplained difference is searched again without the mask.
         others = {each: x for each, x in stages.items() if stage_named(each).quantity != "mask"}
         if len(others) < len(stages):
-            ways.append(_Way(f"{name}, without the mask", others, of_stages))
+            ways.append(_TapWay(f"{name}, without the mask", others, of_stages))
     return comparisons, ways
 
 
@@ -629,17 +629,17 @@ def _arithmetic_of(layer: TappedLayer) -> str:
     return "ieee" if not layer.attention else with_scores if layer.attention == "eager" else each
 
 
-def _diagnosed_as(way: _Way, arithmetic: str) -> Diagnosis:
+def _diagnosed_as(way: _TapWay, arithmetic: str) -> Diagnosis:
     with np.errstate(all="ignore"):
         return diagnose(way.stages, way.problem, arithmetic=arithmetic)
 
 
-def _searched(ways: Sequence[_Way], arithmetic: str) -> tuple[Diagnosis, _Way]:
+def _searched(ways: Sequence[_TapWay], arithmetic: str) -> tuple[Diagnosis, _TapWay]:
     """Return the diagnosis in the first way in which known bugs explain everything, otherwise in the first way.
 
     A wrong mask of the prompt does not affect later tokens, as a wrong mask of all tokens at once would.
     """
-    first: tuple[Diagnosis, _Way] | None = None
+    first: tuple[Diagnosis, _TapWay] | None = None
     for way in ways:
         found = _diagnosed_as(way, arithmetic)
         if found.is_known and found.kind != "none":

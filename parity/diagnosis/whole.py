@@ -1,6 +1,6 @@
 """The stages of a large layer, each compared as a whole: the verdict, and the tokens that show an error most.
 
-A search in samples says which bug it is. What differs, how much and where is always said of the whole stage.
+A search in samples finds the bug. The stage that differs, the size of its error and its place are those of the whole.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ class WholeStage:
 
     Attributes:
         comparison: the comparison with the reference.
-        by_token: error / budget of each token alone, (T,) or (S,); empty for a stage without tokens, and for a gain of
-            all values, which no token shows more than others.
+        by_token: error / budget of each token alone, (T,) or (S,); empty for a stage without tokens.
     """
 
     comparison: Comparison
@@ -89,7 +88,7 @@ class WholeStages(Mapping[str, WholeStage]):
                 label = Label("", "", self._reference.problem.dtype, self._prefix + name)
                 with np.errstate(over="ignore", invalid="ignore"):
                     comparison = self._reference.compare_used(x, label, self._arithmetic)
-            if not comparison.passed and comparison.norm != "slope":
+            if not comparison.passed:
                 by_token = self._by_token(name)
             self._compared[name] = WholeStage(comparison, by_token)
         return self._compared[name]

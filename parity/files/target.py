@@ -319,8 +319,10 @@ def move(*batches: Batch) -> None:
         for batch in batches:
             (batch.scratch / BEFORE).replace(batch.scratch / REPLACED)
     except BaseException:  # also an interrupt after any of these lines; the disk shows the progress
-        for batch in reversed(batches):
-            _move_back(batch)
+        is_complete = all((batch.scratch / REPLACED).is_dir() for batch in batches)
+        if not is_complete:
+            for batch in reversed(batches):
+                _move_back(batch)
         raise
 
 

@@ -45,7 +45,7 @@ TWO_RECORDINGS = {
 }
 
 DIAGNOSIS = {
-    "kind": "none, convention, rounding, precision, structure, law or unknown",
+    "kind": "none, convention, precision, structure, law or unknown",
     "stage": "first stage that differs",
     "error": "its error, root mean square",
     "ratio": "its error / budget",
@@ -60,6 +60,7 @@ DIAGNOSIS = {
     "dtypes": "stages in another dtype than the problem's",
     "dtype": "dtype of the problem",
     "sample": "part of a large layer that was searched",
+    "hidden": "known bugs that these stages would show in float32 only, if nothing differs",
     "unexplained": "stages that nothing explains",
     "nearest": "bug that reduces the error most, without explaining it",
     "headline": "diagnosis in a line",
@@ -92,7 +93,7 @@ SCHEMAS = {
         },
     ),
     "verify": Schema(
-        2,
+        3,
         {
             "": {
                 "results": "a record for each stage of each pair of layers",
@@ -104,7 +105,7 @@ SCHEMAS = {
         },
     ),
     "diagnose": Schema(
-        2,
+        3,
         {
             "a function, or traces": DIAGNOSIS | FINDING,
             "two weight files": DIAGNOSIS
@@ -183,7 +184,7 @@ SCHEMAS = {
             }
         },
     ),
-    "layouts": Schema(1, {"": {"layouts": "layouts, with the tensors of their forms"}}),
+    "layouts": Schema(2, {"": {"layouts": "layouts, with the tensors of their forms"}}),
     "write": Schema(
         1,
         {

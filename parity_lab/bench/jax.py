@@ -251,7 +251,7 @@ class _Layer:
         """Return our module with the weights of the work: its definition, and its weights."""
         module = kind(self.work.spec, param_dtype=self.dtype, rngs=nnx.Rngs(0))
         module.eval()
-        graph, params = nnx.split(load_into(module, self.canonical))
+        graph, params = nnx.split(load_into(module, self.canonical, self.work.spec))
         return graph, params
 
     def shown(self) -> Array | None:

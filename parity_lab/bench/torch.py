@@ -281,7 +281,7 @@ class _Layer:
     def made(self, kind: Any) -> Any:
         """Return a module with the weights of the work."""
         module = kind(self.work.spec, dtype=getattr(torch, self.work.dtype))
-        return self.placed(load_into(module, self.canonical))
+        return self.placed(load_into(module, self.canonical, self.work.spec))
 
     def placed(self, module: Any) -> Any:
         """Return a module on the device, in the dtype and mode of the measurement."""

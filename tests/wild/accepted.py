@@ -76,7 +76,7 @@ BY_STYLE: dict[str, dict[str, str]] = {
         "row-of-first": "",
         "length-of-first": "",
         "length-of-longest": of_both("cache-position-of-longest"),
-        "padding-counted": "cache-holds-padding " + of_both("cache-position-of-longest"),
+        "padding-counted": of_both("cache-position-of-longest"),
         "lengths-late": "cache-slot-early " + of_both("rope-off-by-minus-one"),
         "stale-values": "cache-slot-stale cache-values-missing",
         "stale-keys": "cache-slot-stale",
