@@ -169,6 +169,7 @@ def test_an_ending_model_is_not_identified():
 
     with pytest.raises(RuntimeError, match="Sequential raised SystemExit"):
         parity.identify(torch.nn.Sequential(Ends()).eval(), {"input": torch.zeros(2, 8, 8)}, "0")
+    assert torch._C._len_torch_function_stack() == torch._C._len_torch_dispatch_stack() == 0  # nothing still records
 
 
 def test_an_ending_flax_model_is_not_identified():

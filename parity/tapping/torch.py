@@ -206,6 +206,8 @@ class _TorchListener:
 
     def listen(self, stack: ExitStack) -> None:
         """Register hooks on the module and its projections; the stack removes them."""
+        # torch calls no hook if the module raises a BaseException, such as SystemExit or an interrupt.
+        stack.callback(self.operations.close)
         if isinstance(self.module, nn.MultiheadAttention):
             _around_forward(self.module, self._called, self._left, self._returned, stack)  # hooks change its path
             return

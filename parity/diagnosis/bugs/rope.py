@@ -11,7 +11,7 @@ import numpy as np
 from mha_spec import DynamicScaling, Rope, YarnScaling
 from parity.core.case import Case
 from parity.core.reference import Layer
-from parity.core.reference.rope import axes
+from parity.core.reference.rope import axes, frequencies
 from parity.core.weights import dtype_named
 from parity.diagnosis.bugs.families import CACHE_POSITIONS, EXPONENTS, MISSING_ROPE, POSITIONS, REVERSED_ROPE, THETA
 from parity.diagnosis.bugs.record import Bug, Override
@@ -69,7 +69,11 @@ def turned_otherwise(case: Case) -> Iterator[Bug]:
             {"rotate": _by_rounded_positions},
             fix="keep positions as integers, and compute the angles in float32",
         )
+    longest = int(case.positions().max()) + 1
+    exact = np.array(frequencies(rope, spec.head_dim, longest), np.float32)
     for dtype in ("bfloat16", "float16"):
+        if np.array_equal(exact.astype(dtype_named(dtype)).astype(np.float32), exact):
+            continue
         yield of_rope(
             f"rope-frequencies-{dtype}",
             f"RoPE's frequencies are rounded to {dtype} before they are multiplied by positions",
@@ -186,8 +190,8 @@ def _with_rounded_frequencies(dtype: str) -> Override:
         of_axes = positions if positions.ndim == 3 else positions[None]
         which = axes(layer.rope(), layer.problem.spec.head_dim) if positions.ndim == 3 else [0] * right.shape[-1]
         places = np.moveaxis(of_axes[which], 0, -1)[:, None].astype(np.float64)
-        frequencies = np.divide(right, places, out=np.zeros(right.shape), where=places != 0.0)
-        rounded = frequencies.astype(np.float32).astype(dtype_named(dtype)).astype(np.float64)
+        exact = np.divide(right, places, out=np.zeros(right.shape), where=places != 0.0)
+        rounded = exact.astype(np.float32).astype(dtype_named(dtype)).astype(np.float64)
         return (rounded * places).astype(right.dtype)
 
     return angles
