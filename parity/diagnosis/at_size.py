@@ -137,7 +137,7 @@ def diagnosed_by_samples(whole: Whole, judge: Judge, seconds: float) -> Diagnosi
         judge: diagnoses a sample.
         seconds: work of the search, see `parity.core.work`, in addition to `SPARED`.
     """
-    if whole.compared.agree(whole.observed):
+    if not whole.compared.first_wrong():
         return Diagnosis("none", has_stages=len(whole.observed) > 1)
     kinds: list[TokenSamples | RowSamples] = []
     if whole.stages_of_tokens:

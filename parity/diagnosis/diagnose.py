@@ -27,13 +27,13 @@ from parity.core.stages import STAGES, stage_named
 from parity.core.trace import Reference, Trace
 from parity.core.user_code import user_code
 from parity.core.weights import is_floating
-from parity.core.work import Work
-from parity.diagnosis.at_size import diagnosed_by_first_call, diagnosed_by_samples
-from parity.diagnosis.choices import choices_for
+from parity.core.work import Work, uncounted
+from parity.diagnosis.at_size import Judge, diagnosed_by_first_call, diagnosed_by_samples
+from parity.diagnosis.choices import Choice, choices_for
 from parity.diagnosis.hidden import hidden_bugs
 from parity.diagnosis.precision import lost_in_dtype, lost_in_products
-from parity.diagnosis.readings import Read, read
-from parity.diagnosis.replay import EVERYTHING, Replay, Scope, remembering
+from parity.diagnosis.readings import Read, Reading, read
+from parity.diagnosis.replay import EVERYTHING, Replay, Scope, WholeReplay, remembering
 from parity.diagnosis.sampling import FIRST_CALL, ROWS, Part, Whole, first_call, in_order, is_large
 from parity.diagnosis.search import SearchResult, search
 from parity.diagnosis.verdicts import Diagnosis, Explanation, Unknown
@@ -128,22 +128,126 @@ def diagnose_stages(
         right = Replay(problem, {}, arithmetic, base=base, scope=scope, reference=reference)
         return explained(stages, right, work)
 
-    ordered = {name: in_order(problem, name, x) for name, x in stages.items()}
-    compared = WholeStages(ordered, reference, arithmetic, {each.stage: each for each in comparisons})
+    known = {each.stage: each for each in comparisons}
     if not is_large(problem):
+        compared = WholeStages(stages, reference, arithmetic, known)
         with single_threaded():
             found = judge_all(EVERYTHING, Work(seconds))
     elif problem.case.is_cached:
+        ordered = {name: in_order(problem, name, x) for name, x in stages.items()}
+        compared = WholeStages(ordered, reference, arithmetic, known)
         of_first_call = {name.removeprefix(FIRST_CALL): x for name, x in ordered.items() if name.startswith(FIRST_CALL)}
-        first_compared = WholeStages(of_first_call, reference, arithmetic, compared.known, FIRST_CALL)
+        first_compared = WholeStages(of_first_call, reference, arithmetic, known, FIRST_CALL)
         found = diagnosed_by_first_call(first_call(problem, stages, first_compared), judge, judge_all, seconds)
     else:
-        whole = Whole(problem, _of_problem(stages), compared, reference.remembered)
-        found = diagnosed_by_samples(whole, judge, seconds)
-        turned = {name: ordered[name] for name in found.taken if ordered[name].shape != stages[name].shape}
-        found = replace(found, taken=turned)
+        found, compared = _diagnosed_at_size(_of_problem(stages), reference, arithmetic, judge, seconds)
     found = _measured_as_a_whole(found.with_named_laws(), compared)
     return replace(found, dtypes=_other_dtypes(stages, problem), dtype=problem.dtype)
+
+
+def _diagnosed_at_size(
+    stages: Mapping[str, np.ndarray], reference: Reference, arithmetic: str, judge: Judge, seconds: float
+) -> tuple[Diagnosis, WholeStages]:
+    """Diagnose the stages of a large layer without a cache: read as a whole, and searched in samples."""
+    right = WholeReplay(reference.problem, {}, arithmetic, base=remembering(reference.remembered), reference=reference)
+    with uncounted(), single_threaded():
+        views = _whole_views(stages, right)
+    found: list[tuple[Diagnosis, WholeStages]] = []
+    for view in views:
+        kind = view.choice.arithmetic or arithmetic
+        compared = WholeStages(view.values, reference, kind, passed=view.agreed)
+        whole = Whole(reference.problem, view.values, compared, reference.remembered)
+        diagnosis = view.completed(diagnosed_by_samples(whole, judge, seconds / len(views)))
+        if not diagnosis.is_wrong:
+            return diagnosis, compared
+        found.append((diagnosis, compared))
+    return min(found, key=lambda each: (len(each[0].unknowns), len(each[0].explanations)))
+
+
+@dataclass(frozen=True)
+class _WholeView:
+    """The stages of a large layer in one reading.
+
+    Attributes:
+        values: stages in the reference's convention, without those that cannot be converted.
+        agreed: the stages that are right as a whole, some of them in another convention.
+        conventions: descriptions of how stages are recorded.
+        malformed: stages that cannot be compared, and why.
+        choice: how the layer computes differently.
+    """
+
+    values: dict[str, np.ndarray]
+    agreed: frozenset[str]
+    conventions: dict[str, str]
+    malformed: dict[str, str]
+    choice: Choice
+
+    def completed(self, diagnosis: Diagnosis) -> Diagnosis:
+        """Return a diagnosis of the values with the conventions and faults of all stages."""
+        malformed = {**diagnosis.malformed, **self.malformed}
+        conventions = {**diagnosis.conventions, **self.conventions}
+        kind, stage = diagnosis.kind, diagnosis.stage
+        if not diagnosis.is_wrong:
+            kind = "unknown" if malformed else "convention" if conventions else "none"
+            stage = next(iter(malformed), "")
+        dtype = next((x.dtype.name for x in self.values.values() if is_floating(x.dtype)), "")
+        taken = {name: self.values[name] for name in conventions if name in self.values}
+        return replace(
+            diagnosis,
+            kind=kind,
+            stage=stage,
+            conventions=conventions,
+            malformed=malformed,
+            choice=self.choice.about.format(dtype=dtype) or diagnosis.choice,
+            taken=taken,
+        )
+
+
+def _whole_views(stages: Mapping[str, np.ndarray], right: WholeReplay) -> list[_WholeView]:
+    """Return the readings of whole stages: by their shapes alone, and in the conventions in which they agree."""
+    # The others would need the scores of all rows.
+    choice, *other_choices = (each for each in choices_for(right.problem.dtype, stages) if not each.in_reference)
+    found = read(stages, right.with_choice(choice))
+    if not found:
+        raise Refusal("observed", "have stages of the problem", str(sorted(stages)))
+    agreed = _borne_out(found)
+    for other in other_choices:
+        if len(agreed) < len(found) and _number_agreeing(found, right.with_choice(other)) > len(agreed):
+            choice, found = other, read(stages, right.with_choice(other))
+            agreed = _borne_out(found)
+    plain = {name: each.plain for name, each in found.items() if each.plain is not None}
+    as_recorded = {name: reading for name, reading in agreed.items() if not reading.words}
+    views = [_whole_view(found, {**plain, **as_recorded}, frozenset(as_recorded), choice)]
+    if len(as_recorded) < len(agreed):
+        other = _whole_view(found, {**plain, **agreed}, frozenset(agreed), choice)
+        views = [other] if len(agreed) == len(found) else [*views, other]
+    return views
+
+
+def _borne_out(found: Mapping[str, Read]) -> dict[str, Reading]:
+    """Return the readings in which stages agree, if a later stage confirms them where that is necessary."""
+    return {name: each.agreed for name, each in found.items() if each.agreed is not None and _is_borne_out(name, found)}
+
+
+def _number_agreeing(found: Mapping[str, Read], right: Replay) -> int:
+    """Return the number of stages that agree by their shapes alone."""
+    plain = {name: each.plain for name, each in found.items() if each.plain is not None}
+    return sum(
+        reading.values is not None and right.agrees(name, reading.values, unused=reading.masked)
+        for name, reading in plain.items()
+    )
+
+
+def _whole_view(
+    found: Mapping[str, Read], readings: Mapping[str, Reading], agreed: frozenset[str], choice: Choice
+) -> _WholeView:
+    return _WholeView(
+        {name: reading.values for name, reading in readings.items() if reading.values is not None},
+        agreed,
+        {name: reading.words for name, reading in readings.items() if reading.words},
+        {name: each.reason for name, each in found.items() if name not in readings},
+        choice,
+    )
 
 
 def _of_problem(stages: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -335,9 +439,7 @@ def _views(stages: Mapping[str, np.ndarray], right: Replay) -> list[_View]:
         return []
     plain = {name: each.plain for name, each in found.items() if each.plain is not None}
     ways = [plain]
-    agreed = {
-        name: each.agreed for name, each in found.items() if each.agreed is not None and _is_borne_out(name, found)
-    }
+    agreed = _borne_out(found)
     if any(reading is not plain.get(name) and reading.words for name, reading in agreed.items()):
         ways.append({**plain, **agreed})
     views = []

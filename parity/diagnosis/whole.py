@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from parity.core.compare import FACTOR, Comparison, Label, floor
+from parity.core.compare import FACTOR, Comparison, Label, floor, kept_dtype
 from parity.core.stages import stage_named
 from parity.core.trace import Reference
 from parity.core.unused import unused_cells
+from parity.core.weights import is_floating
 from parity.diagnosis.laws import Findings, place_of
 
 ROOM = 1e-300
@@ -52,6 +53,7 @@ class WholeStages(Mapping[str, WholeStage]):
         arithmetic: of the hardware.
         comparisons: known comparisons with the reference, by stage.
         prefix: of the stages' names in the reference, such as `step0.`.
+        passed: stages that are known to agree, such as scores in 16 bits.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class WholeStages(Mapping[str, WholeStage]):
         arithmetic: str,
         comparisons: Mapping[str, Comparison] | None = None,
         prefix: str = "",
+        passed: frozenset[str] = frozenset(),
     ) -> None:
         self._reference, self._arithmetic, self._prefix = reference, arithmetic, prefix
         expected = reference.accumulated
@@ -72,6 +75,7 @@ class WholeStages(Mapping[str, WholeStage]):
         }
         self._compared: dict[str, WholeStage] = {}
         self._comparisons = comparisons or {}
+        self._passed = passed
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._observed)
@@ -82,6 +86,10 @@ class WholeStages(Mapping[str, WholeStage]):
     def __getitem__(self, name: str) -> WholeStage:
         if name not in self._compared:
             x, by_token = self._observed[name], np.zeros(0)
+            full_name = self._prefix + name
+            kept = kept_dtype(full_name, self._reference.problem.dtype)
+            if is_floating(x.dtype) and x.dtype != kept:
+                x = x.astype(kept)  # scores in 16 bits are compared as what they are
             comparison = self._comparisons.get(self._prefix + name)
             is_measured = comparison is not None and (comparison.passed or comparison.worst_values is not None)
             if comparison is None or not is_measured:
@@ -93,19 +101,9 @@ class WholeStages(Mapping[str, WholeStage]):
             self._compared[name] = WholeStage(comparison, by_token)
         return self._compared[name]
 
-    def agree(self, recorded: Mapping[str, np.ndarray]) -> bool:
-        """Return True if all recorded stages have the reference's shape and are within their budgets."""
-        has_shape = all(name in self and x.shape == self._observed[name].shape for name, x in recorded.items())
-        return has_shape and not self.first_wrong()
-
-    @property
-    def known(self) -> Mapping[str, Comparison]:
-        """The comparisons that were given, by the stages' full names."""
-        return self._comparisons
-
     def first_wrong(self, besides: Iterable[str] = ()) -> str:
         """Return the first stage that is over its budget, other than some; empty if there is none."""
-        ignored = {*besides}
+        ignored = {*besides} | self._passed
         return next((name for name in self if name not in ignored and not self[name].passed), "")
 
     def findings(self, name: str) -> Findings | None:
