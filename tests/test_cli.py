@@ -322,12 +322,13 @@ def test_help_imports_no_framework(arguments):
 
 def test_a_failed_json_write_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "r.json"
-    path.write_text("old")
+    old = '{"schema": "mha-parity/run"}'
+    path.write_text(old)
 
     def fail(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", fail)
     assert main(["run", "--cases", "textbook", "--backends", "torch", "--json", str(path)]) == 2
-    assert path.read_text() == "old"
+    assert path.read_text() == old
     assert [entry.name for entry in pathlib.Path(tmp_path).iterdir()] == ["r.json"]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from parity.cli.help import Page, Result
@@ -62,6 +64,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="read everything, report the result or the errors, and write nothing",
     )
     add_layer_options(parser, "a layer")
+
+
+def may_write(options: argparse.Namespace, path: str) -> bool:
+    """Return whether a file may be one of DST: the file, its shards and their index, or anything in a new folder."""
+    from parity.files.reading import INDEX, SUFFIXES
+    from parity.files.target import is_shard_of
+
+    file, target = Path(os.path.realpath(path)), Path(options.target)
+    is_folder = options.ranks is not None or SUFFIXES.get(target.suffix.lower()) == "orbax"
+    if is_folder:
+        whole = Path(os.path.realpath(target))
+        return file == whole or whole in file.parents
+    if target.is_dir():
+        target /= "model.safetensors"
+    if file == Path(os.path.realpath(target)):
+        return True
+    is_of_set = file.name == f"{target.name}{INDEX}" or is_shard_of(target, file.name)
+    return is_of_set and file.parent == Path(os.path.realpath(target.parent))
 
 
 def _accepting(words: Sequence[str], lossy: LossyType) -> str:

@@ -253,7 +253,7 @@ def _run_command(options: argparse.Namespace) -> int:
         os.getcwd()
     except FileNotFoundError:  # libraries would end the process
         raise FileNotFoundError("the current folder must exist, but it was deleted") from None
-    check_paths(options)
+    check_paths(options, getattr(COMMANDS[options.command], "may_write", None))
     to_stdout = [flag for flag in REPORTS if getattr(options, flag, None) in STANDARD_OUTPUT]
     if not to_stdout:
         return _run_and_write(options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 
 from parity.cli.messages import refusal
 from parity.cli.options import flag_of
@@ -19,9 +20,15 @@ PATHS += ("save_traces", "plot", "output", *REPORTS)
 """Options and positional arguments that are paths."""
 
 
-def check_paths(options: argparse.Namespace) -> None:
-    """Reject reports that cannot be written, or that would overwrite another file of the command, before the work."""
+def check_paths(options: argparse.Namespace, may_write: Callable[[argparse.Namespace, str], bool] | None) -> None:
+    """Reject reports that cannot be written, or that would overwrite another file, before the work.
+
+    Args:
+        options: the parsed command line.
+        may_write: returns whether the command may write a file besides its reports; None if it writes no other.
+    """
     from parity.files.target import check_writable
+    from parity.reporting.earlier import check_report
 
     paths: list[tuple[str, str]] = []
     for name in PATHS:
@@ -44,6 +51,11 @@ def check_paths(options: argparse.Namespace) -> None:
                 if name != other and _is_same(path, second):
                     given = {flag: path, _flag(other, options): second}
                     raise refusal(flag, f"be another file than {_flag(other, options)}", given)
+            if name in REPORTS:
+                if may_write is not None and may_write(options, path):
+                    rule = f"be another file than those that {options.command} writes"
+                    raise refusal(flag, rule, {flag: path})
+                check_report(path, flag)
 
 
 def _flag(name: str, options: argparse.Namespace) -> str:

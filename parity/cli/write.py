@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import keyword
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +62,9 @@ def run(options: argparse.Namespace) -> Result:
 
     _check_output(options)
     paths = _paths(options)
+    if may_write(options, options.source):
+        given = {"MODEL": options.source, "--output": options.output}
+        raise refusal("MODEL", "be another file than those that write writes", given)
     _check_free(paths, force=options.force)
     with open_layers(options.source, options.layout, prefix=options.prefix, **layer_options(options)) as found:
         chosen = chosen_layers(found, options.layers) if options.layers else found[:1]
@@ -76,6 +80,11 @@ def run(options: argparse.Namespace) -> Result:
     write_files(dict(zip(paths, contents, strict=True)), overwrite=options.force)
     print_out(f"written: {', '.join(map(str, paths))}\n")
     return 0, {**content, "files": [str(path) for path in paths]}
+
+
+def may_write(options: argparse.Namespace, path: str) -> bool:
+    """Return whether a path is that of a file that the command writes."""
+    return os.path.realpath(path) in map(os.path.realpath, _paths(options))
 
 
 def _paths(options: argparse.Namespace) -> list[Path]:

@@ -25,7 +25,7 @@ from parity.conversion.layouts.layout import Ranks
 from parity.conversion.prefixes import ENTRY, join
 from parity.files import FileTensor, TensorFile, TensorInfo, open_tensors, write_tensors
 from parity.files.reading import SUFFIXES
-from parity.files.target import Batch, errors_name, locked, move, scratch_beside
+from parity.files.target import Batch, check_place, errors_name, locked, move, scratch_beside
 from parity.files.tensor_file import parse_json
 from parity.sharding.shard import ShardPlan, shard_spec
 
@@ -206,7 +206,7 @@ def write_ranks(
         ValueError: if the layout does not support ranks, a layer cannot be divided, or the division of another tensor
             is unknown.
     """
-    folder, ranks = Path(folder), _check_ranks(layout, count, specs)
+    given, folder, ranks = os.fspath(folder), Path(folder), _check_ranks(layout, count, specs)
     shapes = {name: shape for name, (shape, _) in infos.items()}
     norms = [name for name in _norms_by_heads(layout, specs) if name in infos]
     divisions: dict[str, Division] = {}
@@ -225,15 +225,22 @@ def write_ranks(
         return divisions[name].parts(np.asarray(read(name)), count)[rank].reshape(own[name][0])
 
     _refuse_used(folder)
-    with errors_name(folder), scratch_beside(folder) as scratch:
+    if not folder.exists():
+        check_place(given.rstrip(os.sep))
+    place = Path(os.path.realpath(folder))  # `.` has no name, and its parent is `.`
+    with errors_name(folder), scratch_beside(place) as scratch:
+        written = scratch / place.name
         for rank in range(count):
-            path = scratch / folder.name / ranks.file.format(rank=f"{rank:02}")
+            path = written / ranks.file.format(rank=f"{rank:02}")
             path.parent.mkdir(parents=True, exist_ok=True)
             write_tensors(path, own, partial(read_part, rank=rank), metadata, dry_run=dry_run)
         if not dry_run:
-            with locked(folder.parent):
+            with locked(place.parent):
                 _refuse_used(folder)
-                move(Batch([folder.name], scratch, folder.parent))
+                if place.is_dir():  # it is filled, not replaced: it may be the current folder
+                    move(Batch(sorted(os.listdir(written)), written, place))
+                else:
+                    move(Batch([place.name], scratch, place.parent))
     return folder
 
 

@@ -87,14 +87,36 @@ def check_target(
         return []
     index = folder / names[-1]
     shards = set(shards_in(index)) if index in there else set()
-    own = re.compile(re.escape(path.stem) + r"-\d{5}-of-\d{5}" + re.escape(path.suffix))
-    stale = {name for name in shards if own.fullmatch(name) and _exists(folder / name)}
+    stale = {name for name in shards if is_shard_of(path, name) and _exists(folder / name)}
     for place in there:
         if place != index and place.name not in stale:
             raise Refusal(place, f"be listed in {index} to be replaced, but it is not")
     for name in sorted(stale):
         _refuse_others(folder / name, folder / name, kind)
     return sorted(stale - set(names))
+
+
+def is_shard_of(path: Path, name: str) -> bool:
+    """Return whether a file has the name of a shard of a target that is split."""
+    return re.fullmatch(re.escape(path.stem) + r"-\d{5}-of-\d{5}" + re.escape(path.suffix), name) is not None
+
+
+def check_place(path: str | os.PathLike[str]) -> None:
+    """Refuse a file whose name is that of a folder, such as `a.py/`, or whose folder does not exist.
+
+    `Path` and `os.path.realpath` would drop the last `/` and a missing `folder/..`, and write another file.
+
+    Raises:
+        OSError: for such a name.
+    """
+    name = os.fspath(path)
+    folder, last = os.path.split(name)
+    if last in ("", os.curdir, os.pardir):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)
+    try:
+        os.stat(folder or os.curdir)
+    except OSError as error:  # its message would contain the folder alone
+        raise OSError(error.errno, error.strerror, name) from None
 
 
 def _exists(path: Path) -> bool:
@@ -184,6 +206,7 @@ def check_writable(path: str | os.PathLike[str], name: str, shown: str = "") -> 
             mode = os.stat(path).st_mode
         except FileNotFoundError:
             mode = stat.S_IFREG
+            check_place(path)
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         if stat.S_ISREG(mode):
@@ -401,6 +424,7 @@ def write_whole(
         if os.path.exists(path) and not os.path.isfile(path):  # a device or a pipe cannot be replaced
             Path(path).write_bytes(data)
             return
+        check_place(path)
         target = Path(os.path.realpath(path))  # the target of a link, not the link
         with scratch_beside(target) as scratch:
             written = scratch / target.name
@@ -425,6 +449,7 @@ def write_files(files: Mapping[Path, bytes], *, overwrite: bool = True) -> None:
     targets: dict[Path, Path] = {}
     for path in files:
         target = Path(os.path.realpath(path))  # the target of a link, not the link
+        check_place(path)
         if target in targets:
             raise Refusal(path, "be another file than the others to write", str(targets[target]))
         targets[target] = path

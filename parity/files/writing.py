@@ -18,7 +18,7 @@ from parity.files.msgpack import METADATA, write_msgpack
 from parity.files.orbax import write_orbax
 from parity.files.reading import INDEX, SUFFIXES, open_tensors
 from parity.files.safetensors import CODES, write_safetensors
-from parity.files.target import Batch, check_target, errors_name, flushing, locked, move, scratch_beside
+from parity.files.target import Batch, check_place, check_target, errors_name, flushing, locked, move, scratch_beside
 from parity.files.tensor_file import (
     DTYPES,
     NATIVE,
@@ -94,8 +94,9 @@ def write_tensors(
         with open_tensors("model.safetensors") as file:
             write_tensors("model.npz", file.infos, file.tensor, file.metadata)
     """
-    path = Path(path)
+    given, path = os.fspath(path), Path(path)
     kind = _kind(path)
+    check_place(given.rstrip(os.sep) if kind == "orbax" else given)  # an orbax checkpoint is a folder
     for text in itertools.chain.from_iterable((metadata or {}).items()):
         if not isinstance(text, str):
             raise WrongType("metadata", "be text by name", metadata=text)

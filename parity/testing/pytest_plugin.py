@@ -149,11 +149,13 @@ class _Controller(_Recorder):
         """Reject a report that cannot be written before the tests run."""
         from mha_spec import Refusal
         from parity.files.target import check_writable
+        from parity.reporting.earlier import check_report
 
         suffix = self.path.suffix.lower()
         if suffix not in WRITERS:
             raise Refusal("--parity-report", f"end in one of {', '.join(WRITERS)}", {"--parity-report": self.path})
         check_writable(self.path, "--parity-report")
+        check_report(self.path, "--parity-report")
         module = importlib.import_module(WRITERS[suffix][0])
         getattr(module, "check_installed", lambda: None)()  # the libraries of the page are imported when it is written
 
