@@ -59,7 +59,7 @@ def refuses_report(command: list[str], flag: str, capsys: pytest.CaptureFixture[
     before = contents_of(Path())
     assert main(command) == 2
     captured = capsys.readouterr()
-    assert captured.err.startswith(f"mha-parity: error: {flag} must ")
+    assert captured.err.startswith(f"mha-parity: error: {flag} ")
     assert captured.err.count("\n") == 1
     assert captured.out == ""
     assert contents_of(Path()) == before
@@ -123,6 +123,7 @@ def test_a_report_is_no_file_of_a_set_of_shards(model, capsys, report):
     sharded = ["convert", "model", "q.safetensors", *CONVERT, "--max-shard-gib", "0.000005"]
     refuses_report([*sharded, "--json", report], "--json", capsys)
     assert main(sharded) == 0
+    capsys.readouterr()
     assert Path("q-00001-of-00003.safetensors").exists()
     refuses_report([*sharded, "--force", "--json", report], "--json", capsys)
 

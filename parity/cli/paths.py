@@ -53,8 +53,7 @@ def check_paths(options: argparse.Namespace, may_write: Callable[[argparse.Names
                     raise refusal(flag, f"be another file than {_flag(other, options)}", given)
             if name in REPORTS:
                 if may_write is not None and may_write(options, path):
-                    rule = f"be another file than those that {options.command} writes"
-                    raise refusal(flag, rule, {flag: path})
+                    raise refusal(flag, "be another file than those to write", {flag: path})
                 check_report(path, flag)
 
 

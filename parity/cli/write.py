@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> Result:
     paths = _paths(options)
     if may_write(options, options.source):
         given = {"MODEL": options.source, "--output": options.output}
-        raise refusal("MODEL", "be another file than those that write writes", given)
+        raise refusal("MODEL", "be another file than those to write", given)
     _check_free(paths, force=options.force)
     with open_layers(options.source, options.layout, prefix=options.prefix, **layer_options(options)) as found:
         chosen = chosen_layers(found, options.layers) if options.layers else found[:1]
