@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mha_spec.norm import Norm
 from mha_spec.record import Record
 from mha_spec.refusal import Refusal
-from mha_spec.rules import as_count, as_factor, as_number
+from mha_spec.rules import as_count, as_factor
 
 if TYPE_CHECKING:
     from mha_spec.rope import Rope
@@ -51,9 +50,7 @@ class Latent(Record):
         for name in ("kv_rank", "rope_dim", "q_rank"):
             if getattr(self, name) is not None or name != "q_rank":
                 object.__setattr__(self, name, as_count(name, getattr(self, name)))
-        object.__setattr__(self, "eps", as_number("eps", self.eps))
-        if not 0.0 < self.eps < math.inf:
-            raise Refusal("eps", "be positive and finite", eps=self.eps)
+        object.__setattr__(self, "eps", as_factor("eps", self.eps))
         for name in ("q_factor", "kv_factor"):
             object.__setattr__(self, name, as_factor(name, getattr(self, name)))
         if self.q_rank is None and self.q_factor != 1.0:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
 from mha_spec.record import Record
 from mha_spec.refusal import Refusal, WrongType
-from mha_spec.rules import as_boolean, as_number, as_one_of
+from mha_spec.rules import as_boolean, as_factor, as_one_of
 
 
 @dataclass(frozen=True, repr=False)
@@ -49,9 +48,7 @@ class Norm(Record):
         as_one_of("weight", self.weight, ("w", "1+w", None))
         for name in ("per_head", "bias", "after_rope"):
             object.__setattr__(self, name, as_boolean(name, getattr(self, name)))
-        object.__setattr__(self, "eps", as_number("eps", self.eps))
-        if not 0.0 < self.eps < math.inf:
-            raise Refusal("eps", "be positive and finite", eps=self.eps)
+        object.__setattr__(self, "eps", as_factor("eps", self.eps))
         for name in ("per_head", "bias"):
             if getattr(self, name) and self.weight is None:
                 raise Refusal(name, "come with a weight", {name: True, "weight": None})

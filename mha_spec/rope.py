@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
@@ -10,7 +9,7 @@ import numpy as np
 
 from mha_spec.record import Record
 from mha_spec.refusal import Refusal, WrongType
-from mha_spec.rules import as_count, as_number, as_one_of
+from mha_spec.rules import as_count, as_factor, as_one_of
 from mha_spec.scaling import DynamicScaling, LongRopeScaling, ProportionalScaling, Scaling, exponents, powers
 
 CHOICES = {
@@ -63,9 +62,7 @@ class Rope(Record):
     section_frequencies: Literal["shared", "own", "dealt"] = "shared"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "theta", as_number("theta", self.theta))
-        if not 0 < self.theta < math.inf:  # JSON cannot represent infinity or NaN
-            raise Refusal("theta", "be positive and finite", theta=self.theta)
+        object.__setattr__(self, "theta", as_factor("theta", self.theta))
         if self.scaling is not None and not isinstance(self.scaling, Scaling):
             raise WrongType("scaling", "be a scaling of mha_spec or None", scaling=self.scaling)
         for name, choices in CHOICES.items():

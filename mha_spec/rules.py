@@ -12,18 +12,26 @@ import numpy as np
 
 from mha_spec.refusal import Refusal, WrongType
 
+LARGEST_COUNT = 2**63 - 1
+"""Larger integers do not fit into arrays of integers, and some are beyond floats."""
+
+LEAST_FACTOR, LARGEST_FACTOR = (float(number) for number in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
+"""Range of factors: layers are computed in float32, which rounds numbers beyond it to 0 or infinity."""
+
 
 def as_count(name: str, value: object, minimum: int = 1) -> int:
     """Return an integer of at least `minimum`.
 
     Raises:
         TypeError: if it is not an integer.
-        ValueError: if it is below the minimum.
+        ValueError: if it is below the minimum, or above 2**63 - 1.
     """
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise WrongType(name, "be an integer", {name: value})
     if value < minimum:
         raise Refusal(name, f"be at least {minimum}", {name: value})
+    if value > LARGEST_COUNT:
+        raise Refusal(name, f"be at most {LARGEST_COUNT}", {name: value})
     return int(value)
 
 
@@ -54,15 +62,18 @@ def as_number(name: str, value: object) -> float:
 
 
 def as_factor(name: str, value: object) -> float:
-    """Return a positive, finite number.
+    """Return a positive, finite number in the range of float32.
 
     Raises:
         TypeError: if it is not a number.
-        ValueError: if it is not positive, or not finite.
+        ValueError: if it is not positive, not finite, or beyond the range of float32.
     """
     factor = as_number(name, value)
     if not 0.0 < factor < math.inf:  # JSON cannot represent infinity or NaN
         raise Refusal(name, "be positive and finite", {name: factor})
+    if not LEAST_FACTOR <= factor <= LARGEST_FACTOR:
+        rule = f"be between {LEAST_FACTOR:.3g} and {LARGEST_FACTOR:.3g}, the range of float32"
+        raise Refusal(name, rule, {name: factor})
     return factor
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from mha_spec.record import Record
 from mha_spec.refusal import Refusal, WrongType
-from mha_spec.rules import as_boolean, as_count, as_number
+from mha_spec.rules import LARGEST_COUNT, LARGEST_FACTOR, LEAST_FACTOR, as_boolean, as_count, as_factor
 
 
 def exponents(count: int, features: int) -> np.ndarray:
@@ -46,12 +46,24 @@ class Scaling(Record):
         """Return the factor of cosines and sines."""
         return 1.0
 
+    def divisors(self) -> tuple[float, ...]:
+        """Return the numbers by which frequencies are divided."""
+        return ()
+
     def check(self, theta: float, features: int) -> None:
         """Refuse a base or a number of rotated features for which the scaling is undefined.
 
         Raises:
-            ValueError: if the scaling is undefined.
+            ValueError: if the scaling is undefined, or frequencies or their factors are beyond the range of float32.
         """
+        if not LEAST_FACTOR <= self.amplitude() <= LARGEST_FACTOR:
+            raise Refusal("scaling", "keep the factor of cosines within the range of float32", scaling=self)
+        largest, least = max(self.divisors(), default=1.0), min(self.divisors(), default=1.0)
+        if max(theta, 1.0) * largest > LARGEST_FACTOR or max(1.0 / theta, 1.0) / least > LARGEST_FACTOR:
+            self._refuse_range(theta)
+
+    def _refuse_range(self, theta: float) -> NoReturn:
+        raise Refusal("scaling", "keep frequencies within the range of float32", scaling=self, theta=theta)
 
     def _set(self, **values: object) -> None:
         for name, value in values.items():
@@ -76,7 +88,10 @@ class LinearScaling(Scaling):
     kind: str = field(default="linear", init=False)
 
     def __post_init__(self) -> None:
-        self._set(factor=_positive("factor", self.factor))
+        self._set(factor=as_factor("factor", self.factor))
+
+    def divisors(self) -> tuple[float, ...]:
+        return (self.factor,)
 
     def frequencies(self, theta: float, features: int, length: int) -> np.ndarray:
         return unscaled_frequencies(theta, features // 2, features) / self.factor
@@ -105,7 +120,7 @@ class DynamicScaling(Scaling):
 
     def __post_init__(self) -> None:
         self._set(
-            factor=_positive("factor", self.factor), original_length=as_count("original_length", self.original_length)
+            factor=as_factor("factor", self.factor), original_length=as_count("original_length", self.original_length)
         )
 
     def base(self, theta: float, features: int, length: Any) -> Any:
@@ -120,6 +135,9 @@ class DynamicScaling(Scaling):
     def check(self, theta: float, features: int) -> None:
         if features < 4:
             raise Refusal("rotated features", "be at least 4 with DynamicScaling", str(features))
+        super().check(theta, features)
+        if self.base(theta, features, LARGEST_COUNT) > LARGEST_FACTOR:  # of the longest call
+            self._refuse_range(theta)
 
 
 @dataclass(frozen=True, repr=False)
@@ -147,7 +165,7 @@ class Llama3Scaling(Scaling):
 
     def __post_init__(self) -> None:
         for name in ("factor", "low_freq_factor", "high_freq_factor"):
-            self._set(**{name: _positive(name, getattr(self, name))})
+            self._set(**{name: as_factor(name, getattr(self, name))})
         self._set(original_length=as_count("original_length", self.original_length))
         if self.high_freq_factor <= self.low_freq_factor:
             raise Refusal(
@@ -156,6 +174,9 @@ class Llama3Scaling(Scaling):
                 high_freq_factor=self.high_freq_factor,
                 low_freq_factor=self.low_freq_factor,
             )
+
+    def divisors(self) -> tuple[float, ...]:
+        return (self.factor,)
 
     def frequencies(self, theta: float, features: int, length: int) -> np.ndarray:
         kept = unscaled_frequencies(theta, features // 2, features)
@@ -166,6 +187,16 @@ class Llama3Scaling(Scaling):
         often = wavelengths < self.original_length / self.high_freq_factor
         seldom = wavelengths > self.original_length / self.low_freq_factor
         return np.where(seldom, kept / self.factor, np.where(often, kept, between))
+
+    def check(self, theta: float, features: int) -> None:
+        super().check(theta, features)
+        fastest, width = max(1.0 / theta, 1.0), self.high_freq_factor - self.low_freq_factor
+        # Each intermediate result of `frequencies` is at most one of these.
+        largest = max(self.original_length, self.high_freq_factor) * fastest / min(width, 1.0)
+        largest *= fastest / min(self.factor, 1.0)
+        longest = max(2 * math.pi * theta, self.original_length / self.low_freq_factor)
+        if width < LEAST_FACTOR or max(largest, longest) > LARGEST_FACTOR:
+            self._refuse_range(theta)
 
 
 @dataclass(frozen=True, repr=False)
@@ -203,7 +234,7 @@ class YarnScaling(Scaling):
     def __post_init__(self) -> None:
         for name in ("factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"):
             if getattr(self, name) is not None or name in ("factor", "beta_fast", "beta_slow"):
-                self._set(**{name: _positive(name, getattr(self, name))})
+                self._set(**{name: as_factor(name, getattr(self, name))})
         self._set(original_length=as_count("original_length", self.original_length))
         self._set(truncate=as_boolean("truncate", self.truncate))
         if self.beta_fast <= self.beta_slow:
@@ -219,6 +250,9 @@ class YarnScaling(Scaling):
                 attention_factor=self.attention_factor,
                 mscale=self.mscale,
             )
+
+    def divisors(self) -> tuple[float, ...]:
+        return (self.factor,)
 
     def frequencies(self, theta: float, features: int, length: int) -> np.ndarray:
         low, high = self.ramp(theta, features)
@@ -256,6 +290,7 @@ class YarnScaling(Scaling):
     def check(self, theta: float, features: int) -> None:
         if theta <= 1.0:
             raise Refusal("theta", "be above 1 with YarnScaling", theta=theta)
+        super().check(theta, features)
 
 
 @dataclass(frozen=True, repr=False)
@@ -284,18 +319,21 @@ class LongRopeScaling(Scaling):
     kind: str = field(default="longrope", init=False)
 
     def __post_init__(self) -> None:
-        self._set(factor=_positive("factor", self.factor))
+        self._set(factor=as_factor("factor", self.factor))
         self._set(original_length=as_count("original_length", self.original_length, 2))
         for name in ("short_factors", "long_factors"):
             if isinstance(getattr(self, name), (str, bytes)) or not np.iterable(getattr(self, name)):
                 raise WrongType(name, "be numbers, one for each pair", {name: getattr(self, name)})
-            self._set(**{name: tuple(_positive(name, factor) for factor in getattr(self, name))})
+            self._set(**{name: tuple(as_factor(name, factor) for factor in getattr(self, name))})
         if len(self.short_factors) != len(self.long_factors):
             raise Refusal(
                 "short_factors", "be as many as long_factors", f"{len(self.short_factors)} and {len(self.long_factors)}"
             )
         if self.attention_factor is not None:
-            self._set(attention_factor=_positive("attention_factor", self.attention_factor))
+            self._set(attention_factor=as_factor("attention_factor", self.attention_factor))
+
+    def divisors(self) -> tuple[float, ...]:
+        return (*self.short_factors, *self.long_factors)
 
     def frequencies(self, theta: float, features: int, length: int) -> np.ndarray:
         factors = self.long_factors if length > self.original_length else self.short_factors
@@ -313,6 +351,7 @@ class LongRopeScaling(Scaling):
                 f"be one for each of {features // 2} rotated pairs",
                 str(len(self.short_factors)),
             )
+        super().check(theta, features)
 
 
 @dataclass(frozen=True, repr=False)
@@ -337,9 +376,12 @@ class ProportionalScaling(Scaling):
     kind: str = field(default="proportional", init=False)
 
     def __post_init__(self) -> None:
-        self._set(fraction=_positive("fraction", self.fraction), factor=_positive("factor", self.factor))
+        self._set(fraction=as_factor("fraction", self.fraction), factor=as_factor("factor", self.factor))
         if self.fraction > 1.0:
             raise Refusal("fraction", "be at most 1", fraction=self.fraction)
+
+    def divisors(self) -> tuple[float, ...]:
+        return (self.factor,)
 
     def frequencies(self, theta: float, features: int, length: int) -> np.ndarray:
         rotated = int(self.fraction * features // 2)
@@ -357,10 +399,3 @@ SCALINGS: dict[str, type[Scaling]] = {
     "proportional": ProportionalScaling,
 }
 """Scalings by their names in JSON, which are those of Hugging Face's configurations."""
-
-
-def _positive(name: str, value: object) -> float:
-    number = as_number(name, value)
-    if not 0.0 < number < math.inf:  # JSON cannot represent infinity or NaN
-        raise Refusal(name, "be positive and finite", {name: value})
-    return number

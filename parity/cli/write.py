@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import keyword
 import os
+import sys
+import unicodedata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +20,8 @@ if TYPE_CHECKING:
 
 FRAMEWORKS = ("jax", "torch", "ttnn")
 
-TAKEN = (*FRAMEWORKS, "numpy", "math", "typing", "parity", "mha_spec")
-"""Modules that the code imports."""
+TAKEN = {*FRAMEWORKS, "numpy", "parity", "mha_spec", "pytest", "conftest", "__init__", *sys.stdlib_module_names}
+"""Modules that the code, its test or Python itself imports, and files that Python and pytest read by themselves."""
 
 PAGE = Page(
     "write one layer as plain code, with a test",
@@ -127,8 +129,18 @@ def _check_output(options: argparse.Namespace) -> None:
             raise refusal("--test", "be passed with --output, because the test is a file next to it")
         return
     path = Path(options.output)
-    if path.suffix != ".py" or not path.stem.isidentifier() or keyword.iskeyword(path.stem) or path.stem in TAKEN:
+    if path.suffix != ".py" or not _is_free(path.stem):
         raise refusal("--output", "be the file of a new module, such as attention.py", {"--output": options.output})
+
+
+def _is_free(name: str) -> bool:
+    """Return whether a file of this name is a module that can be imported, and replaces no other."""
+    if not name.isidentifier() or keyword.iskeyword(name):
+        return False
+    if unicodedata.normalize("NFKC", name) != name:  # Python imports the normalized name
+        return False
+    is_collected = name.startswith("test_") or name.endswith("_test")  # by pytest, as a file of tests
+    return not is_collected and name not in TAKEN
 
 
 def _check_free(paths: list[Path], *, force: bool) -> None:

@@ -140,13 +140,23 @@ def asks(
 
 @dataclass(frozen=True)
 class Conformance(JsonRecord):
-    """All answers of one subject; if it could not be examined, the reason and no answers."""
+    """All answers of one subject; if it could not be examined, the reason and no answers.
+
+    Attributes:
+        name: name of the subject.
+        framework: its framework.
+        version: version of its library.
+        answers: the answers, in the order of the questions.
+        missing: why it could not be examined.
+        requested: dtypes that the caller requested; empty for the default ones.
+    """
 
     name: str
     framework: str
     version: str
     answers: tuple[Answer, ...] = ()
     missing: str = ""
+    requested: tuple[str, ...] = ()
 
     IN_JSON = ("name", "framework", "version", "missing", "answers")
 
@@ -171,9 +181,17 @@ class Conformance(JsonRecord):
         """Return the broken promises."""
         return [answer for answer in self.answers if answer.is_broken]
 
+    @property
+    def not_examined(self) -> list[str]:
+        """Return the requested dtypes in which no question called the subject; the first is that of plain calls."""
+        examined = {path.dtype for answer in self.answers for path in answer.findings}
+        return [dtype for dtype in self.requested[1:] if dtype not in examined and not self.missing]
+
 
 def exit_status(found: Sequence[Conformance]) -> int:
-    """Return 1 if a promise is broken, 2 if no question applied, otherwise 0."""
+    """Return 1 if a promise is broken; 2 if no question applied, or none to a requested dtype; otherwise 0."""
     if any(subject.broken for subject in found):
         return 1
+    if any(subject.not_examined for subject in found):
+        return 2
     return 0 if any(answer.was_asked for subject in found for answer in subject.answers) else 2

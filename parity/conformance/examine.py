@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -58,7 +59,8 @@ def examine(
         raise Refusal("a dtype", f"be one of {', '.join(known)}{of}", ", ".join(unknown))
     with _surroundings(framework):
         subject = target if isinstance(target, Subject) else subject_of(target, **declared)
-        return _answers(subject, questions, dtypes or subject.dtypes)
+        found = _answers(subject, questions, dtypes or subject.dtypes)
+    return replace(found, requested=tuple(dtypes or ()))
 
 
 @contextmanager

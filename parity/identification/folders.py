@@ -22,13 +22,17 @@ from parity.files import write_tensors
 from parity.files.small import check_small_files
 from parity.identification.layers import LiveLayer, layers_of
 from parity.models.config import read_config
-from parity.models.specs import layers_of_parts
+from parity.models.specs import known_parts, layers_of_parts
+from parity.text import in_line
 
 if TYPE_CHECKING:
     import torch
 
 NUM_TOKENS = 32
 """Tokens of each of two sequences."""
+
+MOST_OF_ERROR = 200
+"""Characters of an error of transformers."""
 
 
 def is_unknown(folder: str | os.PathLike[str]) -> bool:
@@ -47,6 +51,40 @@ def is_unknown(folder: str | os.PathLike[str]) -> bool:
         return True
 
 
+@contextmanager
+def code_of_transformers(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Run code of transformers on a folder. It does not check what it reads, so it may raise anything.
+
+    Raises:
+        OSError, ImportError, MemoryError: as raised: something is missing, not wrong.
+        ValueError: for every other exception: why our rules reject the configuration if its family has rules,
+            otherwise the beginning of the exception's text.
+    """
+    try:
+        with user_code("transformers"):
+            yield
+    except (Refusal, OSError, ImportError, MemoryError):
+        raise
+    except Exception as error:
+        text = in_line(f"{type(error).__name__}: {error}", MOST_OF_ERROR)
+        broken = _broken_rule(folder)
+        if broken is not None:
+            broken.hint = "; ".join(filter(None, [broken.hint, f"transformers does not load it either: {text}"]))
+            raise broken from error
+        raise Refusal(folder, "be a model that transformers loads without code of others", text) from error
+
+
+def _broken_rule(folder: str | os.PathLike[str]) -> Refusal | None:
+    """Return why the rules of its family reject a folder; None if its family has none, or they accept it."""
+    try:
+        config = read_config(folder)
+        if known_parts(config):
+            layers_of_parts(config)
+    except Refusal as error:
+        return error.within(os.fspath(folder))
+    return None
+
+
 def observe_folder(folder: str | os.PathLike[str]) -> list[LiveLayer]:
     """Return the layers of a model folder, by `layers_of` on random inputs.
 
@@ -55,15 +93,15 @@ def observe_folder(folder: str | os.PathLike[str]) -> list[LiveLayer]:
     Raises:
         ModuleNotFoundError: if transformers is not installed.
         OSError: if the folder has no weights in safetensors.
-        ValueError: if transformers does not support the model, the folder lacks attention weights, or no known inputs
-            run the model.
+        ValueError: if transformers cannot load the model, the folder lacks attention weights, or no known inputs run
+            the model.
     """
     import torch
     from transformers import AutoConfig, AutoModel
 
     check_small_files(folder)
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    try:
+    with code_of_transformers(folder):
         config = AutoConfig.from_pretrained(folder, **local)
         model, told = AutoModel.from_pretrained(
             folder,
@@ -75,17 +113,18 @@ def observe_folder(folder: str | os.PathLike[str]) -> list[LiveLayer]:
             ignore_mismatched_sizes=True,  # such weights are reported by name below
             **local,
         )
-    except (KeyError, ValueError) as error:
-        raise Refusal(folder, "be a model that transformers loads without code of others", f"{error!s:.200}") from error
-    layers = [_as_stored(layer, config) for layer in layers_of(model.eval(), _inputs(model))]
+        model.eval()
+        candidates = list(random_inputs(model.config))
+        dtype = np.dtype(str(config.dtype or "float32").removeprefix("torch."))
+    layers = [_as_stored(layer, dtype) for layer in layers_of(model, _inputs(model, candidates))]
     absent = [*told["missing_keys"], *(name for name, *_ in told["mismatched_keys"])]
     if lost := [name for name in absent if any(f"{name}.".startswith(f"{layer.name}.") for layer in layers)]:
         raise Refusal(folder, "hold the weights of all layers", f"none of {', '.join(lost[:3])}")
     return layers
 
 
-def _inputs(model: Any) -> dict[str, torch.Tensor]:
-    """Return random keyword arguments with which a transformers model runs.
+def _inputs(model: Any, candidates: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return the first keyword arguments with which a transformers model runs.
 
     Raises:
         ValueError: if neither tokens nor images run it.
@@ -93,7 +132,7 @@ def _inputs(model: Any) -> dict[str, torch.Tensor]:
     import torch
 
     error: Exception | None = None
-    for inputs in random_inputs(model.config):
+    for inputs in candidates:
         try:
             with torch.no_grad(), user_code(model):
                 model(**inputs)
@@ -102,7 +141,7 @@ def _inputs(model: Any) -> dict[str, torch.Tensor]:
         else:
             return inputs
     hint = "parity.layers_of(model, inputs) takes the inputs of any"
-    raise Refusal("a folder to observe", "be of a model of tokens or images", f"{error!r:.120}", hint=hint)
+    raise Refusal("a folder to observe", "be of a model of tokens or images", in_line(repr(error), 120), hint=hint)
 
 
 def random_inputs(config: Any) -> Iterator[dict[str, torch.Tensor]]:
@@ -125,9 +164,8 @@ def random_inputs(config: Any) -> Iterator[dict[str, torch.Tensor]]:
     yield from filter(None, [{**tokens, **image} if tokens and image else {}, tokens, image])
 
 
-def _as_stored(layer: LiveLayer, config: Any) -> LiveLayer:
+def _as_stored(layer: LiveLayer, dtype: np.dtype) -> LiveLayer:
     """Return a layer with weights in the dtype of its files, if that dtype represents them exactly."""
-    dtype = np.dtype(str(config.dtype or "float32").removeprefix("torch."))
     narrow = {name: weight.astype(dtype) for name, weight in layer.weights.items()}
     is_exact = all((narrow[name].astype(weight.dtype) == weight).all() for name, weight in layer.weights.items())
     return replace(layer, weights=narrow) if is_exact else layer

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from parity.conformance.answers import Answer, Conformance
 from parity.reporting.console import print_table
-from parity.text import counted
+from parity.text import and_listed, counted
 
 STYLES = {"ok": "green", "note": "yellow", "absent": "dim", "differs": "bold red", "broken": "bold red"}
 LABEL, CELL = 16, 18  # columns
@@ -54,7 +54,12 @@ def print_conformance(found: Sequence[Conformance], out: Console, again: Callabl
     done, broken = sum(answer.was_asked for _, answer in answers), sum(answer.is_broken for _, answer in answers)
     verdict = counted(broken, "broken guarantee") if broken else "no broken guarantees" if done else "nothing to check"
     words = f"{counted(len(examined), 'target')} examined, {done} of {len(answers)} checks answered: {verdict}"
-    out.print(Text(words, style="bold red" if broken or not done else "bold green"), soft_wrap=True)
+    gaps = {subject.name: subject.not_examined for subject in examined if subject.not_examined}
+    for name, dtypes in gaps.items():
+        out.print(Text(f"{name}: no check examined {and_listed(dtypes)}", style="bold red"), soft_wrap=True)
+    if gaps:
+        words += "; not every requested dtype was examined"
+    out.print(Text(words, style="bold red" if broken or gaps or not done else "bold green"), soft_wrap=True)
 
 
 def _refused_alike(subject: Conformance) -> list[list[Answer]]:

@@ -21,7 +21,7 @@ from parity.core.compare import SAME_PRECISION, Label, compare
 from parity.core.problem import Problem, make_problem
 from parity.core.stages import run_steps
 from parity.files.small import check_small_files
-from parity.identification.folders import is_unknown, observe_folder, observed_file
+from parity.identification.folders import code_of_transformers, is_unknown, observe_folder, observed_file
 from parity.models.config import read_config
 from parity.models.specs import layers_of_parts, unknown_parts
 from parity.running.lengths import check_memory, not_exercised
@@ -283,7 +283,7 @@ def skeleton_of(path: str | os.PathLike[str], attn_implementation: str = "eager"
 
     Raises:
         ModuleNotFoundError: if transformers is not installed.
-        ValueError: if it has no such model.
+        ValueError: if it has no such model, or cannot read the configuration.
     """
     from transformers import AutoConfig
 
@@ -292,7 +292,8 @@ def skeleton_of(path: str | os.PathLike[str], attn_implementation: str = "eager"
     folder = os.fspath(path) if os.path.isdir(path) else os.path.dirname(os.path.abspath(path))
     check_small_files(folder)
     read_config(folder)
-    return Skeleton(AutoConfig.from_pretrained(folder, local_files_only=True), attn_implementation)
+    with code_of_transformers(folder):
+        return Skeleton(AutoConfig.from_pretrained(folder, local_files_only=True), attn_implementation)
 
 
 def _add_observed(report: Report, layer: LiveLayer, case: Case) -> None:
