@@ -14,7 +14,10 @@ import numpy as np
 
 from mha_spec.record import Record
 from mha_spec.refusal import Refusal, WrongType
-from mha_spec.rules import LARGEST_COUNT, LARGEST_FACTOR, LEAST_FACTOR, as_boolean, as_count, as_factor
+from mha_spec.rules import LARGEST_FACTOR, LEAST_FACTOR, as_boolean, as_count, as_factor
+
+MOST_TOKENS = 2**31
+"""Length of the longest call: positions are integers of 32 bits."""
 
 
 def exponents(count: int, features: int) -> np.ndarray:
@@ -136,7 +139,7 @@ class DynamicScaling(Scaling):
         if features < 4:
             raise Refusal("rotated features", "be at least 4 with DynamicScaling", str(features))
         super().check(theta, features)
-        if self.base(theta, features, LARGEST_COUNT) > LARGEST_FACTOR:  # of the longest call
+        if self.base(theta, features, max(MOST_TOKENS, self.original_length)) > LARGEST_FACTOR:
             self._refuse_range(theta)
 
 

@@ -1,6 +1,7 @@
 """Values of configurations that no model has: the message names the key, and no exception of Python."""
 
 import copy
+import json
 import math
 import re
 import warnings
@@ -152,6 +153,79 @@ def test_repeated_patterns_do_not_fill_the_memory():
     values = {**values_of("gpt_neo"), "attention_layers": None, "attention_types": [[["global"], 10**12]]}
     with pytest.raises(Refusal, match="attention_types"):
         specs_of(values)
+
+
+SMALL = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 1,
+    "intermediate_size": 32,
+    "vocab_size": 32,
+    "max_position_embeddings": 64,
+}
+HUGE = ("y" * 100_000, ["z"] * 100_000)
+ROUGH = (0, -1, "x", {}, [], math.inf, 1e-300, None, True, {"a": 1}, *HUGE)
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2", "gpt2", "bert"])
+def folder_of_family(request, tmp_path_factory):
+    """A small model of a family in a folder."""
+    folder = tmp_path_factory.mktemp(request.param)
+    config = transformers.CONFIG_MAPPING[request.param](**SMALL)
+    transformers.AutoModel.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def statuses_of(folder, values, capsys):
+    """Return the exit statuses of two commands on a folder with another configuration, and their errors."""
+    (folder / "config.json").write_text(json.dumps(values))  # infinity is written as Infinity
+    target = str(folder.parent / f"{folder.name}.safetensors")
+    run = ["run", "--model", str(folder), "--against", "transformers", "--backends", "torch"]
+    convert = ["convert", str(folder), target, "--to", "canonical", "--rest", "drop", "--force"]
+    capsys.readouterr()
+    statuses = [main(run), main(convert)]
+    return statuses, [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+
+
+def test_each_rough_value_ends_in_one_line(folder_of_family, capsys):
+    """One value for each key, a different one for each."""
+    folder = folder_of_family
+    values = json.loads((folder / "config.json").read_text())
+    num_refused = 0
+    for place, name in enumerate(sorted(values)):
+        rough = ROUGH[place % len(ROUGH)]
+        statuses, errors = statuses_of(folder, {**values, name: rough}, capsys)
+        assert set(statuses) <= {0, 1, 2}, (name, errors)
+        assert len(errors) == statuses.count(2), (name, errors)
+        assert all(len(error) < 1000 and error.isprintable() for error in errors), (name, errors)
+        num_refused += len(errors)
+    assert num_refused > 5
+    (folder / "config.json").write_text(json.dumps(values))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("llama", {"num_attention_heads": {"a": 1}}, "num_attention_heads={'a': 1}"),
+        ("llama", {"attention_dropout": "x"}, "attention_dropout='x'"),
+        ("llama", {"hidden_size": math.inf}, "hidden_size=inf"),
+        ("llama", {"hidden_size": 0, "num_attention_heads": 0}, "=0"),
+        ("qwen2", {"layer_types": 1e-300}, "layer_types=1e-300"),
+        ("qwen2", {"layer_types": ["z"] * 100_000}, "layer_types"),
+        ("llama", {"use_cache": [1]}, "StrictDataclass"),
+        ("no_such_family", {}, "be a model that transformers loads"),
+    ],
+)
+def test_our_reason_comes_before_that_of_transformers(tmp_path, capsys, family, changes, reason):
+    (tmp_path / "model").mkdir()
+    config = transformers.LlamaConfig(**SMALL)
+    transformers.AutoModel.from_config(config).save_pretrained(tmp_path / "model")
+    values = json.loads((tmp_path / "model" / "config.json").read_text())
+    statuses, errors = statuses_of(tmp_path / "model", {**values, "model_type": family, **changes}, capsys)
+    assert statuses[0] == 2
+    assert reason in errors[0]
+    first, *_ = errors[0].split("transformers does not load it either")
+    assert reason in first
 
 
 def test_numbers_that_do_not_fit_each_other_are_listed():

@@ -862,6 +862,30 @@ def test_a_users_function_is_examined_and_exits_1(own, capsys):
     }
 
 
+ONLY_FLOAT32 = """
+import sys
+import torch
+
+def attention(query, key, value, mask=None, is_causal=False):
+    if query.dtype != torch.float32:
+        sys.exit(0)
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal)
+"""
+
+
+@pytest.mark.parametrize(
+    ("checks", "dtypes", "status"),
+    [("mask,causal", "float32,bfloat16", 2), ("mask,causal", "float32", 0), ("masked key", "float32,bfloat16", 1)],
+)
+def test_dtypes_that_no_check_used_exit_2(own, capsys, checks, dtypes, status):
+    (own / "own_narrow.py").write_text(ONLY_FLOAT32)
+    declared = ["--mask-true", "shows", "--causal-alignment", "top-left"]
+    assert main(["conformance", "own_narrow:attention", "--checks", checks, "--dtypes", dtypes, *declared]) == status
+    out = capsys.readouterr().out
+    assert ("own_narrow:attention: no check examined bfloat16" in out) == (status == 2)
+    assert ("not every requested dtype was examined" in out) == (status == 2)
+
+
 @pytest.mark.usefixtures("own")
 def test_clean_answers_exit_0_and_a_false_declaration_1(capsys):
     arguments = ["conformance", "own_attention:attention", "--checks", "mask,masked key"]

@@ -1,6 +1,7 @@
 """Tests of the layer specification, the list of cases and the stage names."""
 
 import copy
+import itertools
 import json
 import math
 import pickle
@@ -22,6 +23,7 @@ from mha_spec import (
     LongRopeScaling,
     Norm,
     ProportionalScaling,
+    Refusal,
     RelativeBias,
     RelativeProducts,
     Rope,
@@ -31,8 +33,11 @@ from mha_spec import (
 from mha_spec.scaling import SCALINGS
 from parity import CASES, AttentionSpec, pretrained, random_case
 from parity.cli.run import MOST_RANDOM
+from parity.core import reference
+from parity.core.case import Case
 from parity.core.cases import case_named
-from parity.core.stages import STAGES, Stage, stage_named
+from parity.core.problem import make_problem
+from parity.core.stages import STAGES, Stage, run_steps, stage_named
 from parity.core.weights import load_tensors, weight_shapes
 
 
@@ -753,6 +758,85 @@ def test_invalid_rope_raises(make, refusal):
 def test_rope_that_does_not_fit_heads_raises(rope, refusal):
     with refusal:
         AttentionSpec(16, 2, rope=rope)
+
+
+ROUGH = (5e-324, 1e-300, 1e300, math.inf, math.nan, -1.0, 0.0, 10**39, 1.2e-38, 3.4e38, 1e-20, 1e20)
+MAKES = {
+    "theta": lambda x: {"rope": Rope(x)},
+    "linear": lambda x, theta: {"rope": Rope(theta, scaling=LinearScaling(x))},
+    "dynamic": lambda x, theta: {"rope": Rope(theta, scaling=DynamicScaling(x, 8))},
+    "llama3": lambda x, y, theta: {"rope": Rope(theta, scaling=Llama3Scaling(4.0, 64, x, y))},
+    "llama3 factor": lambda x, theta: {"rope": Rope(theta, scaling=Llama3Scaling(x, 64))},
+    "yarn": lambda x, y, theta: {"rope": Rope(theta, scaling=YarnScaling(4.0, 64, x, y))},
+    "yarn slow": lambda x: {"rope": Rope(scaling=YarnScaling(4.0, 64, beta_slow=x))},
+    "yarn fast": lambda x, truncate: {"rope": Rope(scaling=YarnScaling(4.0, 64, x, truncate=truncate > 1.0))},
+    "yarn factor": lambda x, y: {"rope": Rope(scaling=YarnScaling(x, 64, attention_factor=y))},
+    "yarn mscale": lambda x, y: {"rope": Rope(scaling=YarnScaling(4.0, 64, mscale=x, mscale_all_dim=y))},
+    "longrope": lambda x, y, theta: {"rope": Rope(theta, scaling=LongRopeScaling(4.0, 8, (1.0, x), (1.0, y)))},
+    "longrope factor": lambda x, y: {"rope": Rope(scaling=LongRopeScaling(x, 8, (1.0,) * 2, (1.0,) * 2, y))},
+    "proportional": lambda x, y: {"rope": Rope(scaling=ProportionalScaling(x, y))},
+    "alibi": lambda x: {"alibi": Alibi(x), "scale": x},
+    "norm": lambda x: {"qk_norm": Norm(eps=x)},
+    "temperature": lambda x: {"temperature": Temperature(8, x)},
+    "latent": lambda x, y: {"latent": Latent(4, 2, q_rank=4, q_factor=x, kv_factor=y)},
+    "latent eps": lambda x: {"latent": Latent(4, 2, eps=x)},
+    "scale": lambda x: {"scale": x},
+    "soft cap": lambda x, y: {"soft_cap": x, "scale": y},
+    "clip": lambda x: {"clip_qkv": x},
+    "dropout": lambda x: {"dropout": x, "output_dropout": x},
+}
+COUNTS = {
+    "original length": lambda x: {"rope": Rope(scaling=Llama3Scaling(4.0, x))},
+    "length": lambda x: {"temperature": Temperature(x)},
+    "window": lambda x: {"window_size": x},
+    "chunk": lambda x: {"chunk_size": x},
+}
+
+
+def reference_of(fields):
+    """Compute a small layer by the reference, in float64; infinity and NaN are results."""
+    case = Case("rough", AttentionSpec(8, 2, **fields), "", batch=2, seq_len=9, is_causal=True)
+    with np.errstate(all="ignore"):
+        return run_steps(reference.steps(make_problem(case, "float32"), "float64"))["output"]
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_rough_numbers_raise_or_can_be_computed(name):
+    make = MAKES[name]
+    num_arguments = make.__code__.co_argcount
+    num_refused = 0
+    for numbers in itertools.product(ROUGH, repeat=num_arguments):
+        try:
+            spec = AttentionSpec(8, 2, **make(*numbers))
+        except Refusal:
+            num_refused += 1
+            continue
+        if spec.rope is not None:  # warnings of overflow would be errors here
+            lengths = (0, 9, 2**31)
+            assert all(np.isfinite(spec.rope.frequencies(4, length)).all() for length in lengths), spec
+            assert np.isfinite(np.float32(spec.rope.attention_factor)), spec
+        assert math.isfinite(np.float32(spec.score_scale)), spec
+    assert num_refused >= len(ROUGH) // 2
+    for number in ROUGH:  # all arguments alike, or the others as usual
+        try:
+            fields = make(*[number] * num_arguments)
+            AttentionSpec(8, 2, **fields)
+        except Refusal:
+            continue
+        assert reference_of(fields).shape == (2, 9, 8)
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_counts_beyond_64_bits_raise(name):
+    with pytest.raises(Refusal, match="at most 9223372036854775807"):
+        AttentionSpec(8, 2, **COUNTS[name](10**39))
+    assert np.isfinite(reference_of(COUNTS[name](2**31 - 1))).all()
+
+
+def test_yarn_of_json_with_a_tiny_beta_raises():
+    text = AttentionSpec(8, 2, rope=Rope(scaling=YarnScaling(4.0, 16))).to_json()
+    with refuses("beta_slow", beta_slow=5e-324):
+        AttentionSpec.from_json(text.replace('"beta_slow": 1.0', '"beta_slow": 5e-324'))
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.trained])

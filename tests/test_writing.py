@@ -564,6 +564,13 @@ def test_standard_output_has_the_source(llama, capsys):
         (["--to", "torch", "--output", "attention.txt"], "--output"),
         (["--to", "torch", "--output", "torch.py"], "--output"),
         (["--to", "torch", "--output", "class.py"], "--output"),
+        *(
+            (["--to", "torch", "--output", f"{name}.py"], "--output")
+            for name in (
+                *("pathlib", "collections", "ast", "math", "numpy", "pytest", "conftest", "__init__", "__main__"),
+                *("test_a", "a_test", "ﬁle", "\uff54orch"),  # Python imports the last two as file and torch
+            )
+        ),
         (["--to", "torch", "--output", "nowhere/attention.py"], "--output"),
         (["--to", "torch", "--mask", "--cache", "static"], "--mask"),
         (["--to", "torch", "--output", "{there}"], "{there}"),

@@ -20,8 +20,11 @@ if TYPE_CHECKING:
 
 FRAMEWORKS = ("jax", "torch", "ttnn")
 
-TAKEN = {*FRAMEWORKS, "numpy", "parity", "mha_spec", "pytest", "conftest", "__init__", *sys.stdlib_module_names}
-"""Modules that the code, its test or Python itself imports, and files that Python and pytest read by themselves."""
+IMPORTED = {*FRAMEWORKS, "numpy", "parity", "mha_spec", "pytest", *sys.stdlib_module_names}
+"""Modules that the code, its test or Python itself imports."""
+
+READ_ALONE = {"__init__", "__main__", "conftest"}
+"""Files that Python and pytest read by themselves."""
 
 PAGE = Page(
     "write one layer as plain code, with a test",
@@ -140,7 +143,7 @@ def _is_free(name: str) -> bool:
     if unicodedata.normalize("NFKC", name) != name:  # Python imports the normalized name
         return False
     is_collected = name.startswith("test_") or name.endswith("_test")  # by pytest, as a file of tests
-    return not is_collected and name not in TAKEN
+    return not is_collected and name not in IMPORTED | READ_ALONE
 
 
 def _check_free(paths: list[Path], *, force: bool) -> None:
