@@ -121,7 +121,7 @@ class RowSamples:
         return self.whole.complete(self.judged)
 
     def _is_alone(self, tokens: int) -> bool:
-        """Return True if a number of first tokens are a layer by themselves, and not the whole one."""
+        """Return True if a number of first tokens are a layer by themselves, instead of the whole one."""
         problem = self.whole.problem
         return is_causal(problem) and not is_by_length(problem) and tokens < problem.case.seq_len
 

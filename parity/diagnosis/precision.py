@@ -1,6 +1,6 @@
 """Lost precision that explains all stages at once: imprecise products, or a whole layer in a narrower dtype.
 
-The size of an error is no evidence: the budget of a narrower dtype would explain nearly anything. The reference with
+The size of an error proves nothing: the budget of a narrower dtype would explain nearly anything. The reference with
 the loss must reproduce the values, and those of a layer in a narrower dtype must also be numbers of that dtype.
 """
 

@@ -515,7 +515,7 @@ class WholeReplay(Replay):
         unused: np.ndarray | None = None,
         form: Form = np.asarray,
     ) -> bool:
-        """Return True if an array is a stage with changes. What is far off is rejected by some of its values."""
+        """Return True if an array is a stage with changes. Some values reject an array that is far off."""
         expected = form(self.stage(stage, changes))
         if actual.shape == expected.shape and not stage_named(stage).is_exact and unused is None:
             step = max(1, expected.size // SOME_VALUES) | 1  # odd, so that every row has other features

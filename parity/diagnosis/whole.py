@@ -89,7 +89,7 @@ class WholeStages(Mapping[str, WholeStage]):
             full_name = self._prefix + name
             kept = kept_dtype(full_name, self._reference.problem.dtype)
             if is_floating(x.dtype) and x.dtype != kept:
-                x = x.astype(kept)  # scores in 16 bits are compared as what they are
+                x = x.astype(kept)  # scores in 16 bits have the same values in 32
             comparison = self._comparisons.get(self._prefix + name)
             is_measured = comparison is not None and (comparison.passed or comparison.worst_values is not None)
             if comparison is None or not is_measured:

@@ -82,7 +82,7 @@ def _of_scale(_: Law, seen: Seen, spec: AttentionSpec) -> Families:
 def _of_theta(law: Law, _: Seen, spec: AttentionSpec) -> Families:
     """Return the family of thetas, unless it is the right one, rounded.
 
-    A theta that is not round is probably another mistake in the frequencies, which setting the theta does not fix.
+    A theta that is not round is probably a different bug in the frequencies, which setting the theta does not fix.
     """
     right = law.numbers["expected"]
     theta = law.numbers["theta" if "theta" in law.numbers else "value"]
