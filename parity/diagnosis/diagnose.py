@@ -20,7 +20,7 @@ from mha_spec import Refusal
 from parity.backends import FRAMEWORKS, load_backend
 from parity.core.arrays import arithmetic_of, stages_of
 from parity.core.blas import single_threaded
-from parity.core.compare import NOT_MEASURED, Comparison, Judgement
+from parity.core.compare import NOT_MEASURED, Comparison, Judgement, judged
 from parity.core.problem import Problem
 from parity.core.reference import ARITHMETICS, UNFUSED
 from parity.core.stages import STAGES, stage_named
@@ -43,6 +43,9 @@ __all__ = ["Diagnosis", "Explanation", "Unknown", "diagnose", "diagnose_trace", 
 
 SECONDS = 5.0
 """Work of the search for bugs, see `diagnose`."""
+
+FAR_FROM_CHOICE = 16.0
+"""The ratio of a stage above which no other choice of precision is tried for a large layer."""
 
 MOST_VIEWS = 3
 """Readings of the observed stages that are searched for bugs."""
@@ -212,7 +215,9 @@ def _whole_views(stages: Mapping[str, np.ndarray], right: WholeReplay) -> list[_
         raise Refusal("observed", "have stages of the problem", str(sorted(stages)))
     agreed = _borne_out(found)
     for other in other_choices:
-        if len(agreed) < len(found) and _number_agreeing(found, right.with_choice(other)) > len(agreed):
+        if len(agreed) == len(found) or not _may_be_a_choice(found, agreed, right.with_choice(choice)):
+            break
+        if _number_agreeing(found, right.with_choice(other)) > len(agreed):
             choice, found = other, read(stages, right.with_choice(other))
             agreed = _borne_out(found)
     plain = {name: each.plain for name, each in found.items() if each.plain is not None}
@@ -227,6 +232,22 @@ def _whole_views(stages: Mapping[str, np.ndarray], right: WholeReplay) -> list[_
 def _borne_out(found: Mapping[str, Read]) -> dict[str, Reading]:
     """Return the readings in which stages agree, if a later stage confirms them where that is necessary."""
     return {name: each.agreed for name, each in found.items() if each.agreed is not None and _is_borne_out(name, found)}
+
+
+def _may_be_a_choice(found: Mapping[str, Read], agreed: Mapping[str, Reading], right: Replay) -> bool:
+    """Return True if stages that differ may do so because the layer computes in another valid way.
+
+    The noise of all stages but scores and attention weights grows by a small factor only.
+    """
+    for name, each in found.items():
+        if name in agreed or each.plain is None or each.plain.values is None:
+            continue
+        if stage_named(name).quantity in ("scores", "attn_weights"):
+            return True
+        expected = right.stage(name)
+        if judged(each.plain.values, expected, right.allowed(name, ()), name).ratio > FAR_FROM_CHOICE:
+            return False
+    return True
 
 
 def _number_agreeing(found: Mapping[str, Read], right: Replay) -> int:

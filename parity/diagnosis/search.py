@@ -34,6 +34,8 @@ NEARLY = 10.0  # the remaining error of one bug, over the tolerance, below which
 CHANCE = (
     0.5  # the share of an error that a bug may leave: a wrong one also moves rounded values, so a small gain is chance
 )
+WIDE = ("float32", "float64")
+LEFT_BY_LOSS = 0.1  # the share of an error that rounding to 16 bits may leave in these dtypes, whose own is far smaller
 REPEATED = 2.0  # the largest error of a module's path, in multiples of the change by a loss of precision
 SMALL = 0.25  # the largest share of a stage that lost precision may change
 CHEAP = 0.1  # the share of the work that a bug may take before it is postponed until the others were tried
@@ -225,7 +227,8 @@ def _explain(replay: Replay, stages: Sequence[str], stage: str, found: Bugs, wor
         if at_once > 1 and any(replay.judgement(stage, (*found, one)).ratio <= NEARLY for one in added):
             return False
         after = replay.judgement(stage, bugs)
-        if after.ratio > 1.0 or not _falls(before, after) or replay.wrong(right, bugs):
+        most_left = LEFT_BY_LOSS if added[0].is_loss and replay.problem.dtype in WIDE else CHANCE
+        if after.ratio > 1.0 or not _falls(before, after, most_left) or replay.wrong(right, bugs):
             return False
         return all(replay.is_same(replay.step_of[each], found, added, [each]) for each in earlier)
 
@@ -283,9 +286,9 @@ def _orders(known: Sequence[Bug], at_once: int) -> Iterator[Bugs]:
         yield from itertools.permutations(some) if len({*overridden}) < len(overridden) else [some]
 
 
-def _falls(before: Judgement, after: Judgement) -> bool:
-    """Return True if most of an error is gone, in the norm in which it exceeds its budget."""
-    return not after.error_in(before.norm) > CHANCE * before.error_in(before.norm)  # also if both are infinite
+def _falls(before: Judgement, after: Judgement, most_left: float) -> bool:
+    """Return True if at most a share of an error is left, in the norm in which it exceeds its budget."""
+    return not after.error_in(before.norm) > most_left * before.error_in(before.norm)  # also if both are infinite
 
 
 def _is_made_in_sight(replay: Replay, index: int, found: Bugs, bug: Bug) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -73,8 +74,14 @@ def _is_of_steps(seen: Seen) -> bool:
     return bool(seen.stage.step)
 
 
-def _of_scale(_: Law, seen: Seen, spec: AttentionSpec) -> Families:
-    """Return the family of scales; after the scores also that of norms, which multiply queries and keys as well."""
+def _of_scale(law: Law, seen: Seen, spec: AttentionSpec) -> Families:
+    """Return the family of scales; after the scores also that of norms, which multiply queries and keys as well.
+
+    A scale that is almost right is not a wrong scale: any bug that changes scores a little resembles one.
+    """
+    scale = law.numbers.get("value", math.inf)
+    if abs(scale - spec.score_scale) <= NEAR * spec.score_scale:
+        return ()
     is_behind = seen.stage.quantity in ("context", "output") and spec.qk_norm is not None
     return (of.scale_family(spec), *([of.QK_NORM] if is_behind else []))
 

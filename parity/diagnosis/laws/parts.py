@@ -13,7 +13,7 @@ from parity.diagnosis.laws import changes
 from parity.diagnosis.laws.fits import Fitted, Number, Recompute, Tried
 from parity.diagnosis.laws.pages import with_families
 from parity.diagnosis.laws.record import Law, Seen
-from parity.diagnosis.laws.words import listed, readable
+from parity.diagnosis.laws.words import listed, readable_apart
 
 MOST_PARTS = 3
 """The number of parts that are reported if several explain a stage."""
@@ -66,7 +66,8 @@ def _multiplied(tried: Tried, problem: Problem, name: str) -> Iterator[Law]:
     is_whole = not (tried.seen.is_enough(1) and np.isfinite(tried.seen.actual).all())
     number = Number("multiple", name, 1.0, TIMES, lambda x: changes.multiple(name, x), is_whole)
     for times in Fitted(tried, number).values():
-        words, numbers = f"{name} is multiplied by {readable(times or 0.0)}", {"weight": name, "factor": times}
+        words = f"{name} is multiplied by {readable_apart(times or 0.0, 1.0)[0]}"
+        numbers = {"weight": name, "factor": times}
         law = Law("multiple", words, numbers, int(times not in TIMES), change=number.made(times))
         family = changes.family_of(name)
         yield law if family is of.SWAPPED else with_families(law, problem.spec, family)  # a gain has no page
