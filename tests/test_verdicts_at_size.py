@@ -350,3 +350,65 @@ def test_padding_is_not_blamed_for_a_wrong_mask():
     first = diagnosis.unknowns[0]
     assert "the keys from the first key to 3 after its own" in first.laws[0]
     assert first.where.startswith("only sequence 1 (of 2)")
+
+
+# ---- Whole stages ----------------------------------------------------------------------------------------------------
+
+
+def at_size(dtype="float32", **fields):
+    """A large problem with shared heads, and the right stages in its dtype."""
+    spec = AttentionSpec(256, 16, num_kv_heads=4, head_dim=16, rope=Rope(10000.0), **fields)
+    problem = make_problem(Case("whole", spec, "", seq_len=320, is_causal=True), dtype)
+    assert is_large(problem)
+    values = wrong_layer(problem, dtype, ()).forward()
+    names = ("q", "k", "v", "scores", "context", "output")
+    return problem, {name: values[name].astype(kept_dtype(name, dtype)) for name in names}
+
+
+@pytest.mark.parametrize("cut", [np.s_[:, :150], np.s_[:0], np.s_[:1], np.s_[..., :128], np.s_[:, :-1]], ids=str)
+def test_a_large_array_of_a_wrong_shape_differs(cut):
+    problem, values = at_size()
+    with pytest.raises(AssertionError, match="has shape"):
+        parity.assert_parity(values["output"][cut], problem=problem)
+
+
+@pytest.mark.parametrize("position", [7, 301])
+def test_a_recorded_form_hides_no_wrong_token(position):
+    """Repeated heads, flat heads and masked scores are conventions, and one wrong token in them is not."""
+    problem, values = at_size()
+    forms = {
+        "v": values["v"].repeat(4, axis=1),
+        "q": values["q"].swapaxes(1, 2).reshape(2, 320, 256),
+        "scores": np.where(np.arange(320) > np.arange(320)[:, None], np.float32(-1e9), values["scores"]),
+    }
+    for name, form in forms.items():
+        with pytest.warns(parity.ConventionWarning):
+            parity.assert_parity({name: form, "output": values["output"]}, problem=problem)
+        wrong = form.copy()
+        index = (0, position) if name == "q" else (0, slice(None), position)
+        wrong[index] = np.where(wrong[index] > -1e8, -3.0 * wrong[index], wrong[index])
+        with pytest.raises(AssertionError):
+            parity.assert_parity({name: wrong, "output": values["output"]}, problem=problem)
+
+
+def test_stages_before_rope_are_right_at_size():
+    problem, values = at_size()
+    unrotated = wrong_layer(problem, "float32", [b for b in bugs_for(problem.case) if b.name == "rope-missing"]).qkv({})
+    observed = {**values, "q": unrotated["q"], "k": unrotated["k"]}
+    with pytest.warns(parity.ConventionWarning, match="is recorded before RoPE"):
+        parity.assert_parity(observed, problem=problem)
+
+
+def test_scores_of_16_bits_are_right_at_size():
+    problem, values = at_size("bfloat16")
+    observed = {**values, "scores": values["scores"].astype(values["q"].dtype)}
+    diagnosis = parity.diagnose(observed, problem)
+    assert (diagnosis.kind, diagnosis.choice) == ("none", "scores are kept in bfloat16")
+
+
+def test_keys_of_another_layer_are_sampled():
+    spec = AttentionSpec(256, 16, num_kv_heads=4, head_dim=16, rope=Rope(10000.0), shared_kv=True)
+    problem = make_problem(Case("lent", spec, "", seq_len=320, is_causal=True), "float32")
+    assert is_large(problem)
+    output = wrong_layer(problem, "float32", ()).forward()["output"]
+    assert parity.diagnose({"output": np.roll(output, 1, axis=1)}, problem).is_wrong

@@ -184,6 +184,9 @@ class Whole:
         inputs |= {
             name: problem.inputs[name][:, :, first, first] for name in ("bias", "mask") if name in problem.inputs
         }
+        # Heads of another layer, or another input of the values.
+        inputs |= {name: problem.inputs[name][:, :, first] for name in ("k", "v") if name in problem.inputs}
+        inputs |= {name: problem.inputs[name][:, first] for name in ("value",) if name in problem.inputs}
         sample = Sample(np.arange(tokens), self.features(turn))
         part = Problem(case.first_tokens(tokens), problem.dtype, problem.weights, inputs, sample)
         words = f"the first {tokens} of {case.seq_len} tokens"
