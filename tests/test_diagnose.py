@@ -289,7 +289,8 @@ def test_what_shows_in_later_calls_only_is_not_what_every_call_would_show():
     del observed["step2.output"]  # which agrees, so that nothing would be wrong
     diagnosis = diagnose({name: x for name, x in observed.items() if not stage_named(name).path}, problem)
     assert not np.array_equal(observed["step0.mask"], wrong["step0.mask"])
-    assert (diagnosis.kind, names_of(diagnosis)) == ("unknown", [])
+    assert (diagnosis.kind, names_of(diagnosis)) == ("law", [])
+    assert "to 1 before its own instead of" in diagnosis.unknowns[0].laws[0]
 
 
 def test_two_bugs_are_not_named_where_nothing_was_observed_of_them():
