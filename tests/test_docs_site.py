@@ -285,7 +285,9 @@ def test_injected_bugs_table_matches_self_test():
         name: count * len(SELFTESTED) for name, count in injected.items()
     }, "run `python tools/docs-site/measure.py selftest`"
     assert all(count == detected for count, detected, _ in counts.values())
-    assert {name for name, (count, _, identified) in counts.items() if identified < count} == {"precision-bfloat16"}
+    # In the cached case on JAX each has a second finding, `scale`, in a path of the module.
+    two_findings = {"kv-heads-tiled", "scale-missing"}
+    assert {name for name, (count, _, identified) in counts.items() if identified < count} == two_findings
     shown = parts.injected_bugs()
     assert [page for page in parts.known_by_page() if f"[{page}](" not in shown] == []
     assert [name for name in INJECTIONS if f"`{name}`" not in shown] == []
