@@ -14,7 +14,7 @@ from parity.core.reference.arithmetic import MANTISSA
 from parity.core.stages import run_steps, stage_named
 from parity.core.trace import Reference
 from parity.core.weights import dtype_named
-from parity.diagnosis.bugs import bugs_for, wrong_layer
+from parity.diagnosis.bugs import bugs_for, low_products, wrong_layer
 from parity_lab.injections import products_of
 from parity_lab.selftest import SELFTEST_CASES, inject
 
@@ -100,6 +100,18 @@ def test_products_that_lose_too_much_are_named_from_the_output_alone(case, kind)
     diagnosis = diagnose({"output": stages["output"]}, problem)
     assert (diagnosis.kind, names_of(diagnosis)) == ("precision", [f"precision-{kind}"])
     assert diagnosis.explanations[0].ratio <= 1.0
+
+
+SCALED = make_problem(CASES["causal"], "float32")
+"""A head dimension of 8: it matters whether the queries are scaled or the products, since other bits are lost."""
+
+FORMS = list(low_products(SCALED.case))
+
+
+@pytest.mark.parametrize("form", FORMS, ids=[f"{form.name}-{place % 4}" for place, form in enumerate(FORMS)])
+def test_each_form_of_low_products_is_named(form):
+    diagnosis = diagnose(exactly(SCALED, [form]), SCALED)
+    assert (diagnosis.kind, names_of(diagnosis)) == ("precision", [form.name])
 
 
 @pytest.mark.parametrize("gain", [1.0003, 1.003, 1.01])

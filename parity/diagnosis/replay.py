@@ -205,7 +205,7 @@ class Replay:
     def known(self) -> list[Bug]:
         """The bugs that could affect them."""
         known = [*bugs_for(self.problem.case), *permuted_heads(self.values, self.observed)]
-        known += low_products() if not self.arithmetic.startswith("tensix") else []
+        known += low_products(self.problem.case) if not self.arithmetic.startswith("tensix") else []
         if (only := self.scope.only) is not None:
             known = [each for each in known if each.name in only or each.about in only]
         may_lose = self.problem.dtype in ("float32", "float64")  # narrow values may round to themselves
@@ -368,6 +368,22 @@ class Replay:
     def compared(self, stage: str, expected: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return an observed stage and its expected values without the cells that are not compared."""
         return _compared_cells(self.observed[stage], expected, self._masked.get(stage), stage)
+
+    def distance(self, stage: str, expected: np.ndarray, norm: str = "mean") -> float:
+        """Return the difference of an observed stage from expected values, without the cells that are not compared.
+
+        Args:
+            stage: the stage.
+            expected: values of its shape.
+            norm: `mean` of the absolute differences, or `rms`. A number in the middle between two narrower ones may
+                be rounded either way; a few such numbers decide the largest difference, but not the mean.
+        """
+        actual, expected = self.compared(stage, expected)
+        difference = np.abs(actual.astype(np.float64) - expected)
+        difference = difference[np.isfinite(difference)]
+        if not difference.size:
+            return 0.0
+        return float(np.mean(difference) if norm == "mean" else np.sqrt(np.mean(difference**2)))
 
     def _actual(self, stage: str, expected: np.ndarray) -> np.ndarray:
         """Return an observed stage, with the expected values in cells that are not compared."""

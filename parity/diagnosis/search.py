@@ -35,7 +35,7 @@ CHANCE = (
     0.5  # the share of an error that a bug may leave: a wrong one also moves rounded values, so a small gain is chance
 )
 WIDE = ("float32", "float64")
-LEFT_BY_LOSS = 0.1  # the share of an error that rounding to 16 bits may leave in these dtypes, whose own is far smaller
+LEFT_BY_LOSS = 0.1  # the share of the mean error that a loss of precision may leave in these dtypes
 REPEATED = 2.0  # the largest error of a module's path, in multiples of the change by a loss of precision
 SMALL = 0.25  # the largest share of a stage that lost precision may change
 CHEAP = 0.1  # the share of the work that a bug may take before it is postponed until the others were tried
@@ -227,8 +227,11 @@ def _explain(replay: Replay, stages: Sequence[str], stage: str, found: Bugs, wor
         if at_once > 1 and any(replay.judgement(stage, (*found, one)).ratio <= NEARLY for one in added):
             return False
         after = replay.judgement(stage, bugs)
-        most_left = LEFT_BY_LOSS if added[0].is_loss and replay.problem.dtype in WIDE else CHANCE
-        if after.ratio > 1.0 or not _falls(before, after, most_left) or replay.wrong(right, bugs):
+        if after.ratio > 1.0 or not _falls(before, after):
+            return False
+        if added[0].is_loss and not _reproduces(replay, stage, found, bugs):
+            return False
+        if replay.wrong(right, bugs):
             return False
         return all(replay.is_same(replay.step_of[each], found, added, [each]) for each in earlier)
 
@@ -247,10 +250,16 @@ def _explain(replay: Replay, stages: Sequence[str], stage: str, found: Bugs, wor
                 with work.inside(words, most):
                     if explains(added):
                         fitting.append(added)
-    place = {bug: number for number, bug in enumerate(known)}
-    fitting = sorted(fitting, key=lambda added: place[added[0]]) if at_once == 1 else fitting
-    fitting = list({frozenset(bug.name for bug in added): added for added in reversed(fitting)}.values())[::-1]
-    return sorted(fitting, key=lambda added: len(replay.wrong(stages, (*found, *added)))) if fitting[1:] else fitting
+    if at_once == 1:
+        place = {bug: number for number, bug in enumerate(known)}
+        fitting = sorted(fitting, key=lambda added: place[added[0]])
+    if len(fitting) > 1:
+        fitting = sorted(fitting, key=lambda added: len(replay.wrong(stages, (*found, *added))))
+    # Of the forms of a bug, the one that explains the most.
+    best = dict[frozenset[str], Bugs]()
+    for added in fitting:
+        best.setdefault(frozenset(bug.name for bug in added), added)
+    return list(best.values())
 
 
 def _alone(known: Sequence[Bug], work: Work, fits: Callable[[Bug], bool], most: float, scope: Scope) -> list[Bugs]:
@@ -286,9 +295,17 @@ def _orders(known: Sequence[Bug], at_once: int) -> Iterator[Bugs]:
         yield from itertools.permutations(some) if len({*overridden}) < len(overridden) else [some]
 
 
-def _falls(before: Judgement, after: Judgement, most_left: float) -> bool:
-    """Return True if at most a share of an error is left, in the norm in which it exceeds its budget."""
-    return not after.error_in(before.norm) > most_left * before.error_in(before.norm)  # also if both are infinite
+def _falls(before: Judgement, after: Judgement) -> bool:
+    """Return True if an error falls by more than chance, in the norm in which it exceeds its budget."""
+    return not after.error_in(before.norm) > CHANCE * before.error_in(before.norm)  # also if both are infinite
+
+
+def _reproduces(replay: Replay, stage: str, found: Bugs, with_loss: Bugs) -> bool:
+    """Return True if a loss of precision reproduces a stage, as far as numbers of the layer's dtype can show."""
+    if replay.problem.dtype not in WIDE:
+        return True
+    before, after = (replay.distance(stage, replay.stage(stage, bugs)) for bugs in (found, with_loss))
+    return after <= LEFT_BY_LOSS * before
 
 
 def _is_made_in_sight(replay: Replay, index: int, found: Bugs, bug: Bug) -> bool:

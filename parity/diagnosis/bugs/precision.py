@@ -7,6 +7,7 @@ both.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -241,15 +242,33 @@ def _stages(case: Case, dtype: str, cut: Cut) -> Iterator[Bug]:
 # ---- Products --------------------------------------------------------------------------------------------------------
 
 
-def low_products() -> Iterator[Bug]:
-    """Compute every product with fewer bits of its inputs: it explains an output alone."""
+def low_products(case: Case) -> Iterator[Bug]:
+    """Compute every product with fewer bits of its inputs: it explains an output alone.
+
+    Scores may be scaled after the product or queries before it. Other bits are lost then, unless the scale is a power
+    of two.
+    """
+    is_power_of_two = math.frexp(case.spec.score_scale)[0] == 0.5
     for kind, bug in PRECISIONS.items():
         for is_rounded in (True, False):  # like a conversion, or a matrix unit with float32 inputs
             cut = partial(_with_bits, bits=MANTISSA[kind], is_rounded=is_rounded)
             yield replace(bug, in_reference=_of_products(cut), is_loss=True)
+            if not is_power_of_two:
+                yield replace(bug, in_reference=_of_products(cut, scales_queries=True), is_loss=True)
 
 
-def _of_products(cut: Cut) -> Overrides:
+def _products_of_scaled_queries(layer: Layer, _: Override, values: Values) -> np.ndarray:
+    """Scale the queries instead of the products: other bits are lost, unless the scale is a power of two."""
+    a = layer.arithmetic
+    scaled = a.widen(values["q"]) / a.wide.type(layer.scale())
+    return a.between_scores(layer.by_group(scaled, a.widen(values["k"]).swapaxes(2, 3)))
+
+
+SCALED_QUERIES = Changed({"products": _products_of_scaled_queries})
+"""Scales queries before their product with the keys, as many implementations do."""
+
+
+def _of_products(cut: Cut, *, scales_queries: bool = False) -> Overrides:
     def linear(layer: Layer, _: Override, name: str, x: np.ndarray) -> np.ndarray:
         a, weight = layer.arithmetic, layer.parameter(f"{name}.weight")
         ask(PER_MULTIPLICATION * multiplications(x, weight.T))  # before anything is rounded for it
@@ -264,7 +283,14 @@ def _of_products(cut: Cut) -> Overrides:
 
         return override
 
-    return {"linear": linear, "products": of("q", "k"), "weighed": of("attn_weights", "v")}
+    def of_scaled_queries(layer: Layer, _: Override, values: Values) -> np.ndarray:
+        a = layer.arithmetic
+        q = _rounded(layer, a.widen(values["q"]) / a.wide.type(layer.scale()), cut)
+        k = _rounded(layer, a.widen(values["k"]), cut)
+        return a.between_scores(layer.by_group(q, k.swapaxes(2, 3)))
+
+    products = of_scaled_queries if scales_queries else of("q", "k")
+    return {"linear": linear, "products": products, "weighed": of("attn_weights", "v")}
 
 
 def _with_bits(x: np.ndarray, bits: int, *, is_rounded: bool) -> np.ndarray:
