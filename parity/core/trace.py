@@ -207,7 +207,7 @@ class Reference:
             return []
         values = self.accumulated if dtype == "float64" else self.same_precision(local=False, arithmetic=arithmetic)
         kept = {name: x for name, x in values.items() if not stage_named(name).is_gradient}
-        return [{name: kept[name] for name in names} for _, names in groupby(kept, _step_of)]
+        return [{name: kept[name] for name in names} for _, names in groupby(kept, step_of)]
 
     @property
     def _has_scores(self) -> bool:
@@ -223,8 +223,8 @@ OF_A_STEP = {"q": "qkv", "latents": "qkv", "k": "qkv", "v": "qkv", "gate": "qkv"
 """Stages that a step returns together with others."""
 
 
-def _step_of(name: str) -> tuple[int | None, str]:
-    """Return the call and the step that compute a stage."""
+def step_of(name: str) -> tuple[int | None, str]:
+    """Return the call that computes a stage, None without a cache, and the step of `parity.core.stages.STEPS`."""
     stage = stage_named(name)
     return stage.step, "whole" if stage.path else OF_A_STEP.get(stage.quantity, stage.quantity)
 

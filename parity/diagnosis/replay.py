@@ -25,7 +25,7 @@ from parity.core.compare import (
 from parity.core.problem import Problem
 from parity.core.reference import Remembered
 from parity.core.stages import STEPS, Stage, Step, stage_named
-from parity.core.trace import RECOUNTS, Reference, nudged, nudged_values
+from parity.core.trace import RECOUNTS, Reference, nudged, nudged_values, step_of
 from parity.core.unused import without_unused
 from parity.core.work import run, spend_on
 from parity.diagnosis.bugs import Bug, bugs_for, low_products, permuted_heads, wrong_layer
@@ -41,9 +41,6 @@ Form = Callable[[np.ndarray], np.ndarray]
 
 ALL = "qkv"
 """Stages of a step that projects, by default."""
-
-OF_QKV = frozenset({"q", "k", "v", "gate", "latents"})
-"""Stages of the step that projects."""
 
 SOME_VALUES = 4096
 """The number of values that decide if a stage is far off."""
@@ -553,11 +550,9 @@ def _by_step(values: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
     """Return stages by the steps of a layer without a cache; a step whose stages are not stored is empty."""
     steps: dict[str, dict[str, np.ndarray]] = {name: {} for name in STEPS}
     for name, x in values.items():
-        stage = stage_named(name)
-        if stage.is_gradient:
-            continue
-        step = "whole" if stage.path else "qkv" if stage.quantity in OF_QKV else stage.quantity
-        steps[step][name] = x
+        if not stage_named(name).is_gradient:
+            _, step = step_of(name)
+            steps[step][name] = x
     return list(steps.values())
 
 

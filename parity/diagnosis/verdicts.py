@@ -461,7 +461,7 @@ class Diagnosis(JsonRecord):
         yield from [("Not tried", f"{self.untried} (limit of the search)")] if self.untried else []
         if self.hidden:
             shown = _some(self.hidden, most=len(self.hidden) if verbose else 3)
-            yield "Hidden", f"{shown} would not show in {self.dtype}: compare in float32 as well"
+            yield "Hidden", f"{shown} may not show in {self.dtype}: compare in float32 as well"
 
     @property
     def first_line(self) -> Line:

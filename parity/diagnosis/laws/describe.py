@@ -185,7 +185,7 @@ def _seen(
         gain = _gain(actual, expected, allowed)
         if gain:
             return Findings(Place(EVERYWHERE, wrong=bad.size, size=bad.size), (gain,))
-        return Findings(Place("nowhere", size=expected.size))
+        return Findings(Place("no single element is over its budget", size=expected.size))
     letters = axis_names(stage, expected.ndim)
     place, part = find_place(known, letters, bad, box, hidden, None if problem is None else problem.spec)
     return Seen(
