@@ -879,11 +879,13 @@ def attention(query, key, value, mask=None, is_causal=False):
 )
 def test_dtypes_that_no_check_used_exit_2(own, capsys, checks, dtypes, status):
     (own / "own_narrow.py").write_text(ONLY_FLOAT32)
-    declared = ["--mask-true", "shows", "--causal-alignment", "top-left"]
+    declared = ["--mask-true", "shows", "--causal-alignment", "top-left", "--json", str(own / "found.json")]
     assert main(["conformance", "own_narrow:attention", "--checks", checks, "--dtypes", dtypes, *declared]) == status
     out = capsys.readouterr().out
     assert ("own_narrow:attention: no check examined bfloat16" in out) == (status == 2)
     assert ("not every requested dtype was examined" in out) == (status == 2)
+    unexamined = json.loads((own / "found.json").read_text())["not_examined"]
+    assert unexamined == ({"own_narrow:attention": ["bfloat16"]} if status == 2 else {})
 
 
 @pytest.mark.usefixtures("own")

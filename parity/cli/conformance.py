@@ -93,4 +93,5 @@ def run(options: argparse.Namespace) -> Result:
         return shlex.join([*words, "--checks", question])
 
     print_conformance(found, console(), again)
-    return exit_status(found), {"packages": installed(), "subjects": found}
+    not_examined = {subject.name: subject.not_examined for subject in found if subject.not_examined}
+    return exit_status(found), {"packages": installed(), "subjects": found, "not_examined": not_examined}

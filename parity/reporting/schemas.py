@@ -80,7 +80,16 @@ SCHEMAS = {
     "compare": Schema(
         3, {"traces, or recordings with `--model`": REPORT, "two recordings without `--model`": TWO_RECORDINGS}
     ),
-    "conformance": Schema(1, {"": {"packages": "versions of packages", "subjects": "answers of each implementation"}}),
+    "conformance": Schema(
+        2,
+        {
+            "": {
+                "packages": "versions of packages",
+                "subjects": "answers of each implementation",
+                "not_examined": "requested dtypes that no check examined, by implementation",
+            }
+        },
+    ),
     "mutate": Schema(
         2,
         {
