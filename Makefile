@@ -22,7 +22,8 @@ IF_TT := [ ! -e .venv-tt/installed ] ||
 parity: .venv/installed .venv-tt/installed
 	$(BIN)/mha-parity run --jobs 2 --allow-skipped $$($(IF_TT) echo --python tt=$(BIN_TT)/python)
 
-# Slow tests of bugs that faster tests also detect are marked `thorough`; .ci/run also runs those.
+# Tests that are not marked `thorough`, and of those with `@sample` the rows that it chooses. `make test-thorough` runs the
+# rest: .ci/run runs every row of every test once.
 test: .venv/installed
 	$(BIN)/pytest -m 'not thorough' $(TWO_WORKERS)
 	$(MAKE) --no-print-directory test-tt
@@ -32,7 +33,8 @@ test-tt: .venv-tt/installed
 	rm -f build/tt-*.xml
 	$(IF_TT) MHA_TT_MOCK=n150 $(BIN_TT)/pytest -m 'not thorough' tests/tt --confcutdir tests/tt $(TWO_WORKERS) --junit-xml build/tt-n150.xml
 
-# Also tests of tt that depend on the board, on a second one. It accepts other programs, and recordings were made on it.
+# The rest: thorough tests, and rows outside of samples. Also tests of tt that depend on the board, on a second one. It accepts other programs, and recordings were made on it.
+test-thorough: export SAMPLES := all
 test-thorough: .venv/installed .venv-tt/installed
 	$(BIN)/pytest -m thorough $(TWO_WORKERS)
 	$(IF_TT) MHA_TT_MOCK=n150 $(BIN_TT)/pytest -m thorough tests/tt --confcutdir tests/tt $(TWO_WORKERS) --junit-xml build/tt-thorough.xml

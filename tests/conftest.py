@@ -53,7 +53,7 @@ mlir.make_ir_context = lambda: _shared() if ir.Context.current is None else _mak
 gc.freeze()
 gc.set_threshold(50_000, 20, 50)
 
-pytest_plugins = ["pytester"]  # for tests/test_pytest_plugin.py
+pytest_plugins = ["pytester", "samples"]  # the first for tests of plugins
 
 collect_ignore = ["tt", "cuda"]  # see the Makefile: tt runs without JAX and this file, cuda on a GPU
 
@@ -105,38 +105,6 @@ SIBLINGS = {
 def sibling(request: pytest.FixtureRequest) -> Sibling:
     """Each implementation in turn."""
     return SIBLINGS[request.param]
-
-
-def _is_of_errors(item: Any) -> bool:
-    """Return whether a test expects an error, by its name or the functions that it calls."""
-    words = (*item.function.__code__.co_names, *item.originalname.split("_"))
-    return any(word.startswith(("raise", "reject", "refuse")) for word in words)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect redundant JAX runs: of a test with both implementations, JAX runs the last parameter combination.
-
-    Every third of the others is marked thorough. Compilation takes most of the time of JAX, and test_siblings shows
-    that both implementations consist of the same functions. A test marked `compiles` takes so long to compile that JAX
-    runs none of it in `make test`. JAX runs all tests of errors: they compile nothing.
-    """
-    by_test: dict[str, dict[str, list[pytest.Item]]] = {}
-    for item in items:
-        name = getattr(item, "callspec", None) and item.callspec.params.get("sibling")
-        if name and not _is_of_errors(item):
-            by_test.setdefault(item.nodeid.partition("[")[0], {}).setdefault(name, []).append(item)
-    left_out = set[pytest.Item]()
-    for of_test in by_test.values():
-        if len(of_test) > 1:
-            compiles = of_test["jax"][0].get_closest_marker("compiles")
-            others = of_test["jax"][: None if compiles else -1]
-            for item in others[::3]:
-                item.add_marker(pytest.mark.thorough)
-            left_out.update(others[1::3], others[2::3])
-    if left_out:
-        items[:] = [item for item in items if item not in left_out]
-        config.hook.pytest_deselected(items=[*left_out])
 
 
 MOST_MAPS = 20_000  # memory mappings; a third of the Linux limit per process

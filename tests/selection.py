@@ -1,32 +1,12 @@
-"""Which tests are left to `make test-thorough`, because others of `make test` would see the same bug."""
+"""Values that stand for others in a sample: the first of those that would see the same bugs."""
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from inspect import isfunction
 from types import CodeType
 from typing import Any
 
-import pytest
-
 from parity.models.families import FAMILIES
 from parity.models.rules import Stack
-
-
-def rest_thorough(values: Iterable[Any], kept: Collection[Any] | Callable[[Any], bool]) -> list[Any]:
-    """Parameters of a test; those that are not kept are marked as thorough. A tuple has one value for each name.
-
-    Raises:
-        ValueError: if none is kept, or one that is to be kept is missing.
-    """
-    values, is_kept = list(values), kept if callable(kept) else kept.__contains__
-    missing = [] if callable(kept) else [each for each in kept if each not in values]
-    if missing or not any(map(is_kept, values)):
-        raise ValueError(f"no parameters: {missing}" if missing else "no parameter is kept")
-    return [
-        value
-        if is_kept(value)
-        else pytest.param(*value if isinstance(value, tuple) else [value], marks=pytest.mark.thorough)
-        for value in values
-    ]
 
 
 def one_a_code(values: Iterable[Any], functions_of: Callable[[Any], Mapping[str, Callable[..., Any]]]) -> list[Any]:

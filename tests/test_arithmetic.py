@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from refusals import refuses
-from selection import rest_thorough
+from samples import sample
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mha_torch
@@ -62,17 +62,15 @@ NAMES = [name for name, case in CASES.items() if case.dtype is None]
 
 
 # Each case in one of the dtypes; layers that were trained, whose numbers are of very different sizes, in both.
+@sample(where=lambda case: case in QUICK and "trained" not in case)
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    rest_thorough(
-        [
-            (name, dtype)
-            for place, name in enumerate(NAMES)
-            for turn, dtype in enumerate(("float32", "bfloat16"))
-            if "trained" in name or place % 2 == turn
-        ],
-        lambda pair: pair[0] in QUICK and "trained" not in pair[0],
-    ),
+    [
+        (name, dtype)
+        for place, name in enumerate(NAMES)
+        for turn, dtype in enumerate(("float32", "bfloat16"))
+        if "trained" in name or place % 2 == turn
+    ],
 )
 def test_what_the_card_does_passes(case, dtype):
     difference = difference_on(Card(), case, dtype)
@@ -228,6 +226,7 @@ def names_of(diagnosis):
     return [name for explanation in diagnosis.explanations for name in explanation.bugs]
 
 
+@sample(case=["gqa"])
 @pytest.mark.parametrize(
     ("card", "dtype", "name"),
     [
@@ -237,7 +236,7 @@ def names_of(diagnosis):
     ],
     ids=["lofi-float32", "lofi-bfloat16", "hifi2-float32"],
 )
-@pytest.mark.parametrize("case", rest_thorough(["causal", "gqa"], ["gqa"]))
+@pytest.mark.parametrize("case", ["causal", "gqa"])
 def test_a_fidelity_is_named(case, card, dtype, name):
     problem = make_problem(CASES[case], dtype)
     diagnosis = diagnose(stages_on(card, problem), problem, arithmetic="tensix")

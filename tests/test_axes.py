@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from refusals import refuses
+from samples import sample
 
 import mha_torch
 from mha_spec import AttentionSpec, Rope
@@ -64,6 +65,7 @@ def assert_gives_the_bits_of_one_axis(sibling, function, x, options, of_one):
         np.testing.assert_array_equal(found[name].reshape(one.shape), one, err_msg=name)
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.parametrize("shape", [(T, T), (2, T, T), (3, 1, T, T), (2, 1, 1, T, T), (2, 3, 2, T, T)])
 def test_several_batch_axes_are_one(sibling, shape, need_weights):
@@ -77,6 +79,7 @@ def test_several_batch_axes_are_one(sibling, shape, need_weights):
     assert_gives_the_bits_of_one_axis(sibling, layer, numbers(*AXES, T, 8), options, of_one)
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("need_weights", [False, True])
 def test_no_batch_axis_is_a_batch_of_one(sibling, need_weights):
     layer = sibling.module("MultiHeadAttention", AttentionSpec(8, 2, rope=Rope()))

@@ -12,6 +12,7 @@ from flax import nnx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from refusals import refuses, refuses_type
+from samples import sample
 
 import mha_jax
 import parity
@@ -131,6 +132,7 @@ def sharing(sibling, source):
     return parity.load_into(shared, weights, shared.spec)
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("steps", [[None] * 3, [[4, 2, 0], [1, 1, 1], [0, 1, 1]]], ids=["even", "ragged"])
 def test_a_layer_of_shared_keys_attends_to_the_cache_of_the_other_and_leaves_it_as_it_is(sibling, steps):
     """With the other layer's weights and input it gives the other layer's output, after that has appended."""
@@ -211,6 +213,7 @@ def assert_same_up_to_rounding(actual, expected):
 # ---- However the tokens arrive ---------------------------------------------------------------------------------------
 
 
+@sample(jax=1)
 @every_spec
 def test_decoding_token_by_token_equals_the_full_pass_at_every_position(sibling, spec):
     x = random_tokens(spec)
@@ -218,7 +221,7 @@ def test_decoding_token_by_token_equals_the_full_pass_at_every_position(sibling,
     assert_same_up_to_rounding(output, full_pass(sibling, spec, x))
 
 
-@pytest.mark.compiles
+@sample(jax=0)
 @drawn
 @given(cuts=st.sets(st.integers(1, NUM_TOKENS - 1)))
 def test_any_chunking_equals_the_full_pass(sibling, cuts):
@@ -228,7 +231,7 @@ def test_any_chunking_equals_the_full_pass(sibling, cuts):
     assert_same_up_to_rounding(output, full_pass(sibling, GQA_ROPE, x))
 
 
-@pytest.mark.compiles
+@sample(jax=0)
 @drawn
 @given(steps=st.lists(st.tuples(*3 * [st.integers(0, 2)]), min_size=1, max_size=3))
 def test_ragged_batch_equals_each_sequence_alone(sibling, steps):
@@ -247,6 +250,7 @@ def test_batch_equals_single(sibling):
     assert_same_up_to_rounding(together, alone)
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("capacity", [7, 64])
 def test_capacity_changes_nothing(sibling, capacity):
     x = random_tokens(GQA_ROPE)
@@ -256,7 +260,7 @@ def test_capacity_changes_nothing(sibling, capacity):
     assert_same_up_to_rounding(output, expected)
 
 
-@pytest.mark.compiles
+@sample(jax=0)
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bfloat16", "float16"])
 def test_half_precision_decoding_equals_the_full_pass(sibling, dtype):
     x = random_tokens(GQA_ROPE, dtype=dtype)
@@ -264,6 +268,7 @@ def test_half_precision_decoding_equals_the_full_pass(sibling, dtype):
     assert_same_up_to_rounding(output, full_pass(sibling, GQA_ROPE, x))
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bfloat16", "float16"])
 def test_half_precision_cache_keeps_its_dtype(sibling, dtype):
     x = random_tokens(GQA_ROPE, dtype=dtype)
@@ -295,6 +300,7 @@ def grow(sibling, spec, x, chunks):
     return np.concatenate(outputs, axis=1), sibling.numpy(keys), sibling.numpy(values)
 
 
+@sample(jax=1)
 @every_spec
 def test_growing_cache_equals_the_full_pass(sibling, spec):
     x = random_tokens(spec)
@@ -302,6 +308,7 @@ def test_growing_cache_equals_the_full_pass(sibling, spec):
     assert_same_up_to_rounding(output, full_pass(sibling, spec, x))
 
 
+@sample(jax=1)
 @every_spec
 def test_growing_cache_equals_the_static_one(sibling, spec):
     x = random_tokens(spec)
@@ -311,14 +318,14 @@ def test_growing_cache_equals_the_static_one(sibling, spec):
     assert_same_up_to_rounding(values, sibling.numpy(cache.values))
 
 
-@pytest.mark.compiles
+@sample(jax=0)
 def test_growing_cache_equals_the_static_one_token_by_token(sibling):
     x = random_tokens(GQA_ROPE)
     output, _, _ = grow(sibling, GQA_ROPE, x, [1] * NUM_TOKENS)
     assert_same_up_to_rounding(output, feed(sibling, cached_layer(sibling, GQA_ROPE), x, [1] * NUM_TOKENS)[0])
 
 
-@pytest.mark.compiles
+@sample(jax=0)
 @every_spec
 def test_static_functional_form_equals_the_module(sibling, spec):
     x = sibling.array(random_tokens(spec, num_tokens=4))
@@ -358,6 +365,7 @@ def test_growing_cache_refuses_other_shapes(sibling, shape):
 # ---- What the cache holds --------------------------------------------------------------------------------------------
 
 
+@sample(jax=1)
 @every_spec
 def test_cache_holds_the_projected_keys(sibling, spec):
     x = random_tokens(spec)
@@ -366,6 +374,7 @@ def test_cache_holds_the_projected_keys(sibling, spec):
     assert_same_up_to_rounding(sibling.numpy(cache.keys), expected)
 
 
+@sample(jax=1)
 @every_spec
 def test_cache_holds_the_projected_values(sibling, spec):
     x = random_tokens(spec)
@@ -373,12 +382,14 @@ def test_cache_holds_the_projected_values(sibling, spec):
     assert_same_up_to_rounding(sibling.numpy(cache.values), projected(x, parity.random_weights(spec), "v_proj", spec))
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("part", ["keys", "values"])
 def test_no_cached_token_is_empty(sibling, part):
     _, cache = feed(sibling, cached_layer(sibling, GQA_ROPE), random_tokens(GQA_ROPE), CHUNKS)
     assert np.abs(sibling.numpy(getattr(cache, part))).max(axis=-1).min() > 0
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("part", ["keys", "values"])
 def test_slots_beyond_the_length_stay_zero(sibling, part):
     cache = filled_cache(sibling, cached_layer(sibling, GQA_ROPE), [2, 4, 0])
@@ -398,6 +409,7 @@ def test_lengths_count_the_real_tokens_after_each_step(sibling):
     assert lengths == [[2, 0, 1], [4, 2, 3], [4, 3, 5]]
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("new_lengths", [None, [1, 2, 0]], ids=["all", "ragged"])
 def test_lengths_are_int32(sibling, new_lengths):
     module = cached_layer(sibling, GQA_ROPE)
@@ -436,6 +448,7 @@ def test_sequence_without_new_tokens_keeps_its_cache(sibling):
 junk = pytest.mark.parametrize("value", [1.0, -65504.0, 1e30])
 
 
+@sample(jax=1)
 @junk
 def test_a_later_token_changes_no_earlier_output(sibling, value):
     module = cached_layer(sibling, GQA_ROPE)
@@ -455,6 +468,7 @@ def test_a_token_changes_every_later_output(sibling):  # the control of the test
     assert (after[:, 4:] != before[:, 4:]).any(axis=-1).all()
 
 
+@sample(jax=1)
 @junk
 @pytest.mark.parametrize("num_new", [1, 2])
 def test_stale_slots_change_nothing(sibling, value, num_new):
@@ -469,6 +483,7 @@ def test_stale_slots_change_nothing(sibling, value, num_new):
     np.testing.assert_array_equal(sibling.numpy(output), sibling.numpy(expected))
 
 
+@sample(jax=1)
 @junk
 def test_padding_tokens_change_nothing(sibling, value):
     module = cached_layer(sibling, GQA_ROPE)
@@ -533,7 +548,7 @@ def one_pass(sibling, spec, x, **options):
 MORE_CHUNKS = pytest.mark.parametrize("chunks", [[6], CHUNKS, [1, 3, 2]], ids=str)
 
 
-@pytest.mark.compiles
+@sample(jax=0)
 @MORE_CHUNKS
 @pytest.mark.parametrize("form", ["static", "growing"])
 def test_sliding_window_over_a_cache_equals_one_pass(sibling, form, chunks):
@@ -547,6 +562,7 @@ def test_sliding_window_over_a_cache_equals_one_pass(sibling, form, chunks):
     assert np.abs(output - full_pass(sibling, GQA_ROPE, x)).max() > 1e-3  # the window hides something
 
 
+@sample(jax=1)
 @MORE_CHUNKS
 @pytest.mark.parametrize("form", ["static", "growing"])
 def test_bias_by_distance_over_a_cache_equals_one_pass(sibling, form, chunks):  # ALiBi
@@ -561,6 +577,7 @@ def test_bias_by_distance_over_a_cache_equals_one_pass(sibling, form, chunks):  
     assert np.abs(output - full_pass(sibling, spec, x)).max() > 1e-3
 
 
+@sample(jax=1)
 @MORE_CHUNKS
 @pytest.mark.parametrize("form", ["static", "growing"])
 def test_left_padding_changes_nothing(sibling, form, chunks):
@@ -632,6 +649,7 @@ def test_cache_ignores_positions_that_nothing_depends_on(sibling):
 # ---- No tokens at all ------------------------------------------------------------------------------------------------
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("held", [[0, 0, 0], [2, 2, 2], [1, 4, 0]], ids=str)
 @pytest.mark.parametrize("new_lengths", [None, [0, 0, 0]], ids=["all", "ragged"])
 def test_no_new_tokens_leave_the_cache_as_it_was(sibling, held, new_lengths):
@@ -644,7 +662,7 @@ def test_no_new_tokens_leave_the_cache_as_it_was(sibling, held, new_lengths):
         np.testing.assert_array_equal(now, then, strict=True)
 
 
-@pytest.mark.compiles
+@sample(jax=0)
 @pytest.mark.parametrize("new_lengths", [None, []], ids=["all", "ragged"])
 def test_cache_of_no_sequences_takes_tokens_of_none(sibling, new_lengths):
     module = cached_layer(sibling, GQA_ROPE)
@@ -653,6 +671,7 @@ def test_cache_of_no_sequences_takes_tokens_of_none(sibling, new_lengths):
     assert (output.shape, cache.lengths.shape) == ((0, NUM_TOKENS, 24), (0,))
 
 
+@sample(jax=1)
 @pytest.mark.parametrize(("batch_size", "num_tokens"), [(3, 0), (0, 2)], ids=["tokens", "sequences"])
 @pytest.mark.parametrize("num_cached", [None, 0, 4])
 def test_growing_cache_takes_nothing(sibling, batch_size, num_tokens, num_cached):
@@ -717,7 +736,7 @@ MADE = {
 }
 
 
-@pytest.mark.compiles
+@sample(jax=0)
 @pytest.mark.parametrize("name", MADE)
 def test_cache_made_of_a_cache_goes_on_as_its_sequences(sibling, name):
     make, order = MADE[name]
@@ -731,6 +750,7 @@ def test_cache_made_of_a_cache_goes_on_as_its_sequences(sibling, name):
         np.testing.assert_array_equal(now, then, strict=True)
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("lengths", [0, [1, 3, 0], [2, 4, 0]], ids=str)
 @pytest.mark.parametrize("kind", ["list", "array"])
 def test_cropped_cache_goes_on_as_its_first_tokens(sibling, lengths, kind):
@@ -777,6 +797,7 @@ def test_cache_refuses_to_be_made_into(sibling, name):
 # ---- Capacity --------------------------------------------------------------------------------------------------------
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("chunks", [[6], [3, 3], [5, 1]], ids=str)
 def test_cache_may_be_filled_to_the_last_slot(sibling, chunks):
     x = random_tokens(GQA_ROPE)
@@ -1077,6 +1098,7 @@ def framework_dtype(sibling, dtype):
     return sibling.array(np.zeros(1, dtype)).dtype
 
 
+@sample(jax=1)
 @every_dtype
 def test_init_cache_gives_zeros_of_the_dtype(sibling, dtype):
     keys, values, lengths = contents(sibling, sibling.package.init_cache(2, 3, 5, 4, framework_dtype(sibling, dtype)))
@@ -1085,6 +1107,7 @@ def test_init_cache_gives_zeros_of_the_dtype(sibling, dtype):
     np.testing.assert_array_equal(lengths, np.zeros(2, np.int32), strict=True)
 
 
+@sample(jax=1)
 @every_dtype
 def test_init_cache_of_a_module_has_the_dtype_of_its_weights(sibling, dtype):
     cache = cached_layer(sibling, GQA_ROPE, dtype).init_cache(3, 5)
@@ -1092,6 +1115,7 @@ def test_init_cache_of_a_module_has_the_dtype_of_its_weights(sibling, dtype):
     np.testing.assert_array_equal(sibling.numpy(cache.keys), np.zeros((3, 2, 5, 6), dtype), strict=True)
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("dtype", [np.float32, np.float16], ids=["float32", "float16"])
 def test_init_cache_of_a_module_takes_a_dtype(sibling, dtype):
     cache = cached_layer(sibling, GQA_ROPE).init_cache(3, 5, framework_dtype(sibling, dtype))
@@ -1113,6 +1137,7 @@ def test_init_cache_refuses_integer_dtypes(sibling):
         sibling.package.init_cache(1, 1, 1, 1, framework_dtype(sibling, np.int32))
 
 
+@sample(jax=1)
 @pytest.mark.parametrize(("num_kv_heads", "gib"), [(64, 20), (8, 2.5)])
 def test_kv_cache_nbytes_of_a_large_model(sibling, num_kv_heads, gib):
     dtype = framework_dtype(sibling, np.float16)
@@ -1137,6 +1162,7 @@ def test_a_cache_holds_values_of_another_width(sibling, rng):
         sibling.package.append_to_cache(grown, sibling.array(k), sibling.array(k))
 
 
+@sample(jax=1)
 @every_dtype
 def test_kv_cache_nbytes_are_those_of_a_cache(sibling, dtype):
     dtype = framework_dtype(sibling, dtype)
@@ -1144,6 +1170,7 @@ def test_kv_cache_nbytes_are_those_of_a_cache(sibling, dtype):
     assert sibling.package.kv_cache_nbytes(2, 3, 5, 4, dtype=dtype) == keys.nbytes + values.nbytes
 
 
+@sample(jax=1)
 @pytest.mark.parametrize(
     ("lengths", "seq_len_q", "capacity", "expected"),
     [

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from refusals import refuses, refuses_type
+from samples import sample
 
 import mha_torch
 import parity
@@ -25,6 +26,7 @@ def parts(sibling, cache):
     return {name: sibling.numpy(getattr(cache, name)) for name in ("keys", "values", "lengths")}
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("to", ["jax", "torch"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_cache_goes_from_any_sibling_to_any_other(sibling, to, dtype, rng, tmp_path):
@@ -38,7 +40,7 @@ def test_a_cache_goes_from_any_sibling_to_any_other(sibling, to, dtype, rng, tmp
         assert (array.dtype, array.tobytes()) == (expected.dtype, expected.tobytes()), name
 
 
-@pytest.mark.compiles
+@sample(jax=0)
 def test_decoding_goes_on_with_a_cache_that_was_read(sibling, rng, tmp_path):
     module = sibling.module("MultiHeadAttentionWithCache", AttentionSpec(16, 4))
     prompt, token = (sibling.array(rng.standard_normal((2, n, 16)).astype(np.float32)) for n in (3, 1))

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from refusals import refuses
+from samples import sample
 
 import parity.backends
 import parity.core.compare
@@ -321,6 +322,7 @@ def difference_in(case, backend):
     return first_difference(judge(record(backend, expected), expected))
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_what_is_broken_is_reported_at_its_stage(sibling, monkeypatch, mutation):
     function, broken, case, stage = MUTATIONS[mutation]

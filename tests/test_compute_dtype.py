@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from refusals import refuses
-from selection import rest_thorough
+from samples import sample
 
 import mha_jax
 from mha_spec import AttentionSpec, Gate, Latent, Norm, RelativeBias, Rope
@@ -56,8 +56,9 @@ def assert_same(found, expected):
         np.testing.assert_array_equal(x, other)
 
 
+@sample(need_weights=[False])
 @each_spec
-@pytest.mark.parametrize("need_weights", rest_thorough([False, True], [False]))
+@pytest.mark.parametrize("need_weights", [False, True])
 def test_layer_and_function_equal_weights_cast_by_hand(spec, need_weights):
     layer, by_hand, weights, narrow = layers(mha_jax.MultiHeadAttention, spec)
     x, bias = tokens(), jnp.asarray(np.random.default_rng(3).standard_normal((5, 5)), jnp.float32)
@@ -94,7 +95,8 @@ def test_caches_have_the_dtype_of_the_work():
     assert layer.init_cache(2, 8, jnp.float32).keys.dtype == jnp.float32
 
 
-@pytest.mark.parametrize("absorb", rest_thorough([False, True], [True]))
+@sample(absorb=[True])
+@pytest.mark.parametrize("absorb", [False, True])
 def test_latents_have_the_dtype_of_the_work(absorb, monkeypatch):
     monkeypatch.setattr(AttentionSpec, "absorbs", lambda *_: absorb)
     layer, by_hand, weights, _ = layers(mha_jax.MultiHeadLatentAttention, LATENTS)

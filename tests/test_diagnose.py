@@ -9,7 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from refusals import refuses
-from selection import one_a_code, rest_thorough
+from samples import sample
+from selection import one_a_code
 
 import parity
 from mha_spec import AttentionSpec, Llama3Scaling, RelativeBias, Rope
@@ -61,9 +62,8 @@ RIGHT = [("torch", name) for name, case in CASES.items() if case.dtype is None]
 RIGHT += [("jax", name) for name, case in CASES.items() if case.trained is not None and not case.is_cached]
 
 
-@pytest.mark.parametrize(
-    ("backend", "case"), rest_thorough(RIGHT, lambda right: right[1] in QUICK and right[0] == "torch")
-)
+@sample(where=lambda backend, case: case in QUICK and backend == "torch")
+@pytest.mark.parametrize(("backend", "case"), RIGHT)
 def test_no_bug_is_named_where_there_is_none(backend, case):
     expected = Reference(make_problem(CASES[case], "float32"))
     diagnosis = diagnose(record(backend, expected).accumulated, expected.problem)
@@ -121,7 +121,8 @@ ALIKE = {"padding-of-queries", "padding-off-by-one"}
 ONE_A_CODE = one_a_code(ALL, lambda each: bug(CASE_OF[each[0]], each[1]).in_reference)
 
 
-@pytest.mark.parametrize(("case", "name"), rest_thorough(ALL, {*ONE_A_CODE, *NEAREST}))
+@sample(where=lambda case, name: (case, name) in {*ONE_A_CODE, *NEAREST})
+@pytest.mark.parametrize(("case", "name"), ALL)
 def test_every_bug_is_told_from_every_other(case, name):
     is_nearest = (case, name) in NEAREST
     case = CASE_OF[case]
@@ -150,7 +151,8 @@ ROUNDED = {("trained-anarcii-causal", f"{name}-float16") for name in ("softmax",
 IN_CASES = [(case, in_all) for in_all in (False, True) for case in CASE_OF if in_all or case in FIRST_OF.values()]
 
 
-@pytest.mark.parametrize(("case", "in_all"), rest_thorough(IN_CASES, lambda each: not each[1]))
+@sample(where=lambda in_all: not in_all)
+@pytest.mark.parametrize(("case", "in_all"), IN_CASES)
 def test_every_bug_is_seen_first_at_its_stages_and_explains_all(case, in_all):
     problem = make_problem(CASE_OF[case], "float32")
     for made in visible(CASE_OF[case]):
@@ -173,7 +175,8 @@ def test_bugs_are_named_in_half_precision(name, dtype):
     assert names_of(diagnose(observed_in(problem, [bug(case, name)]), problem)) == [name]
 
 
-@pytest.mark.parametrize("case", rest_thorough(["mha", "gqa-rope-causal", "cross"], ["cross"]))
+@sample(case=["cross"])
+@pytest.mark.parametrize("case", ["mha", "gqa-rope-causal", "cross"])
 def test_from_the_output_alone_a_bug_is_named_or_told_to_be_one_of_several(case):
     case = CASE_OF[case]
     problem = make_problem(case, "float32")
@@ -235,7 +238,8 @@ def stages_with(case, names):
         return record("torch", Reference(problem), given).accumulated, problem
 
 
-@pytest.mark.parametrize("case", rest_thorough(["cached", "cross"], ["cross"]))
+@sample(case=["cross"])
+@pytest.mark.parametrize("case", ["cached", "cross"])
 def test_two_planted_bugs_are_both_named(case):
     """Of 20 pairs drawn at random, those left out of which one hides the other: at least 80 %, and mostly more."""
     case = CASE_OF[case]
@@ -823,7 +827,8 @@ PAIRED = ("sinks", "bias-causal", "alibi", "relative-bias", "gate", "temperature
 """Cases whose bugs are made two at a time."""
 
 
-@pytest.mark.parametrize("name", rest_thorough(PAIRED, ["sinks", "bias-causal"]))
+@sample(name=["sinks", "bias-causal"])
+@pytest.mark.parametrize("name", PAIRED)
 def test_any_two_bugs_of_one_method_go_together(name):
     """The search makes pairs of all of them: what one leaves out, the other must not ask for."""
     problem = make_problem(name, "float64")

@@ -16,7 +16,7 @@ from contextlib import chdir, redirect_stdout
 from pathlib import Path
 
 import pytest
-from selection import rest_thorough
+from samples import sample
 from shell import environment, run
 from shown import commands_of, shows, updated
 
@@ -175,9 +175,10 @@ LONG = {
 """Pages whose code takes seconds."""
 
 
+@sample(where=lambda path: path.name not in LONG)
 @pytest.mark.parametrize(
     "path",
-    rest_thorough([path for path in LINKED if path.parent != BUGS], lambda path: path.name not in LONG),
+    [path for path in LINKED if path.parent != BUGS],
     ids=lambda path: path.name,
 )
 def test_the_code_of_a_page_runs(path, tmp_path, monkeypatch):

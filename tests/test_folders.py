@@ -19,7 +19,8 @@ from refusals import refuses, refuses_type
 from released import check_near
 from released_models import AXES, SMALL, Model, draw, run_released
 from safetensors.numpy import load_file, save_file
-from selection import first_families, rest_thorough, stack_signature
+from samples import sample
+from selection import first_families, stack_signature
 from test_models import older
 from test_models_whole import MODELS
 
@@ -107,9 +108,10 @@ def same_bits(one, other):
 
 
 # test_models_whole computes a layer of every family; here is one for each way to say what its layers are.
-@pytest.fixture(
-    scope="module", params=rest_thorough(sorted(first_families(HERE)), first_families(HERE, by=stack_signature))
-)
+one_a_layout = sample(folder=first_families(HERE, by=stack_signature))
+
+
+@pytest.fixture(scope="module", params=sorted(first_families(HERE)))
 def folder(request, tmp_path_factory):
     """A model in a folder; its name, and what made it."""
     path = tmp_path_factory.mktemp("model")
@@ -119,6 +121,7 @@ def folder(request, tmp_path_factory):
 DONE_BY_JAX = set()
 
 
+@one_a_layout
 def test_layers_of_a_folder_are_those_of_the_model(folder):
     path, name, model, released = folder
     found = {layer.path: (weights, spec) for _, layer, weights, spec in layers_in(path)}
@@ -187,6 +190,7 @@ def check_siblings(layer, weights, x, kv, output, names, inputs):
         check_near(result, output.reshape(result.shape).float().numpy(), f"{layer.path} of {name}", NEAR)
 
 
+@one_a_layout
 def test_a_folder_is_converted_and_back_bit_for_bit(folder, tmp_path):
     path, *_ = folder
     layers = layers_in(path)
@@ -268,7 +272,8 @@ BESIDE += ("vit", "t5", "whisper")  # other paths in memory; a table of the firs
 BESIDE += ("wav2vec2", "clip_text_model", "electra", "dpr", "nemotron_h", "gemma3n_text", "flint", "mimo_v2_flash")
 
 
-@pytest.mark.parametrize("name", rest_thorough([*AGAINST, *BESIDE], [*AGAINST[::2], *BESIDE[::2], "t5"]))
+@sample(name=[*AGAINST[::2], *BESIDE[::2], "t5"])
+@pytest.mark.parametrize("name", [*AGAINST, *BESIDE])
 def test_a_model_runs_beside_its_own_modules(name, tmp_path):
     saved(name, tmp_path)
     report = run_model(tmp_path, ["torch"], against="transformers")

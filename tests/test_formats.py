@@ -31,7 +31,7 @@ import safetensors.torch
 import torch
 from flax import nnx
 from refusals import refuses
-from selection import rest_thorough
+from samples import sample
 
 from parity import to_numpy
 from parity.files import gguf as gguf_format
@@ -760,7 +760,8 @@ except OSError as error:
 """
 
 
-@pytest.mark.parametrize("suffix", rest_thorough(FILES, [".safetensors", ".npz"]))
+@sample(suffix=[".safetensors", ".npz"])
+@pytest.mark.parametrize("suffix", FILES)
 def test_a_full_disk_is_one_line(tmp_path, suffix):
     path = tmp_path / f"w{suffix}"
     result = subprocess.run([sys.executable, "-c", FILL_THE_DISK, path], capture_output=True, text=True, check=True)
@@ -1101,12 +1102,10 @@ write_tensors(path, {"new": ((2,), float)}, die if when == "read" else lambda na
 """
 
 
+@sample(where=lambda when, suffix: (when, suffix) in [("read", ".safetensors"), ("move", ".orbax")])
 @pytest.mark.parametrize(
     ("when", "suffix"),
-    rest_thorough(
-        [("read", ".safetensors"), ("read", ".orbax"), ("move", ".safetensors"), ("move", ".orbax")],
-        [("read", ".safetensors"), ("move", ".orbax")],
-    ),
+    [("read", ".safetensors"), ("read", ".orbax"), ("move", ".safetensors"), ("move", ".orbax")],
 )
 def test_what_a_killed_process_left_goes_with_the_next_write(tmp_path, suffix, when):
     path = tmp_path / f"w{suffix}"

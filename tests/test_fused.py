@@ -18,7 +18,7 @@ import torch
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from refusals import refuses
-from selection import rest_thorough
+from samples import sample
 
 import mha_jax
 import mha_torch
@@ -209,12 +209,10 @@ IN_MAKE_TEST = [
 ]
 """Every way to hide, to share heads and to broadcast, at once."""
 
-every_problem = pytest.mark.parametrize("name", rest_thorough(PROBLEMS, IN_MAKE_TEST))
+every_problem = pytest.mark.parametrize("name", PROBLEMS)
 problems_in_half_precision = pytest.mark.parametrize(
     ("name", "dtype"),
-    rest_thorough(
-        [(name, HALVES[dtype]) for name, dtype in IN_HALF_PRECISION.items()], lambda pair: pair[0] in IN_MAKE_TEST
-    ),
+    [(name, HALVES[dtype]) for name, dtype in IN_HALF_PRECISION.items()],
     ids=map("-".join, IN_HALF_PRECISION.items()),
 )
 
@@ -242,6 +240,7 @@ def assert_single_key_is_seen(found, arrays):
 # ---- Told is as good as masked ---------------------------------------------------------------------------------------
 
 
+@sample(jax=1)
 @both_forms
 @pytest.mark.parametrize("lengths", [(5, 5), (5, 7), (7, 5)], ids=["square", "wide", "tall"])
 @pytest.mark.parametrize(
@@ -255,6 +254,7 @@ def test_what_is_told_is_the_mask(sibling, form, lengths, padding, is_causal):
     parity.assert_parity(results(sibling.package, function, told, is_causal=is_causal), **expected)
 
 
+@sample(jax=1)
 @both_forms
 def test_what_is_told_is_joined_with_the_mask(sibling, form):
     function = (sibling.package if form == "plain" else sibling.package.fused).scaled_dot_product_attention
@@ -263,6 +263,7 @@ def test_what_is_told_is_joined_with_the_mask(sibling, form):
     parity.assert_parity(results(sibling.package, function, told, is_causal=True), **yardstick(masked))
 
 
+@sample(jax=1)
 @both_forms
 @pytest.mark.parametrize(
     "kind", [list, tuple, lambda lengths: np.array(lengths, np.int64)], ids=["list", "tuple", "array"]
@@ -291,6 +292,7 @@ SPANS = {
 }
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("name", SPANS)
 def test_a_few_queries_at_a_time_give_what_all_at_once_give(sibling, name):
     """What a layer's span hides is hidden by a mask made here; more queries than go together in either sibling."""
@@ -323,6 +325,7 @@ def test_alike_parts_of_a_window_go_together_in_torch_if_nobody_asks_for_a_gradi
     torch.testing.assert_close(found, expected)
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("keywords", [{}, {"key_padding_lengths": []}], ids=["alone", "lengths"])
 def test_a_window_of_no_sequences_is_empty(sibling, keywords):
     spec, heads = parity.AttentionSpec(16, 2, window_size=20), np.zeros((0, 2, 290, 8), np.float32)
@@ -411,9 +414,8 @@ BLOCKS_LIKE_OTHERS = {
 assert PROBLEMS.keys() > BLOCKS_LIKE_OTHERS
 
 
-@pytest.mark.parametrize(
-    "name", rest_thorough([name for name in PROBLEMS if name not in BLOCKS_LIKE_OTHERS], IN_MAKE_TEST)
-)
+@sample(name=IN_MAKE_TEST)
+@pytest.mark.parametrize("name", [name for name in PROBLEMS if name not in BLOCKS_LIKE_OTHERS])
 def test_blocks_give_what_the_plain_path_gives(name):
     arrays, options = named(name)
     parity.assert_parity(in_blocks(arrays, **options), **yardstick(arrays, **options))
@@ -445,13 +447,15 @@ def test_tokens_divided_along_no_dimension_of_the_mesh_are_refused():
         jax_blocks(x, x, x, kernel=ContextParallel("tokens", SMALL_BLOCKS))
 
 
+@sample(where=lambda name: name in IN_MAKE_TEST)
 @problems_in_half_precision
 def test_blocks_give_what_the_plain_path_gives_in_half_precision(name, dtype):
     arrays, options = named(name, dtype)
     parity.assert_parity(in_blocks(arrays, **options), **yardstick(arrays, **options))
 
 
-@pytest.mark.parametrize("name", rest_thorough(WITHOUT_LOOP, ["bias-b-1-t-s"]))
+@sample(name=["bias-b-1-t-s"])
+@pytest.mark.parametrize("name", WITHOUT_LOOP)
 def test_blocks_of_all_keys_give_what_the_plain_path_gives(name):
     arrays, options = named(name)
     fused = functools.partial(jax_blocks, kernel=replace(SMALL_BLOCKS, keys=512))
@@ -462,16 +466,16 @@ def test_block_of_a_single_key_gives_its_value():
     assert_single_key_is_seen(in_blocks(single_key()), single_key())
 
 
-@pytest.mark.parametrize(
-    "name", rest_thorough(["causal-square", "queries-beyond-keys", "bias-b-1-t-s"], ["queries-beyond-keys"])
-)
+@sample(name=["queries-beyond-keys"])
+@pytest.mark.parametrize("name", ["causal-square", "queries-beyond-keys", "bias-b-1-t-s"])
 def test_blocks_of_fewer_keys_than_queries_give_what_the_plain_path_gives(name):
     arrays, options = named(name)
     fused = functools.partial(jax_blocks, kernel=replace(SMALL_BLOCKS, keys=6))
     parity.assert_parity(results(mha_jax, fused, arrays, **options), **yardstick(arrays, **options))
 
 
-@pytest.mark.parametrize("name", rest_thorough(["padding-causal-mask", "bias-infinite"], ["bias-infinite"]))
+@sample(name=["bias-infinite"])
+@pytest.mark.parametrize("name", ["padding-causal-mask", "bias-infinite"])
 def test_blocks_give_float64_in_float64(name):
     arrays, options = named(name, np.float64)
     expected = yardstick(arrays, **options)["expected"]
@@ -514,7 +518,8 @@ def assert_same_without_jit(function, arrays, **options):
     parity.assert_parity(np.asarray(found), **allowed)
 
 
-@pytest.mark.parametrize("name", rest_thorough(["bias-b-1-t-s", "gqa-mask-padding"], ["gqa-mask-padding"]))
+@sample(name=["gqa-mask-padding"])
+@pytest.mark.parametrize("name", ["bias-b-1-t-s", "gqa-mask-padding"])
 def test_blocks_may_be_mapped_over_sequences(name):
     arrays, options = named(name)
 
@@ -535,9 +540,10 @@ def test_blocks_may_be_computed_again_in_the_backward_pass():
     parity.assert_parity(results(mha_jax, function, arrays), **yardstick(arrays, **options))
 
 
+@sample(where=lambda num_tokens, is_causal, share: (num_tokens, is_causal, share) in [(2048, True, 1 / 4)])
 @pytest.mark.parametrize(
     ("num_tokens", "is_causal", "share"),
-    rest_thorough([(2048, True, 1 / 4), (8192, False, 1 / 50)], [(2048, True, 1 / 4)]),
+    [(2048, True, 1 / 4), (8192, False, 1 / 50)],
 )
 def test_no_array_of_all_scores_is_stored(num_tokens, is_causal, share):
     shape = jax.ShapeDtypeStruct((1, 8, num_tokens, 16), jnp.float32)
@@ -585,7 +591,8 @@ def layer_with_gradients(problem):
     return {"blocks.output": output, **{f"blocks.grad.{name}": x for name, x in gradients.items()}}
 
 
-@pytest.mark.parametrize(("name", "dtype"), rest_thorough(CASES_IN_BLOCKS, [("rope-gqa", "bfloat16")]))
+@sample(where=lambda name, dtype: (name, dtype) in [("rope-gqa", "bfloat16")])
+@pytest.mark.parametrize(("name", "dtype"), CASES_IN_BLOCKS)
 def test_layer_in_blocks_agrees_with_the_reference(name, dtype):
     problem = parity.make_problem(parity.CASES[name], dtype)
     with jax_backend.lock(dtype):
@@ -727,15 +734,17 @@ def test_first_token_of_a_cache_gets_its_value():
     np.testing.assert_array_equal(context, arrays["value"][:, :, :1])
 
 
-@pytest.mark.parametrize("dtype", rest_thorough(HALVES.values(), [HALVES["bfloat16"]]), ids=HALVES)
+@sample(dtype=[HALVES["bfloat16"]])
+@pytest.mark.parametrize("dtype", HALVES.values(), ids=HALVES)
 def test_token_over_a_cache_gives_what_the_plain_path_gives_in_half_precision(dtype):
     arrays = cache_problem((6, 2), LAST_POSITIONS["ragged"], dtype)
     parity.assert_parity(over_a_cache(arrays), **yardstick(arrays))
 
 
+@sample(capacity=[mha_jax.fused.attend.keys + 1])
 @pytest.mark.parametrize(
     "capacity",
-    rest_thorough([12, mha_jax.fused.attend.keys, mha_jax.fused.attend.keys + 1], [mha_jax.fused.attend.keys + 1]),
+    [12, mha_jax.fused.attend.keys, mha_jax.fused.attend.keys + 1],
 )
 def test_token_over_a_cache_about_as_large_as_a_block_gives_what_the_plain_path_gives(capacity):
     arrays = problem((4, 2), (1, capacity), padding=(2, 5, 12))
@@ -907,6 +916,7 @@ def next_tokens(counts, num_tokens, num_new):
     return tokens(num_tokens)[rows, places], expected
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("num_new", [1, 3], ids=["step", "chunk"])
 @pytest.mark.parametrize("counts", [(0, 0), (20, 20), (3, 33)], ids=str)
 def test_ragged_tokens_give_what_one_pass_gives(sibling, counts, num_new):
@@ -917,6 +927,7 @@ def test_ragged_tokens_give_what_one_pass_gives(sibling, counts, num_new):
     parity.assert_parity(output, **expected)
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("counts", [(20, 20), (3, 33)], ids=["even", "ragged"])
 def test_chunk_with_padding_gives_what_one_pass_gives(sibling, counts):
     module, cache = filled(sibling.package, counts, 40, 43)
@@ -996,8 +1007,9 @@ def test_torch_compiled_step_gives_what_one_pass_gives():
         parity.assert_parity(output, **expected)
 
 
+@sample(backend=["aot_eager"])
 @torch.inference_mode()
-@pytest.mark.parametrize("backend", rest_thorough(["eager", "aot_eager"], ["aot_eager"]))
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_torch_compiled_step_without_room_is_nan_and_leaves_the_cache_as_it_was(backend):
     torch.compiler.reset()
     compiled = torch.compile(decoder(mha_torch), fullgraph=True, backend=backend)
@@ -1027,6 +1039,7 @@ def test_torch_compiled_self_attention_gives_what_the_module_gives():
 torch_fused = mha_torch.fused.scaled_dot_product_attention
 
 
+@sample(name=IN_MAKE_TEST)
 @every_problem
 def test_torch_kernel_gives_what_the_plain_path_gives(name):
     arrays, options = named(name)
@@ -1037,6 +1050,7 @@ def test_torch_kernel_of_a_single_key_gives_its_value():
     assert_single_key_is_seen(results(mha_torch, torch_fused, single_key()), single_key())
 
 
+@sample(where=lambda name: name in IN_MAKE_TEST)
 @problems_in_half_precision
 def test_torch_kernel_gives_what_the_plain_path_gives_in_half_precision(name, dtype):
     arrays, options = named(name, dtype)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from released_models import draw
-from selection import rest_thorough
+from samples import sample
 
 from mha_spec import GridBias, Norm
 from parity.identification import identify
@@ -51,7 +51,8 @@ FOUND = {
 }
 
 
-@pytest.mark.parametrize("name", rest_thorough(FOUND, ["BEiT", "Kosmos-2"]))
+@sample(name=["BEiT", "Kosmos-2"])
+@pytest.mark.parametrize("name", FOUND)
 def test_a_feature_is_identified(name):
     kind, options, fields = FOUND[name]
     model = model_of(kind, **options)

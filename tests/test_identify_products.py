@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from released_models import draw
-from selection import rest_thorough
+from samples import sample
 from torch import Tensor, nn
 
 import mha_torch
@@ -70,7 +70,8 @@ def inputs_of(name: str, sequences: int = 2) -> dict[str, Tensor]:
     return {"input_ids": torch.randint(3, 90, (sequences, 20), generator=generator)}
 
 
-@pytest.mark.parametrize("name", rest_thorough(FOUND, ["DeBERTa v3", "wav2vec2-bert"]))
+@sample(name=["DeBERTa v3", "wav2vec2-bert"])
+@pytest.mark.parametrize("name", FOUND)
 @pytest.mark.parametrize("sequences", [1, 2])
 def test_products_of_released_models_are_identified(name, sequences):
     kind, options, record = FOUND[name]

@@ -9,6 +9,7 @@ import torch
 import torch.nn.utils.prune
 from conftest import SIBLINGS
 from refusals import refuses, refuses_type
+from samples import sample
 
 import mha_torch
 import parity
@@ -40,7 +41,7 @@ def near(found, wanted, allowed=2e-6):
     return np.abs(found - wanted).max() <= allowed * np.abs(wanted).max()
 
 
-@pytest.mark.compiles
+@sample(jax=0)
 @pytest.mark.parametrize("absorb", [True, False])
 def test_absorbed_and_expanded_are_the_same_function(sibling, absorb):
     layer, outputs = module(sibling), []
@@ -54,7 +55,7 @@ def test_absorbed_and_expanded_are_the_same_function(sibling, absorb):
     assert near(np.concatenate(outputs, axis=1), expected(sibling))
 
 
-@pytest.mark.compiles
+@sample(jax=0)
 @pytest.mark.parametrize("absorb", [True, False])
 def test_factors_of_latents_are_as_if_the_weights_of_their_norms_had_them(sibling, absorb):
     spec = replace(SPEC, latent=replace(SPEC.latent, q_factor=1.75, kv_factor=2.5))
@@ -75,7 +76,7 @@ def test_factors_of_latents_are_as_if_the_weights_of_their_norms_had_them(siblin
     assert not any(near(other, with_factors, 0.1) for other in others[2:])
 
 
-@pytest.mark.compiles
+@sample(jax=0)
 def test_the_module_takes_whichever_costs_less(sibling, monkeypatch):
     package, taken = sibling.package, []
     for name in ("absorb_keys", "expand_latents"):
@@ -91,7 +92,7 @@ def test_the_module_takes_whichever_costs_less(sibling, monkeypatch):
     assert not SPEC.absorbs(11)
 
 
-@pytest.mark.compiles
+@sample(jax=0)
 def test_sequences_of_different_lengths(sibling):
     layer, outputs = module(sibling), []
     cache = layer.init_cache(2, 10)
@@ -114,7 +115,7 @@ def test_a_cache_holds_kv_rank_and_rope_dim_numbers_a_token(sibling):
     assert cache.latents.nbytes == SPEC.cache_nbytes(2, 10, np.dtype(np.float32))
 
 
-@pytest.mark.compiles
+@sample(jax=0)
 def test_a_cache_is_reordered_repeated_grown_and_cropped(sibling):
     layer = module(sibling)
     _, cache = layer(sibling.array(X[:, :5]), layer.init_cache(2, 6))
@@ -129,7 +130,7 @@ def test_a_cache_is_reordered_repeated_grown_and_cropped(sibling):
     assert all(isinstance(each, sibling.package.LatentCache) for each in (reordered, repeated, grown, cropped))
 
 
-@pytest.mark.compiles
+@sample(jax=0)
 def test_a_mask_and_a_bias_reach_attention_over_latents(sibling):
     mask = np.zeros((2, 1, 1, 14), bool)
     mask[:, :, :, 3] = True
@@ -141,7 +142,7 @@ def test_a_mask_and_a_bias_reach_attention_over_latents(sibling):
     assert near(sibling.numpy(output), expected(sibling, **of_last)[:, 12:])
 
 
-@pytest.mark.compiles
+@sample(jax=0)
 def test_an_implementation_without_a_norm_is_not_equal(sibling):
     weights = {**WEIGHTS, "kv_a_norm.weight": np.ones_like(WEIGHTS["kv_a_norm.weight"])}
     layer = parity.load_into(sibling.module("MultiHeadLatentAttention", SPEC), weights, SPEC)
@@ -205,7 +206,7 @@ def test_what_does_not_fit_is_refused(sibling, call, refusal):
         call(sibling, module(sibling))
 
 
-@pytest.mark.compiles
+@sample(jax=0)
 def test_no_tokens_and_no_sequences(sibling):
     layer, whole = module(sibling), parity.load_into(sibling.module("MultiHeadSelfAttention", SPEC), WEIGHTS, SPEC)
     for x in (X[:, :0], X[:0]):
@@ -215,7 +216,7 @@ def test_no_tokens_and_no_sequences(sibling):
         assert not sibling.numpy(cache.lengths)[: len(x)].any() or x.shape[1]
 
 
-@pytest.mark.compiles
+@sample(jax=0)
 @pytest.mark.parametrize("absorb", [True, False])
 def test_a_token_that_is_not_finite_and_hidden_spoils_no_gradient(sibling, absorb):
     x, mask = X[:, :5].copy(), np.zeros((1, 1, 5, 6), bool)

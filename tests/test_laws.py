@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from refusals import refuses
-from selection import rest_thorough
+from samples import sample
 
 from mha_spec import (
     Alibi,
@@ -266,8 +266,9 @@ def test_no_law_is_told_of_random_errors(stage, seed, size, where):
     assert findings.laws == ()
 
 
-@pytest.mark.parametrize("size", rest_thorough([1e-7, 1e-3, 1e-2], [1e-3]))
-@pytest.mark.parametrize("stage", rest_thorough(SHAPES, [*SHAPES][::2]))
+@sample(size=[1e-3], stage=[*SHAPES][::2])
+@pytest.mark.parametrize("size", [1e-7, 1e-3, 1e-2])
+@pytest.mark.parametrize("stage", SHAPES)
 def test_no_law_is_told_of_errors_just_beyond_the_budget(stage, size):
     """Laws of many numbers would take a part of any error away."""
     for seed in range(20):
@@ -916,8 +917,9 @@ SCALINGS = [
 ]
 
 
-@pytest.mark.parametrize("is_alone", rest_thorough([False, True], [False]))
-@pytest.mark.parametrize(("right", "wrong"), rest_thorough(SCALINGS, SCALINGS[::2]))
+@sample(is_alone=[False], where=lambda right, wrong: (right, wrong) in SCALINGS[::2])
+@pytest.mark.parametrize("is_alone", [False, True])
+@pytest.mark.parametrize(("right", "wrong"), SCALINGS)
 def test_numbers_of_scalings_are_fitted(right, wrong, is_alone):
     ((name, value),) = wrong.items()
     stage = "output" if is_alone else "q"

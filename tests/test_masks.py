@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from samples import sample
 
 import mha_jax
 import mha_torch
@@ -72,6 +73,7 @@ LENGTHS = {
 }
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("name", TABLES)
 def test_mask_is_its_table(sibling, name):
     function, args, keywords, table = TABLES[name]
@@ -80,30 +82,34 @@ def test_mask_is_its_table(sibling, name):
     )
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("name", TABLES)
 def test_mask_is_boolean(sibling, name):
     function, args, keywords, _ = TABLES[name]
     assert sibling.numpy(getattr(sibling.package, function)(*args, **keywords)).dtype == np.bool_
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("kind", LENGTHS)
 def test_padding_mask_takes_lengths_as(sibling, kind):
     mask = sibling.package.create_padding_mask(LENGTHS[kind](sibling), 3)
     assert sibling.numpy(mask)[:, 0, 0].tolist() == [[False, False, True], [True, True, True]]
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("kind", LENGTHS)
 def test_attention_mask_takes_lengths_as(sibling, kind):
     mask = sibling.package.create_attention_mask(1, 3, key_padding_lengths=LENGTHS[kind](sibling))
     assert sibling.numpy(mask)[:, 0, 0].tolist() == [[False, False, True], [True, True, True]]
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("size", [np.int32(3), np.int64(3)], ids=["int32", "int64"])
 def test_causal_mask_takes_the_integers_of_numpy(sibling, size):
     assert sibling.package.create_causal_mask(size).shape == (3, 3)
 
 
-@pytest.mark.compiles
+@sample(jax=0)
 @definition
 @given(num_queries=SIZES, num_keys=SIZES)
 def test_causal_mask_hides_the_future(sibling, num_queries, num_keys):
@@ -153,6 +159,7 @@ def test_window_mask_shows_only_the_last_keys(sibling, num_queries, num_keys, wi
     assert np.array_equal(sibling.numpy(mask), (s > t) | (s <= t - window_size))
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("cache_len", [0, 1, 5])
 def test_cached_mask_is_the_last_rows_of_the_causal_mask(sibling, cache_len):
     num_tokens = cache_len + 3

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from refusals import refuses
-from selection import rest_thorough
+from samples import sample
 
 from mha_spec import AttentionSpec, Norm, Rope
 from mha_torch.masks import Mask
@@ -53,7 +53,8 @@ def devices(request):
 two_devices = pytest.mark.parametrize("devices", [2], indirect=True)
 
 
-@pytest.mark.parametrize(("devices", "kind"), rest_thorough(PLANS, lambda key: key[0] == 2), indirect=["devices"])
+@sample(where=lambda devices: devices == 2)
+@pytest.mark.parametrize(("devices", "kind"), PLANS, indirect=["devices"])
 def test_divided_cases_are_right_and_send_what_they_need(devices, kind):
     cases = CASES_OF[kind]
     report = run_cases(cases, ["torch"], mesh=PLANS[devices, kind], with_gradients=True)

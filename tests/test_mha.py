@@ -20,6 +20,7 @@ import pytest
 import torch
 from flax import nnx
 from refusals import refuses, refuses_type
+from samples import sample
 from textbook import TEXTBOOK_OUTPUT
 
 import mha_jax
@@ -236,6 +237,7 @@ def test_softmax_of_two_keys_is_one_and_e(sibling):
     assert sibling.numpy(weights)[0, 0, 0] == pytest.approx(expected, abs=EPSILON)  # one rounding
 
 
+@sample(jax=1)
 @both_forms
 def test_two_keys_are_weighed_by_one_and_e(sibling, form):
     query, key, value = [[[[1.0]]]], [[[[0.0], [1.0]]]], [[[[10.0], [20.0]]]]
@@ -253,6 +255,7 @@ def test_masked_key_weighs_nothing_and_the_others_share_its_weight(sibling):
     assert sibling.numpy(weights).tolist() == [[[[0.5, 0.0, 0.5]]]]
 
 
+@sample(jax=1)
 @both_forms
 def test_bias_multiplies_a_weight_by_its_exponential(sibling, form):
     zeros, value = np.zeros((1, 1, 1, 1), np.float32), np.array([[[[0.0], [4.0]]]], np.float32)
@@ -286,6 +289,7 @@ def textbook():
     return {**weights, "query": np.array([TEXTBOOK_INPUT, TEXTBOOK_INPUT], np.float32)}
 
 
+@sample(jax=1)
 @every_path
 def test_textbook_example_is_reproduced(sibling, path, textbook):
     spec = parity.AttentionSpec(4, 2, d_in=3, qkv_bias=False, out_proj=False)
@@ -296,6 +300,7 @@ def test_textbook_example_is_reproduced(sibling, path, textbook):
     assert np.abs(output - [TEXTBOOK_OUTPUT, TEXTBOOK_OUTPUT]).max() <= FOUR_DECIMALS
 
 
+@sample(jax=1)
 @every_path
 def test_textbook_example_is_two_single_heads_side_by_side(sibling, path, textbook):
     spec = parity.AttentionSpec(2, 1, d_in=3, qkv_bias=False, out_proj=False)
@@ -329,6 +334,7 @@ def test_textbook_example_is_reproduced_by_the_causal_module(sibling, textbook):
 # ---- Attention weights -----------------------------------------------------------------------------------------------
 
 
+@sample(jax=1)
 @every_dtype
 @pytest.mark.parametrize("path", ["function-plain", "module-plain"])
 def test_attention_weights_sum_to_one_but_for_the_empty_row(sibling, path, dtype):
@@ -343,6 +349,7 @@ def test_attention_weights_sum_to_one_but_for_the_empty_row(sibling, path, dtype
     assert np.abs(sibling.numpy(attn_weights).astype(np.float64).sum(axis=-1) - expected).max() <= tolerance
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("path", ["function-plain", "module-plain"])
 def test_masked_keys_weigh_exactly_nothing(sibling, path):
     arrays = {name: sibling.array(x) for name, x in problem(SPEC).items()}
@@ -350,12 +357,14 @@ def test_masked_keys_weigh_exactly_nothing(sibling, path):
     assert np.array_equal(sibling.numpy(attn_weights) == 0.0, np.broadcast_to(MASK, (2, 2, 3, 4)))
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("path", ["function-fused", "module-fused"])
 def test_attention_weights_are_given_only_when_needed(sibling, path):
     arrays = {name: sibling.array(x) for name, x in problem(SPEC).items()}
     assert attend(sibling, path, SPEC, arrays)[1] is None
 
 
+@sample(jax=1)
 @every_spec
 def test_fused_path_gives_the_output_of_the_plain_one(sibling, spec):
     plain = attended(sibling, "function-plain", spec, problem(spec), mask=MASK)
@@ -364,6 +373,7 @@ def test_fused_path_gives_the_output_of_the_plain_one(sibling, spec):
     assert np.abs(plain - fused).max() <= 24 * EPSILON
 
 
+@sample(jax=1)
 @every_spec
 def test_module_gives_the_output_of_the_function(sibling, spec):
     function = attended(sibling, "function-fused", spec, problem(spec), mask=MASK)
@@ -371,12 +381,14 @@ def test_module_gives_the_output_of_the_function(sibling, spec):
     assert np.abs(function - module).max() <= 24 * EPSILON  # as above
 
 
+@sample(jax=1)
 @every_spec
 def test_output_has_the_width_of_the_model_or_of_its_heads(sibling, spec):
     width = spec.d_model if spec.out_proj else spec.num_heads * spec.head_dim
     assert attended(sibling, "module-fused", spec, problem(spec)).shape == (2, 3, width)
 
 
+@sample(jax=1)
 @every_dtype
 @every_path
 def test_output_has_the_dtype_of_the_input(sibling, path, dtype):
@@ -386,6 +398,7 @@ def test_output_has_the_dtype_of_the_input(sibling, path, dtype):
 # ---- Rows without a key ----------------------------------------------------------------------------------------------
 
 
+@sample(jax=1)
 @every_dtype
 @every_path
 def test_empty_row_gives_zero(sibling, path, dtype):
@@ -393,12 +406,14 @@ def test_empty_row_gives_zero(sibling, path, dtype):
     assert not context[0, 1].any()
 
 
+@sample(jax=1)
 @every_path
 def test_empty_row_gives_the_bias_of_the_output_projection(sibling, path):
     arrays = problem(SPEC)
     assert np.array_equal(attended(sibling, path, SPEC, arrays, mask=MASK)[0, 1], arrays["out_proj.bias"])
 
 
+@sample(jax=1)
 @every_path_and_dtype
 def test_gradients_are_finite_beside_an_empty_row(sibling, path, dtype):
     mask = sibling.array(MASK)
@@ -406,6 +421,7 @@ def test_gradients_are_finite_beside_an_empty_row(sibling, path, dtype):
     assert [name for name, gradient in found.items() if not np.isfinite(gradient.astype(np.float32)).all()] == []
 
 
+@sample(jax=1)
 @every_path
 def test_gradients_are_finite_where_all_rows_are_empty(sibling, path):
     mask = sibling.array(np.ones((3, 4), bool))
@@ -413,6 +429,7 @@ def test_gradients_are_finite_where_all_rows_are_empty(sibling, path):
     assert [name for name, gradient in found.items() if not np.isfinite(gradient).all()] == []
 
 
+@sample(jax=1)
 @every_path
 def test_nothing_flows_back_from_an_empty_row(sibling, path):
     mask = sibling.array(MASK)
@@ -420,6 +437,7 @@ def test_nothing_flows_back_from_an_empty_row(sibling, path):
     assert not found["query"][0, 1].any()
 
 
+@sample(jax=1)
 @every_path
 def test_infinite_bias_empties_a_row(sibling, path):
     bias = np.where(MASK, -np.inf, 0.0).astype(np.float32)
@@ -427,6 +445,7 @@ def test_infinite_bias_empties_a_row(sibling, path):
     assert not context[0, 1].any()
 
 
+@sample(jax=1)
 @every_path
 def test_infinite_bias_and_mask_empty_a_row_together(sibling, path):
     bias = np.zeros((2, 1, 3, 4), np.float32)
@@ -439,6 +458,7 @@ def test_infinite_bias_and_mask_empty_a_row_together(sibling, path):
     assert not context[0, 1].any()
 
 
+@sample(jax=1)
 @every_path_and_dtype
 def test_gradients_are_finite_beside_a_row_of_infinite_biases(sibling, path, dtype):
     arrays = {**problem(SPEC, dtype), "bias": np.where(MASK, -np.inf, 0.5).astype(dtype)}
@@ -446,12 +466,14 @@ def test_gradients_are_finite_beside_a_row_of_infinite_biases(sibling, path, dty
     assert [name for name, gradient in found.items() if not np.isfinite(gradient.astype(np.float32)).all()] == []
 
 
+@sample(jax=1)
 @both_forms
 def test_no_keys_at_all_give_zero(sibling, form):
     query, nothing = np.ones((2, 2, 3, 4), np.float32), np.zeros((2, 2, 0, 4), np.float32)
     assert not dot_product_attention(sibling, form, query, nothing, nothing).any()
 
 
+@sample(jax=1)
 @every_path
 def test_empty_batch_gives_an_empty_output(sibling, path):
     arrays = {name: x if "." in name else x[:0] for name, x in problem(SPEC).items()}
@@ -476,6 +498,7 @@ def test_empty_row_gives_zero_in_every_mode(sibling, need_weights, training, mod
 # ---- What is masked changes nothing ----------------------------------------------------------------------------------
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("value", [0.0, -1e30, 1e30])
 @pytest.mark.parametrize("side", ["key", "value"])
 @every_path
@@ -491,6 +514,7 @@ def test_changing_a_masked_token_changes_nothing(sibling, path, side, value):
     assert np.array_equal(before, after)
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("sign", [-1, 1])
 @pytest.mark.parametrize("side", [1, 2], ids=["key", "value"])
 @every_dtype
@@ -505,6 +529,7 @@ def test_changing_a_masked_token_to_the_largest_number_changes_nothing(sibling, 
     assert np.array_equal(before, after)
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("side", [1, 2], ids=["key", "value"])
 @both_forms
 def test_changing_a_masked_half_precision_token_changes_nothing(sibling, rng, form, side):
@@ -518,6 +543,7 @@ def test_changing_a_masked_half_precision_token_changes_nothing(sibling, rng, fo
     assert np.array_equal(before, after)
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("side", ["key", "value"])
 @every_path
 def test_gradients_are_finite_beside_a_huge_masked_token(sibling, path, side):
@@ -531,6 +557,7 @@ def test_gradients_are_finite_beside_a_huge_masked_token(sibling, path, side):
     assert [name for name, gradient in found.items() if not np.isfinite(gradient).all()] == []
 
 
+@sample(jax=1)
 @every_path
 def test_changing_a_token_that_is_seen_changes_the_output(sibling, path):  # the control of the tests above
     arrays = problem(SPEC)
@@ -539,6 +566,7 @@ def test_changing_a_token_that_is_seen_changes_the_output(sibling, path):  # the
     assert np.abs(before - after).max() > 1e-3
 
 
+@sample(jax=1)
 @every_path
 def test_infinite_bias_masks_a_key_exactly(sibling, path):
     bias = np.where(MASK, -np.inf, 0.0).astype(np.float32)
@@ -548,6 +576,7 @@ def test_infinite_bias_masks_a_key_exactly(sibling, path):
     )
 
 
+@sample(jax=1)
 @every_path
 def test_lowest_bias_beside_a_mask_keeps_the_whole_weight(sibling, path):
     # Additive masks of other libraries hold finfo.min. A row that sees a single key, be it so biased, is that key's.
@@ -567,6 +596,7 @@ def rounding_of_shapes(sibling, path):
     return 4 * EPSILON if sibling.name == "jax" and path.endswith("fused") else 0.0
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("shape", [(4,), (3, 1), (3, 4), (2, 1, 4), (2, 1, 1, 4), (1, 2, 3, 1)], ids=str)
 @every_path
 def test_mask_broadcasts_to_the_scores(sibling, path, shape):
@@ -577,6 +607,7 @@ def test_mask_broadcasts_to_the_scores(sibling, path, shape):
     assert np.abs(found - whole).max() <= rounding_of_shapes(sibling, path)
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("shape", [(4,), (3, 1), (3, 4), (2, 1, 4), (2, 1, 1, 4), (1, 2, 3, 1)], ids=str)
 @every_path
 def test_bias_broadcasts_to_the_scores(sibling, path, shape):
@@ -587,6 +618,7 @@ def test_bias_broadcasts_to_the_scores(sibling, path, shape):
     assert np.abs(found - whole).max() <= rounding_of_shapes(sibling, path)
 
 
+@sample(jax=1)
 @every_path
 def test_bias_that_is_equal_for_all_keys_changes_rounding_only(sibling, path):
     bias = np.full((3, 1), 7.0, np.float32)
@@ -595,6 +627,7 @@ def test_bias_that_is_equal_for_all_keys_changes_rounding_only(sibling, path):
     assert np.abs(shifted - attended(sibling, path, SPEC, problem(SPEC))).max() <= 4 * 7 * EPSILON
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("padding", [None, [6, 4]], ids=["full", "padded"])
 def test_self_attention_hides_the_future(sibling, rng, padding):
     module = filled(sibling, "MultiHeadSelfAttention", SPEC)
@@ -623,6 +656,7 @@ def test_self_attention_hides_the_future_in_training_with_dropout(sibling, rng):
     assert np.array_equal(output(x)[:, :3], output(changed)[:, :3])
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("need_weights", [False, True], ids=["fused", "plain"])
 def test_mask_holds_in_training_with_dropout(sibling, rng, need_weights):
     spec = parity.AttentionSpec(8, 2, dropout=0.5)
@@ -656,6 +690,7 @@ def test_self_attention_without_a_mask_sees_everything(sibling, rng):
     assert np.array_equal(sibling.numpy(output), sibling.numpy(filled(sibling, "MultiHeadAttention", SPEC)(x)[0]))
 
 
+@sample(jax=1)
 @every_path
 def test_sequences_do_not_see_each_other(sibling, path):
     arrays = problem(SPEC)
@@ -677,6 +712,7 @@ HIDING = {
 every_hiding = pytest.mark.parametrize("hiding", HIDING.values(), ids=HIDING)
 
 
+@sample(jax=1)
 @every_hiding
 @every_path
 def test_layer_takes_what_is_causal_or_padding_as_the_mask_of_it(sibling, path, hiding):
@@ -691,6 +727,7 @@ def test_layer_takes_what_is_causal_or_padding_as_the_mask_of_it(sibling, path, 
         np.testing.assert_array_equal(sibling.numpy(attn_weights), sibling.numpy(expected_weights))
 
 
+@sample(jax=1)
 @every_hiding
 def test_self_attention_takes_what_attention_takes(sibling, rng, hiding):
     spec = parity.AttentionSpec(8, 2, rope=Rope(100.0))
@@ -715,6 +752,7 @@ def test_self_attention_takes_what_attention_takes(sibling, rng, hiding):
 NOTHING = {"no-queries": (2, 0, 4), "no-keys": (2, 3, 0), "neither": (2, 0, 0), "no-sequences": (0, 3, 4)}
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("sizes", NOTHING.values(), ids=NOTHING)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("padding", [False, True], ids=["whole", "padded"])
@@ -731,6 +769,7 @@ def test_nothing_gives_nothing(sibling, form, sizes, is_causal, padding, masked)
     np.testing.assert_array_equal(context, np.zeros_like(query), strict=True)
 
 
+@sample(jax=1)
 @pytest.mark.parametrize(("batch_size", "num_tokens"), [(2, 0), (0, 3), (0, 0)], ids=["tokens", "sequences", "both"])
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("padding", [False, True], ids=["whole", "padded"])
@@ -753,6 +792,7 @@ def with_heads_permuted(weights, order, head_dim):
     return {**weights, **permuted, "out_proj.weight": weights["out_proj.weight"][:, features]}
 
 
+@sample(jax=1)
 @every_path
 def test_permuting_heads_changes_rounding_only(sibling, path):
     spec = parity.AttentionSpec(12, 3)
@@ -764,6 +804,7 @@ def test_permuting_heads_changes_rounding_only(sibling, path):
     assert np.abs(permuted - attended(sibling, path, spec, arrays, mask=MASK)).max() <= 12 * EPSILON
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("path", ["function-plain", "module-plain"])
 def test_permuting_heads_permutes_the_attention_weights(sibling, path):
     spec = parity.AttentionSpec(12, 3)
@@ -794,6 +835,7 @@ def test_key_heads_are_repeated_not_tiled(sibling):
     assert sibling.numpy(repeated).ravel().tolist() == [0, 0, 0, 1, 1, 1]
 
 
+@sample(jax=1)
 @pytest.mark.parametrize(
     ("num_kv_heads", "expected"),
     [(6, [0, 1, 2, 3, 4, 5]), (3, [0, 0, 1, 1, 2, 2]), (2, [0, 0, 0, 1, 1, 1]), (1, [0, 0, 0, 0, 0, 0])],
@@ -808,6 +850,7 @@ def test_query_heads_use_the_value_head_of_their_group(sibling, rng, form, num_k
     assert context[0, :, 0, 0] == pytest.approx(expected, abs=5 * 4 * EPSILON)  # weights that sum to 1, times at most 5
 
 
+@sample(jax=1)
 @both_forms
 def test_query_heads_use_the_key_head_of_their_group(sibling, form):
     # Key head 0 looks at token 0, key head 1 at token 1; the value is the number of the token.
@@ -820,6 +863,7 @@ def test_query_heads_use_the_key_head_of_their_group(sibling, form):
     assert context.ravel().tolist() == [0, 0, 0, 1, 1, 1]  # exp(-198) is 0 in float32
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("spec", [SPECS["gqa"], SPECS["mqa"]], ids=["gqa", "mqa"])
 @every_path
 def test_grouped_layer_is_the_full_layer_with_repeated_key_heads(sibling, path, spec):
@@ -839,6 +883,7 @@ def test_grouped_layer_is_the_full_layer_with_repeated_key_heads(sibling, path, 
     assert np.abs(grouped - ungrouped).max() <= spec.d_model * EPSILON
 
 
+@sample(jax=1)
 @pytest.mark.parametrize(
     ("spec", "expected"),
     [
@@ -860,6 +905,7 @@ def test_module_has_as_many_parameters_as_the_formula(sibling, spec, expected):
 # ---- One projection for query, key and value -------------------------------------------------------------------------
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("cross", [False, True], ids=["self", "cross"])
 @pytest.mark.parametrize("spec", [SPECS["plain"], SPECS["gqa"], SPECS["no-biases"]], ids=["plain", "gqa", "no-biases"])
 def test_fused_qkv_gives_the_result_of_three_projections(sibling, spec, cross):
@@ -874,6 +920,7 @@ def test_fused_qkv_gives_the_result_of_three_projections(sibling, spec, cross):
     assert np.abs(sibling.numpy(separate) - sibling.numpy(together)).max() <= spec.d_model * EPSILON
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("need_weights", [False, True], ids=["fused", "plain"])
 def test_a_scale_is_in_place_of_the_usual_one(sibling, need_weights):
     """Twice the scale is twice the queries, which a power of two makes exact."""
@@ -891,6 +938,7 @@ def test_a_scale_is_in_place_of_the_usual_one(sibling, need_weights):
     assert not np.array_equal(sibling.numpy(found), sibling.numpy(plain(query, key)[0]))
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("fused_qkv", [False, True], ids=["three", "fused-qkv"])
 def test_projections_are_clipped_before_anything_else(sibling, fused_qkv):
     spec = replace(SPEC, clip_qkv=0.25, fused_qkv=fused_qkv)
@@ -908,6 +956,7 @@ def test_projections_are_clipped_before_anything_else(sibling, fused_qkv):
         assert (np.abs(found) < 0.25).any()
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("hidden", [{}, {"is_causal": True}, {"key_padding_lengths": [2, 5]}], ids=str)
 @pytest.mark.parametrize("path", ["", "fused"])
 def test_values_of_any_width_are_weighed_feature_by_feature(sibling, path, hidden, rng):
@@ -991,6 +1040,7 @@ def sharing(sibling, source, x):
     return shared, sibling.package.project_qkv(source.project, x, x, x, source.spec)[1:]
 
 
+@sample(jax=1)
 @both_forms
 def test_a_layer_of_shared_keys_attends_to_those_of_the_other_layer_as_they_are(sibling, form):
     """With the other layer's weights and input it gives the other layer's output."""
@@ -1080,6 +1130,7 @@ def test_query_is_the_key_when_there_is_none(sibling):
 # ---- Large numbers and long sequences in half precision --------------------------------------------------------------
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("dtype", HALVES.values(), ids=list(HALVES))
 @both_forms
 def test_logits_beyond_half_precision_choose_one_key(sibling, form, dtype):
@@ -1090,6 +1141,7 @@ def test_logits_beyond_half_precision_choose_one_key(sibling, form, dtype):
     assert (dot_product_attention(sibling, form, query, key, value) == 1.0).all()
 
 
+@sample(jax=1)
 @both_forms
 def test_gradients_of_logits_beyond_half_precision_are_finite(sibling, form):
     package = sibling.package if form == "plain" else sibling.package.fused
@@ -1098,7 +1150,7 @@ def test_gradients_of_logits_beyond_half_precision_are_finite(sibling, form):
     assert [name for name, gradient in found.items() if not np.isfinite(gradient.astype(np.float32)).all()] == []
 
 
-@pytest.mark.compiles
+@sample(jax=0)
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "causal"])
 @both_forms
 def test_4096_half_precision_tokens_stay_finite(sibling, form, masked):
@@ -1127,6 +1179,7 @@ def test_dropout_does_nothing_outside_training(sibling):
     )
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("need_weights", [False, True], ids=["fused", "plain"])
 def test_dropout_is_the_same_for_the_same_seed(sibling, need_weights):
     query = sibling.array(problem(SPEC)["query"])
@@ -1137,6 +1190,7 @@ def test_dropout_is_the_same_for_the_same_seed(sibling, need_weights):
     assert np.array_equal(output(), output())
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("need_weights", [False, True], ids=["fused", "plain"])
 def test_dropout_differs_for_another_seed(sibling, need_weights):
     query = sibling.array(problem(SPEC)["query"])
@@ -1199,6 +1253,7 @@ def test_given_dropout_comes_with_training(sibling):
         attend(sibling, "function-plain", replace(BARE, dropout=0.5), arrays, dropout_keep=keep)
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("rates", [{"dropout": 0.5}, {"output_dropout": 0.5}], ids=["weights", "outputs"])
 @pytest.mark.parametrize("path", ["function-plain", "function-fused"])
 def test_function_drops_in_training_only(sibling, path, rates):
@@ -1222,6 +1277,7 @@ def apply_dropout(sibling, x, rate):
     return sibling.numpy(sibling.package.apply_dropout(sibling.array(x), rate, **seeded))
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
 def test_dropout_drops_at_its_rate(sibling, rate):
     dropped = apply_dropout(sibling, np.ones((1, 1, 100, 100), np.float32), rate) == 0.0
@@ -1234,6 +1290,7 @@ def test_dropout_divides_what_it_keeps(sibling):
     assert np.unique(values).tolist() == [0.0, 4.0]
 
 
+@sample(jax=1)
 @both_forms
 def test_dropout_preserves_the_expected_context(sibling, form):
     shape = (1, 4, 64, 16)
@@ -1271,6 +1328,7 @@ def reversed_in_memory(x):
     return np.asarray(x, order="F")
 
 
+@sample(jax=1)
 @every_path
 def test_memory_order_changes_rounding_only(sibling, path):
     arrays = problem(SPEC)
@@ -1297,6 +1355,7 @@ def test_torch_expanded_and_sliced_tensors_give_the_same(form):
 # ---- Initialisation and configuration --------------------------------------------------------------------------------
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("fused_qkv", [False, True], ids=["separate", "fused"])
 @pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj", "out_proj"])
 def test_weights_are_drawn_xavier_uniform(sibling, name, fused_qkv):
@@ -1308,6 +1367,7 @@ def test_weights_are_drawn_xavier_uniform(sibling, name, fused_qkv):
     assert 0.99 * bound < np.abs(weight).max() <= bound
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("fused_qkv", [False, True], ids=["separate", "fused"])
 def test_biases_start_at_zero(sibling, fused_qkv):
     weights = parity.weights_of(sibling.module("MultiHeadAttention", AttentionSpec(8, 2, fused_qkv=fused_qkv)))
@@ -1321,6 +1381,7 @@ def test_weights_differ_for_another_seed(sibling):
     assert not np.array_equal(one["q_proj.weight"], other["q_proj.weight"])
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("kind", ["MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache"])
 def test_repr_shows_the_configuration(sibling, kind):
     spec = parity.AttentionSpec(
@@ -1332,6 +1393,7 @@ def test_repr_shows_the_configuration(sibling, kind):
     assert f"AttentionSpec(16, 4, {shown})" in text
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("kind", ["MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache"])
 @every_spec
 def test_module_keeps_its_spec(sibling, spec, kind):
@@ -1350,6 +1412,7 @@ def made(sibling, kind, *arguments, **keywords):
     return getattr(sibling.package, kind)(*arguments, **own, **keywords)
 
 
+@sample(jax=1)
 @every_kind
 def test_module_takes_the_fields_of_its_spec(sibling, kind):
     features = {"latent": Latent(6, 2)} if kind == "MultiHeadLatentAttention" else {"num_kv_heads": 2, "rope": Rope()}
@@ -1393,12 +1456,14 @@ def test_module_refuses_other_fields(sibling, kind, name):
         made(sibling, kind, *arguments, **keywords)
 
 
+@sample(jax=1)
 @every_kind
 def test_no_keyword_of_a_module_is_a_field_of_its_spec(sibling, kind):
     keywords = inspect.signature(getattr(sibling.package, kind).__init__).parameters.keys()
     assert keywords & {field.name for field in fields(AttentionSpec)} == {"num_heads"}
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("has_key", [False, True], ids=["self", "cross"])
 @every_path
 def test_layer_ignores_positions_that_nothing_depends_on(sibling, path, has_key):

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 from released_models import LEFT_OUT, Model, check_model
-from selection import first_families, rest_thorough, stack_signature
+from samples import sample
+from selection import first_families, stack_signature
 
 from mha_spec import Alibi, Norm, RelativeBias, Rope
 from parity import specs_of
@@ -412,7 +413,8 @@ MODELS = {**TEXT, **IMAGES, **SPEECH, **ENCODER_DECODERS, **LIKE_GPT, **LIKE_LLA
 ALL = MODELS | BY_THEMSELVES
 
 
-@pytest.mark.parametrize("name", rest_thorough(ALL, first_families(ALL, by=stack_signature)))
+@sample(name=first_families(ALL, by=stack_signature))
+@pytest.mark.parametrize("name", ALL)
 def test_each_layer_of_a_model_matches_its_configuration(name, tmp_path):
     check_model(ALL[name], tmp_path)
 

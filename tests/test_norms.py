@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from refusals import refuses, refuses_type
+from samples import sample
 
 import parity
 from mha_spec import AttentionSpec, Norm, Rope
@@ -32,6 +33,7 @@ def normed(sibling, x, norm, *parameters, dtype=np.float32):
 # ---- On paper --------------------------------------------------------------------------------------------------------
 
 
+@sample(jax=1)
 @pytest.mark.parametrize(
     ("norm", "parameters", "expected"),
     [
@@ -98,6 +100,7 @@ def test_integers_are_refused(sibling):
 # ---- In layers -------------------------------------------------------------------------------------------------------
 
 
+@sample(jax=1)
 @every_spec
 def test_a_new_layer_multiplies_by_one(sibling, spec):
     held = parity.weights_of(sibling.module("MultiHeadAttention", spec))
@@ -106,6 +109,7 @@ def test_a_new_layer_multiplies_by_one(sibling, spec):
         assert np.array_equal(held[name], np.full(shape, 1.0 if is_one else 0.0))
 
 
+@sample(jax=1)
 @every_spec
 def test_weights_go_in_and_out_bit_for_bit(sibling, spec):
     weights = parity.random_weights(spec, 3)
@@ -121,6 +125,7 @@ def test_random_weights_of_norms_are_far_from_0_and_1():
         assert ((np.abs(drawn + offset - 1.0) >= 0.2) & (drawn + offset >= 0.5)).all()
 
 
+@sample(jax=1)
 @every_spec
 def test_a_layer_with_norms_is_another_one_than_without(sibling, spec, rng):
     x = sibling.array(rng.standard_normal((2, 5, 16)).astype(np.float32))
@@ -134,7 +139,7 @@ def test_a_layer_with_norms_is_another_one_than_without(sibling, spec, rng):
     assert np.abs(outputs[0] - outputs[1]).max() > 0.01
 
 
-@pytest.mark.compiles
+@sample(jax=0)
 @every_spec
 def test_a_cache_gives_what_one_pass_gives_at_every_position(sibling, spec, rng):
     """Sequences of different lengths, in a prompt and then token by token."""

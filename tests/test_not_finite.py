@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
+from samples import sample
 
 import mha_jax
 import mha_torch
@@ -120,6 +121,7 @@ def assert_rows(found, expected, bad_rows):
     np.testing.assert_array_equal(found[~bad_rows], expected[~bad_rows], "leaked")
 
 
+@sample(jax=1)
 @every_path
 @pytest.mark.parametrize("bad", [np.nan, np.inf], ids=["nan", "inf"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -134,6 +136,7 @@ def test_rows_that_see_it_are_not_finite_and_the_others_are_unchanged(attend, ki
         np.testing.assert_array_equal(weights[~sees_bad(hidden)], expected_weights[~sees_bad(hidden)])
 
 
+@sample(jax=1)
 @every_path
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("kind", ["padding-causal", "any-mask"])
@@ -143,6 +146,7 @@ def test_rows_that_see_it_are_not_finite_in_half_precision(attend, kind, dtype):
     assert_rows(found, expected, sees_bad(hidden_by(**KINDS[kind])))
 
 
+@sample(jax=1)
 @every_path
 @pytest.mark.parametrize("kind", ["causal", "padding-causal", "any-mask"])
 def test_row_of_which_all_scores_are_minus_infinity_is_not_empty(attend, kind):
@@ -210,6 +214,7 @@ def with_nan_weights(module, name="q_proj"):
     return module
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("seq_len", [64, LONG])
 @pytest.mark.parametrize("hides", HIDES)
 def test_nan_weights_give_nan(sibling, hides, seq_len):
@@ -218,7 +223,7 @@ def test_nan_weights_give_nan(sibling, hides, seq_len):
     assert np.isnan(sibling.numpy(output)).all()
 
 
-@pytest.mark.compiles
+@sample(jax=0)
 @pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj"])
 def test_nan_weights_give_nan_through_a_cache(sibling, name):
     module = with_nan_weights(sibling.module("MultiHeadAttentionWithCache", AttentionSpec(16, 4, out_bias=False)), name)
@@ -228,6 +233,7 @@ def test_nan_weights_give_nan_through_a_cache(sibling, name):
     assert np.isnan(sibling.numpy(output)).all()
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("seq_len", [64, LONG])
 def test_nan_token_spoils_what_comes_after_it_and_nothing_before(sibling, seq_len):
     module, x = sibling.module("MultiHeadSelfAttention", AttentionSpec(16, 4)), tokens(seq_len)
@@ -238,7 +244,7 @@ def test_nan_token_spoils_what_comes_after_it_and_nothing_before(sibling, seq_le
     assert np.isnan(found[:, 40:]).all()
 
 
-@pytest.mark.compiles
+@sample(jax=0)
 @pytest.mark.parametrize("capacity", [UNFILLED, 700], ids=["small", "large"])
 def test_nan_of_the_padding_changes_nothing_in_a_cache(sibling, capacity):
     module, x = sibling.module("MultiHeadAttentionWithCache", AttentionSpec(16, 4, rope=Rope(100.0))), tokens(9)
@@ -257,6 +263,7 @@ def test_nan_of_the_padding_changes_nothing_in_a_cache(sibling, capacity):
         np.testing.assert_array_equal(ours, expected)
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("new", [1, 3], ids=["step", "chunk"])
 @pytest.mark.parametrize("capacity", [UNFILLED, 700], ids=["small", "large"])
 def test_nan_in_slots_that_are_not_filled_changes_nothing(sibling, capacity, new):
@@ -273,6 +280,7 @@ def test_nan_in_slots_that_are_not_filled_changes_nothing(sibling, capacity, new
     np.testing.assert_array_equal(found[1], found[0])
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("part", ["keys", "values"])
 @pytest.mark.parametrize("capacity", [UNFILLED, 700], ids=["small", "large"])
 def test_nan_in_a_filled_slot_spoils_the_sequence_that_sees_it(sibling, capacity, part):
@@ -321,6 +329,7 @@ def gradients_of(sibling, function, arrays, cotangent):
     return {name: x.numpy() for name, x in zip(leaves, found, strict=True)}
 
 
+@sample(jax=1)
 @every_path
 @pytest.mark.parametrize("kind", ["padding", "whole-keys"])
 def test_gradients_do_not_know_what_nobody_sees(sibling, path, kind):
@@ -346,7 +355,7 @@ def test_gradients_do_not_know_what_nobody_sees(sibling, path, kind):
     assert not found["value"][unseen].any()
 
 
-@pytest.mark.compiles
+@sample(jax=0)
 @pytest.mark.parametrize("gate", [None, Gate(), Gate(per_head=True, bias=True)], ids=["no-gate", "gate", "per-head"])
 def test_gradients_of_a_layer_do_not_know_its_padding(sibling, gate):
     """Where nothing comes back of the outputs at the padding, as in training."""

@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import SIBLINGS
 from flax import nnx
-from selection import rest_thorough
+from samples import sample
 from torch.nn.attention import flex_attention
 
 import mha_jax
@@ -316,9 +316,8 @@ def id_of(value):
     return f"{len(value)}-hidings" if isinstance(value, tuple) else value
 
 
-@pytest.mark.parametrize(
-    ("path", "size", "dtype", "names"), rest_thorough([*IN_MAKE_TEST, *IN_JAX], IN_MAKE_TEST), ids=id_of
-)
+@sample(where=lambda path, size, dtype, names: (path, size, dtype, names) in IN_MAKE_TEST)
+@pytest.mark.parametrize(("path", "size", "dtype", "names"), [*IN_MAKE_TEST, *IN_JAX], ids=id_of)
 def test_formulas_hold_on_each_path_of_jax(monkeypatch, path, size, dtype, names):
     if path in ("library", "blocks-at-once"):
         monkeypatch.setattr(mha_jax.fused, "platform_of", lambda *arrays: "metal")  # has no kernel of its own
@@ -337,9 +336,10 @@ IN_TORCH = [(path, size, dtype) for path in ("plain", "fused") for size in SIZES
 IN_TORCH += [("flex", size, "float32") for size in SIZES]
 
 
+@sample(where=lambda path, size: path != "flex" or size == "one-key")
 @pytest.mark.parametrize(
     ("path", "size", "dtype"),
-    rest_thorough(IN_TORCH, lambda row: row[0] != "flex" or row[1] == "one-key"),
+    IN_TORCH,
 )
 def test_formulas_hold_on_each_path_of_torch(monkeypatch, path, size, dtype):
     if path == "flex":  # for CUDA, computed on a CPU without the compiler that it needs
@@ -503,9 +503,8 @@ OFTEN = ("memory", "tokens", "growing", "static", "latent")
 """Calls of JAX in `make test`; torch makes all."""
 
 
-@pytest.mark.parametrize(
-    ("name", "framework"), rest_thorough(IN_BOTH, lambda row: row[1] == "torch" or row[0] in OFTEN)
-)
+@sample(where=lambda name, framework: framework == "torch" or name in OFTEN)
+@pytest.mark.parametrize(("name", "framework"), IN_BOTH)
 def test_layers_and_caches_with_one_key(name, framework):
     call, sibling = LAYER_CALLS[name], SIBLINGS[framework]
     weights = {key: x.astype(np.float32) for key, x in parity.random_weights(call.spec).items()}

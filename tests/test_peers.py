@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from samples import sample
 
 import parity
 from parity import to_jax, to_numpy, to_torch
@@ -66,6 +67,7 @@ of_flax = pytest.mark.parametrize("peer", [of_linen, of_nnx], ids=["linen", "nnx
 # ---- torch.nn.MultiheadAttention -------------------------------------------------------------------------------------
 
 
+@sample(jax=1)
 @every_path
 @every_spec
 def test_output_matches_torch(sibling, spec, weights, inputs, need_weights):
@@ -74,6 +76,7 @@ def test_output_matches_torch(sibling, spec, weights, inputs, need_weights):
     assert np.abs(output - expected).max() <= TOLERANCE
 
 
+@sample(jax=1)
 @every_spec
 def test_attention_weights_per_head_match_torch(sibling, spec, weights, inputs):
     _, attn_weights = ours(sibling, spec, weights, inputs)
@@ -81,6 +84,7 @@ def test_attention_weights_per_head_match_torch(sibling, spec, weights, inputs):
     assert np.abs(attn_weights - expected).max() <= TOLERANCE
 
 
+@sample(jax=1)
 @every_path
 @pytest.mark.parametrize("spec", [BIASES, SPECS["cross"]], ids=["self", "cross"])
 def test_output_with_padding_matches_torch(sibling, spec, weights, inputs, need_weights):
@@ -89,6 +93,7 @@ def test_output_with_padding_matches_torch(sibling, spec, weights, inputs, need_
     assert np.abs(output - expected).max() <= TOLERANCE
 
 
+@sample(jax=1)
 @every_path
 @pytest.mark.parametrize("spec", [BIASES], ids=["biases"])
 def test_output_with_mask_per_head_matches_torch(sibling, spec, weights, inputs, need_weights):
@@ -97,6 +102,7 @@ def test_output_with_mask_per_head_matches_torch(sibling, spec, weights, inputs,
     assert np.abs(output - expected).max() <= TOLERANCE
 
 
+@sample(jax=1)
 @every_path
 @pytest.mark.parametrize("spec", [BIASES], ids=["biases"])
 def test_output_with_bias_per_head_matches_torch(sibling, spec, weights, inputs, need_weights, rng):
@@ -120,6 +126,7 @@ def test_causal_self_attention_matches_torch(sibling, spec, weights, inputs):
 # ---- Flax ------------------------------------------------------------------------------------------------------------
 
 
+@sample(jax=1)
 @of_flax
 @every_path
 @every_spec
@@ -129,6 +136,7 @@ def test_output_matches_flax(sibling, peer, spec, weights, inputs, need_weights)
     assert np.abs(output - expected).max() <= TOLERANCE
 
 
+@sample(jax=1)
 @every_spec
 def test_attention_weights_match_flax(sibling, spec, weights, inputs):
     _, attn_weights = ours(sibling, spec, weights, inputs)
@@ -136,6 +144,7 @@ def test_attention_weights_match_flax(sibling, spec, weights, inputs):
     assert np.abs(attn_weights - expected).max() <= TOLERANCE
 
 
+@sample(jax=1)
 @of_flax
 @every_path
 @pytest.mark.parametrize("spec", [BIASES], ids=["biases"])
@@ -145,6 +154,7 @@ def test_output_with_mask_matches_flax(sibling, peer, spec, weights, inputs, nee
     assert np.abs(output - expected).max() <= TOLERANCE
 
 
+@sample(jax=1)
 @every_path
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
 def test_output_with_grouped_heads_matches_flax(sibling, rng, num_kv_heads, need_weights):
@@ -159,6 +169,7 @@ def test_output_with_grouped_heads_matches_flax(sibling, rng, num_kv_heads, need
     assert np.abs(output - expected).max() <= TOLERANCE * np.abs(expected).max()
 
 
+@sample(jax=1)
 @of_flax
 @pytest.mark.parametrize("spec", [BIASES], ids=["biases"])
 def test_causal_self_attention_matches_flax(sibling, peer, spec, weights, inputs):
@@ -171,6 +182,7 @@ def test_causal_self_attention_matches_flax(sibling, peer, spec, weights, inputs
     assert np.abs(output - expected).max() <= TOLERANCE
 
 
+@sample(jax=1)
 @of_flax
 @pytest.mark.parametrize("spec", [BIASES], ids=["biases"])
 def test_exchanged_projections_differ_from_flax(sibling, peer, spec, weights, inputs):  # control

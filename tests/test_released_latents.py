@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from released import Released, check_equal, made
-from selection import rest_thorough
+from samples import sample
 from transformers import KimiLinearConfig
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearAttention
 
@@ -89,6 +89,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("name", rest_thorough(LAYERS, ["Youtu"]))
+@sample(name=["Youtu"])
+@pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_equals_the_released_one(name):
     check_equal(LAYERS[name]())

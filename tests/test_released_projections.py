@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from released import Released, check_equal, made, plain_spec
-from selection import rest_thorough
+from samples import sample
 from transformers import WhisperConfig
 from transformers.models.whisper.modeling_whisper import WhisperAttention
 
@@ -67,7 +67,8 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("name", rest_thorough(LAYERS, ["OLMo"]))
+@sample(name=["OLMo"])
+@pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_equals_the_released_one(name):
     check_equal(LAYERS[name]())
 

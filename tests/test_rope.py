@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from refusals import refuses, refuses_type
+from samples import sample
 
 import mha_torch
 import parity
@@ -45,6 +46,7 @@ def test_frequencies_decrease_from_one_by_powers_of_theta():
     assert Rope(1000.0).frequencies(6) == pytest.approx([1.0, 0.1, 0.01], rel=(7 + 2) * EPSILON / 2)
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("position", [0, 1, 2, 100])
 def test_two_features_rotate_by_their_position(sibling, position):
     x = np.array([[[[3.0, 4.0]]]], np.float32)
@@ -55,6 +57,7 @@ def test_two_features_rotate_by_their_position(sibling, position):
     assert rotated(sibling, x, [[position]])[0, 0, 0] == expected
 
 
+@sample(jax=1)
 @pytest.mark.parametrize(("feature", "partner", "sign"), [(0, 2, 1), (1, 3, 1), (2, 0, -1), (3, 1, -1)])
 def test_feature_rotates_with_the_one_half_a_head_away(sibling, feature, partner, sign):
     x = np.zeros((1, 1, 1, 4), np.float32)
@@ -72,6 +75,7 @@ def test_position_zero_is_identity(sibling, rng):
     assert np.array_equal(rotated(sibling, x, [[0]]), x)
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("position", [1, 1000, 131071])
 def test_rotation_preserves_length(sibling, rng, position):
     x = rng.standard_normal((1, 2, 1, 8)).astype(np.float32)
@@ -82,6 +86,7 @@ def test_rotation_preserves_length(sibling, rng, position):
     assert np.linalg.norm(turned, axis=-1) == pytest.approx(np.linalg.norm(x, axis=-1), rel=4 * EPSILON)
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("position", [0, 1, 63, 5000, 131071])
 def test_rotation_matches_definition_at_large_positions(sibling, rng, position):
     x = rng.standard_normal((1, 2, 1, 8)).astype(np.float32)
@@ -93,6 +98,7 @@ def test_rotation_matches_definition_at_large_positions(sibling, rng, position):
     assert np.abs(turned - rotated_in_float64(x, [[position]], 500000.0)).max() <= tolerance
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("shift", [1, 64, 5000])
 def test_score_depends_only_on_distance(sibling, rng, shift):
     query, key = rng.standard_normal((2, 1, 1, 1, 8)).astype(np.float32)
@@ -120,11 +126,13 @@ def test_theta_changes_the_result(sibling, rng):
     assert np.abs(rotated(sibling, x, positions, 1e4) - rotated(sibling, x, positions, 1e5)).max() > 0.01
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
 def test_rotation_preserves_dtype(sibling, dtype):
     assert rotated(sibling, np.ones((1, 1, 1, 4), dtype), [[3]]).dtype == dtype
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])
 def test_half_precision_features_are_rounded_once(sibling, rng, dtype):
     # At position 5001 a bfloat16 angle would be off by 16 radians.
@@ -152,6 +160,7 @@ def rotated_by(sibling, x, positions, rope):
     return sibling.numpy(sibling.package.apply_rope(sibling.array(x), sibling.array(positions), rope))
 
 
+@sample(jax=1)
 @pytest.mark.parametrize(
     ("rope", "partner"),
     [
@@ -221,6 +230,7 @@ LENGTHS = {
 }
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("kind", LENGTHS)
 def test_frequencies_depend_on_last_position_of_each_sequence(sibling, rng, kind):
     x, rope = rng.standard_normal((2, 1, 3, 8)).astype(np.float32), LENGTHS[kind]
@@ -231,11 +241,13 @@ def test_frequencies_depend_on_last_position_of_each_sequence(sibling, rng, kind
     assert np.abs(both[1:, :, 1] - rotated_by(sibling, x[1:], [near], rope)[:, :, 1]).max() > 1e-3
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("kind", LENGTHS)
 def test_empty_sequence_is_rotated(sibling, kind):
     assert rotated_by(sibling, np.ones((2, 1, 0, 8), np.float32), np.ones((1, 0), np.int32), LENGTHS[kind]).size == 0
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("order", ["contiguous", "interleaved"])
 def test_pair_is_rotated_by_the_position_of_its_axis(sibling, rng, order):
     rope = Rope(100.0, sections=(2, 1, 1), section_order=order)
@@ -247,6 +259,7 @@ def test_pair_is_rotated_by_the_position_of_its_axis(sibling, rng, order):
         assert np.array_equal(found[..., [pair, pair + 4]], alone[..., [pair, pair + 4]])
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("order", ["contiguous", "interleaved"])
 @pytest.mark.parametrize(("series", "exponents"), [("own", [0, 1 / 2, 0, 1 / 2]), ("dealt", [0, 1 / 2, 1 / 4, 3 / 4])])
 def test_axis_has_the_frequencies_of_its_series(sibling, rng, series, exponents, order):
@@ -278,7 +291,7 @@ def test_positions_on_axes_require_sections(sibling):
         rotated_by(sibling, np.ones((1, 1, 3, 8), np.float32), np.zeros((3, 1, 3), np.int32), Rope())
 
 
-@pytest.mark.compiles
+@sample(jax=0)
 @pytest.mark.parametrize("kind", [*LENGTHS, "llama3"])
 def test_ragged_steps_match_each_sequence_alone(sibling, rng, kind):
     """Neither padding nor the other sequences make a sequence longer."""

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import xmlschema
 from refusals import refuses
-from selection import rest_thorough
+from samples import sample
 
 import mha_jax
 import parity.backends.torch
@@ -112,12 +112,10 @@ IN_DTYPES = {
 }
 
 
+@sample(where=lambda dtype, name: (dtype, name) in [(dtype, names[0]) for dtype, names in IN_DTYPES.items()])
 @pytest.mark.parametrize(
     ("dtype", "name"),
-    rest_thorough(
-        [(dtype, name) for dtype, names in IN_DTYPES.items() for name in names[:3]],
-        [(dtype, names[0]) for dtype, names in IN_DTYPES.items()],
-    ),
+    [(dtype, name) for dtype, names in IN_DTYPES.items() for name in names[:3]],
 )
 def test_jax_agrees_with_the_reference_in_other_dtypes(name, dtype):
     assert failures(CASES[name], "jax", dtype, with_gradients=name == IN_DTYPES[dtype][0]) == []
@@ -129,7 +127,8 @@ IN_TORCH += [(case.dtype, name) for name, case in CASES.items() if case.dtype is
 IN_TURN = [([*IN_DTYPES][zlib.crc32(name.encode()) % len(IN_DTYPES)], name) for name in CASES]
 
 
-@pytest.mark.parametrize(("dtype", "name"), rest_thorough(dict.fromkeys([*IN_TORCH, *IN_TURN]), IN_TORCH))
+@sample(where=lambda dtype, name: (dtype, name) in IN_TORCH)
+@pytest.mark.parametrize(("dtype", "name"), list(dict.fromkeys([*IN_TORCH, *IN_TURN])))
 def test_torch_agrees_with_the_reference(name, dtype):
     assert failures(CASES[name], "torch", dtype, with_gradients=True) == []
 
@@ -336,7 +335,7 @@ def test_nothing_to_run_is_an_error_and_no_success(arguments, refusal):
 NARROW_IN_JAX = "nan-visible-causal", "nan-hidden-norm", "nan-hidden-decode"
 
 
-@pytest.mark.compiles
+@sample(jax=0)
 @pytest.mark.parametrize("name", NAN_CASES)
 def test_nan_is_where_it_belongs(name, sibling):
     dtypes = ["float32", "bfloat16"] if sibling.name == "torch" or name in NARROW_IN_JAX else ["float32"]

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from refusals import refuses
+from samples import sample
 
 import mha_jax
 import parity
@@ -56,6 +57,7 @@ def test_weights_are_computed_without_the_kernel(sibling):
     assert kernel.calls == []
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("kind", ["MultiHeadAttentionWithCache", "MultiHeadLatentAttention"])
 def test_cached_layer_calls_its_kernel_for_prompts_and_steps(sibling, kind):
     spec, outputs = LATENT if kind == "MultiHeadLatentAttention" else SPEC, []

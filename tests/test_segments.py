@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from refusals import refuses, refuses_type
+from samples import sample
 from torch.nn.attention import flex_attention as library
 
 import mha_jax
@@ -40,6 +41,7 @@ def drawn(*shape, seed=0):
 # ---- Layers ----------------------------------------------------------------------------------------------------------
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("window_size", [None, 3])
 def test_a_packed_sequence_is_what_it_is_alone(sibling, window_size):
     spec = AttentionSpec(16, 4, num_kv_heads=2, rope=Rope(10000.0), window_size=window_size)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from refusals import refuses, refuses_type
-from selection import rest_thorough
+from samples import sample
 
 import mha_torch
 import parity
@@ -86,7 +86,8 @@ def assert_bits_equal(actual, expected):
         assert actual[name].tobytes() == np.ascontiguousarray(array).tobytes(), name
 
 
-@pytest.mark.parametrize("ranks", rest_thorough(RANKS, [2, 8]))
+@sample(ranks=[2, 8])
+@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_of_all_ranks_add_up_to_those_of_the_layer(name, ranks):
     problem = make_problem(CASES[name], "float64")

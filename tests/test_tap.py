@@ -20,7 +20,8 @@ from flax import linen, nnx
 from injections import BUGS, inject
 from refusals import refuses, refuses_type
 from rich.console import Console
-from selection import first_families, rest_thorough, stack_signature
+from samples import sample
+from selection import first_families, stack_signature
 
 import mha_jax
 import mha_torch
@@ -298,9 +299,8 @@ def test_what_is_recorded():
 # ---- Families --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "family", rest_thorough(sorted(first_families(GENERATED)), first_families(GENERATED, by=stack_signature))
-)
+@sample(family=first_families(GENERATED, by=stack_signature))
+@pytest.mark.parametrize("family", sorted(first_families(GENERATED)))
 def test_each_layer_of_a_family_is_judged_right_while_it_generates(family):
     model = made(family, COMMON | OWN.get(family, {}))
     with parity.tap(model) as tapped:
@@ -358,11 +358,10 @@ def test_scores_in_16_bits_are_allowed_to_eager_attention_alone():
     assert (wrong.index, wrong.difference.stage) == (2, "attn_weights")
 
 
+@sample(what=["theta", "no cap"])
 @pytest.mark.parametrize(
     "what",
-    rest_thorough(
-        ["no scale", "theta", "tiled", "v heads", "window wide", "no cap", "sinks of 0"], ["theta", "no cap"]
-    ),
+    ["no scale", "theta", "tiled", "v heads", "window wide", "no cap", "sinks of 0"],
 )
 def test_a_bug_is_found_in_16_bits(what):
     bug = BUGS[what]
@@ -449,7 +448,8 @@ def verdict_by_folder(model, tapped, folder):
     return parity.judge_tap(tapped, *layers_in(folder))
 
 
-@pytest.mark.parametrize("dtype", rest_thorough([torch.float32, torch.bfloat16], [torch.bfloat16]))
+@sample(dtype=[torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ENCODER_DECODERS)
 def test_encoders_and_decoders_and_what_is_between_them(family, dtype, tmp_path):
     model = encoder_decoder(family).to(dtype)

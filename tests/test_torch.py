@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 from refusals import refuses
-from selection import rest_thorough
+from samples import sample
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -235,8 +235,9 @@ FEATURES = {
 }
 
 
+@sample(name=["latent"])
 @torch.no_grad()
-@pytest.mark.parametrize("name", rest_thorough(FEATURES, ["latent"]))
+@pytest.mark.parametrize("name", FEATURES)
 def test_every_feature_is_one_compiled_graph(name):
     fields = FEATURES[name]
     layer = mha_torch.MultiHeadSelfAttention(AttentionSpec(16, 4, **fields), dtype=torch.float64)
@@ -389,9 +390,10 @@ def mapped(function):
     return call
 
 
+@sample(hiding=["padding-causal"])
 @both_forms
 @pytest.mark.parametrize("mode", [compiled, mapped])
-@pytest.mark.parametrize("hiding", rest_thorough(["padding-causal", "mask", "everything"], ["padding-causal"]))
+@pytest.mark.parametrize("hiding", ["padding-causal", "mask", "everything"])
 def test_nan_is_in_the_rows_that_see_it_where_values_are_not_known(form, mode, hiding):
     for seed in (0, 3):
         arrays, options, hidden = drawn_problem(seed, hiding)

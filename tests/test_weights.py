@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from refusals import refuses, refuses_type
+from samples import sample
 
 import mha_jax
 import mha_torch
@@ -83,6 +84,7 @@ def test_mixed_dtypes_are_refused(weights):
 # ---- In and out of modules -------------------------------------------------------------------------------------------
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("fused_qkv", [False, True])
 @pytest.mark.parametrize("kind", ["MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache"])
@@ -129,6 +131,7 @@ def test_a_subclass_of_a_users_own_is_known(sibling, weights):
     assert same_bits(parity.weights_of(module)["q_proj.weight"], weights["q_proj.weight"])
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_weights_of_any_framework_are_loaded_bit_for_bit(sibling, weights, dtype):
     weights = {name: weight.astype(dtype) for name, weight in weights.items()}
@@ -184,6 +187,7 @@ def test_weights_without_a_spec_are_refused(kind, sibling, weights):
     assert all(same_bits(x, held[name]) for name, x in parity.weights_of(module).items())
 
 
+@sample(jax=1)
 @pytest.mark.parametrize("kind", ["MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache"])
 def test_the_specification_of_a_module_is_told(sibling, kind):
     spec = AttentionSpec(10, 6, num_kv_heads=2, head_dim=4, d_in=7, fused_qkv=True, rope=Rope(500.0), dropout=0.25)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
-from selection import rest_thorough
+from samples import sample
 
 import mha_jax
 import mha_torch
@@ -53,7 +53,7 @@ KERNELS = {
 }
 """Kernels of calls, with a platform that has them."""
 
-both_dtypes = pytest.mark.parametrize("dtype", rest_thorough([np.float64, np.float32], [np.float64]))
+both_dtypes = pytest.mark.parametrize("dtype", [np.float64, np.float32])
 
 
 @pytest.fixture
@@ -99,6 +99,7 @@ def traced_dtypes(function, *arguments):
     return {x.dtype for x in results if jnp.issubdtype(x.dtype, jnp.floating)}
 
 
+@sample(dtype=[np.float64])
 @both_dtypes
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_kernel_takes_wide_integers(monkeypatch, dtype, kernel):
@@ -112,6 +113,7 @@ def test_every_kernel_takes_wide_integers(monkeypatch, dtype, kernel):
         assert dtypes == {np.dtype(dtype)}, name
 
 
+@sample(dtype=[np.float64])
 @both_dtypes
 def test_window_has_the_values_of_torch_with_wide_integers(dtype):
     spec, attend = of_call("window", FusedAttention())
@@ -142,6 +144,7 @@ CACHED = {
 }
 
 
+@sample(dtype=[np.float64])
 @both_dtypes
 @pytest.mark.parametrize("name", CACHED)
 def test_prompts_and_steps_take_wide_integers(dtype, name):
@@ -161,6 +164,7 @@ def test_prompts_and_steps_take_wide_integers(dtype, name):
     assert dtypes == {np.dtype(dtype)}
 
 
+@sample(dtype=[np.float64])
 @both_dtypes
 @pytest.mark.parametrize("platform", ["cpu", "metal"])
 @pytest.mark.parametrize("window_size", [None, 20])
@@ -180,6 +184,7 @@ def test_kernel_of_steps_takes_wide_integers(dtype, platform, window_size):
 # ---- Divided tokens --------------------------------------------------------------------------------------------------
 
 
+@sample(dtype=[np.float64])
 @both_dtypes
 @pytest.mark.parametrize("passes_keys", [True, False], ids=["ring", "heads"])
 @pytest.mark.parametrize("name", ["causal", "lengths", "window", "window-mask", "chunks"])

@@ -4,6 +4,8 @@ import os
 
 import pytest
 
+pytest_plugins = ["samples"]
+
 # Two workers share two cores: threads of one that wait for those of the other take three times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ttnn
-from selection import rest_thorough
+from samples import sample
 
 import mha_tt
 from mha_tt import cache as caches
@@ -527,7 +527,8 @@ def test_case_passes_while_nothing_is_broken(opened_device, case):
     assert first_difference(case, "bfloat16") is None
 
 
-@pytest.mark.parametrize("name", rest_thorough(MUTATIONS, list(MUTATIONS)[::4]))
+@sample(name=list(MUTATIONS)[::4])
+@pytest.mark.parametrize("name", MUTATIONS)
 def test_what_is_broken_is_reported_at_its_stage(opened_device, monkeypatch, name):
     mutation, dtype = MUTATIONS[name], MUTATIONS[name].dtype
     if isinstance(mutation.broken, str):

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 from refusals import refuses, refuses_type
-from selection import rest_thorough
+from samples import sample
 
 from .chips import JUDGED
 
 pytestmark = pytest.mark.usefixtures("only_mock")
 
-every_board = pytest.mark.parametrize("board", rest_thorough(JUDGED, ["n300"]))
+every_board = pytest.mark.parametrize("board", JUDGED)
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +43,7 @@ def found(tmp_path_factory):
     return of_board
 
 
+@sample(board=["n300"])
 @every_board
 def test_divided_heads_are_within_the_budget_of_the_undivided_layer(found, board):
     judged = found(board)["judged"]
@@ -52,6 +53,7 @@ def test_divided_heads_are_within_the_budget_of_the_undivided_layer(found, board
         assert failed == {}
 
 
+@sample(board=["n300"])
 @every_board
 def test_chips_send_one_sum_and_nothing_else(found, board):
     sent = [each for _, _, of_cases in found(board)["judged"].values() for each in of_cases]
@@ -81,6 +83,7 @@ def test_a_sum_too_many_is_counted(found):
     assert [counted for _, _, counted, _ in sent] == [{"all-reduce": 2}] * 2
 
 
+@sample(board=["n300"])
 @every_board
 def test_collectives_give_what_golden_functions_of_the_framework_say(found, board):
     told = {name: facts for name, facts in found(board).items() if name.endswith("as ttnn says")}
