@@ -33,7 +33,8 @@ test-tt: .venv-tt/installed
 	rm -f build/tt-*.xml
 	$(IF_TT) MHA_TT_MOCK=n150 $(BIN_TT)/pytest -m 'not thorough' tests/tt --confcutdir tests/tt $(TWO_WORKERS) --junit-xml build/tt-n150.xml
 
-# The rest: thorough tests, and rows outside of samples. Also tests of tt that depend on the board, on a second one. It accepts other programs, and recordings were made on it.
+# The rest: thorough tests, and rows outside of samples. Also tests of tt that depend on the board, on a second one, which
+# accepts other programs, and on which recordings were made.
 test-thorough: export SAMPLES := all
 test-thorough: .venv/installed .venv-tt/installed
 	$(BIN)/pytest -m thorough $(TWO_WORKERS)

@@ -3,3 +3,7 @@
 import os
 
 os.environ.setdefault("LOGURU_LEVEL", "WARNING")  # ttnn logs its whole configuration at import
+
+MOCK_BOARD = os.environ.get("MHA_TT_MOCK", "p150")
+RECORDED_BOARD = "p150"
+"""tools/record-tt made every recording on it; on another board there is nothing to replay."""

@@ -4,7 +4,11 @@ import os
 
 import pytest
 
+from . import MOCK_BOARD, RECORDED_BOARD
+
 pytest_plugins = ["samples"]
+
+collect_ignore = [] if MOCK_BOARD == RECORDED_BOARD else ["test_recorded_cases.py"]
 
 # Two workers share two cores: threads of one that wait for those of the other take three times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

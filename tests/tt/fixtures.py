@@ -23,6 +23,7 @@ import mha_tt
 from mha_tt.mock.shadows import observers
 from parity.backends import tt as backend
 
+from . import MOCK_BOARD
 from .formulas import IS_MOCK
 
 torch.set_num_threads(1)
@@ -38,7 +39,7 @@ atexit.register(vars(__loader__).pop, "config", None)
 
 def pytest_report_header() -> str:
     """What the tests run on."""
-    found = f"mock {os.environ.get('MHA_TT_MOCK', 'p150')}" if IS_MOCK else mha_tt.describe_target()
+    found = f"mock {MOCK_BOARD}" if IS_MOCK else mha_tt.describe_target()
     return f"device: {found}"
 
 

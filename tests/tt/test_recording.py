@@ -10,13 +10,6 @@ import ttnn
 import mha_tt
 from mha_tt import recording
 from mha_tt.recording import Recording
-from parity import random_weights
-from parity.backends import tt
-from parity.backends.record import record
-from parity.core.cases import CASES
-from parity.core.problem import make_problem
-from parity.core.trace import Reference, judge
-from parity.running.run import run_cases
 
 from .formulas import IS_MOCK
 
@@ -111,36 +104,3 @@ def test_recording_on_mock_board_raises(device):
     refused = pytest.raises(RuntimeError, match="a mock one")
     with refused, recording.recorded():
         pass
-
-
-# ---- Cases -----------------------------------------------------------------------------------------------------------
-
-EVERY = sorted(tt.RECORDINGS.rglob("*.npz"))
-
-
-@pytest.mark.board
-@pytest.mark.parametrize("path", EVERY, ids=[path.stem for path in EVERY])
-def test_recording_is_current_and_within_tolerance(path):
-    name, _, dtype = path.stem.rpartition("-")
-    if tt.recording_path(name, dtype) != path:
-        pytest.skip(f"made on another kind of board, {path.parent.name}")
-    reference = Reference(make_problem(CASES[name], dtype))
-    trace = record("tt", reference)
-    assert trace.numerics["values"].startswith("a recording made on"), (
-        f"tools/record-tt --cases {name} again: {trace.numerics['not_as_recorded']}"
-    )
-    assert trace.arithmetic == "tensix"
-    assert not [str(comparison) for comparison in judge(trace, reference) if not comparison.passed]
-
-
-@pytest.mark.board
-def test_run_reports_source_of_its_values():
-    case, weights = CASES["full"], random_weights(CASES["full"].spec, seed=9)
-    if not tt.recording_path("full", "float32").exists():
-        pytest.skip("nothing was recorded on this kind of board")
-    values = "tt ran without its hardware: in 1 case its values come from"
-    (told,) = run_cases([case], ["tt"]).warnings
-    assert told.startswith(f"{values} a recording made on a simulated Blackhole")
-    report = run_cases([case], ["tt"], weights=weights)
-    assert report.warnings[0] == f"{values} golden functions"
-    assert re.match(r"tt ran another program .* full in float32: step \d+ uploads other numbers", report.warnings[1])
