@@ -11,6 +11,7 @@ import pytest
 import torch
 from flax import nnx
 from refusals import refuses, refuses_type
+from samples import sample
 
 import parity
 from parity.core.arrays import FOREIGN, to_numpy_by_name
@@ -31,6 +32,7 @@ def same_bits(a, b):
     return (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
 
 
+@sample(12)
 @pytest.mark.parametrize("dtype", ["bool", "uint8", "int32", "int64", "float16", "float32", "float64", *TORCH_ONLY])
 @pytest.mark.parametrize("shape", [(3, 5), (), (0, 2)])
 def test_an_array_comes_back_from_torch_bit_for_bit(dtype, shape):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from refusals import refuses
+from samples import sample
 
 import parity
 from mha_spec import Llama3Scaling, Rope
@@ -380,6 +381,7 @@ def test_layouts_lists_every_one(capsys):
     assert LAYOUTS.keys() <= set(words)
 
 
+@sample(12)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_is_shown_with_every_tensor_its_rules_and_its_pairing(name, capsys):
     assert main(["layouts", name]) == 0

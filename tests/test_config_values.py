@@ -9,6 +9,7 @@ import warnings
 import pytest
 import transformers
 from refusals import refuses
+from samples import sample
 
 from mha_spec import Refusal
 from parity.cli.main import main
@@ -101,6 +102,7 @@ def check_each_value(values, monkeypatch):
     assert num_refused > 50
 
 
+@sample(12)
 @pytest.mark.parametrize("family", POPULAR)
 def test_bad_values_name_their_key(family, monkeypatch):
     check_each_value(values_of(family), monkeypatch)
@@ -111,6 +113,7 @@ def test_bad_values_of_scalings_name_their_key(kind, monkeypatch):
     check_each_value(with_scaling(kind), monkeypatch)
 
 
+@sample(24)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_values_of_transformers_have_their_kind(family):
     if family in transformers.CONFIG_MAPPING:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from refusals import refuses, refuses_type
+from samples import sample
 
 import mha_torch
 from mha_spec import AttentionSpec, Rope
@@ -102,6 +103,7 @@ def tensors_of(spec, layout):
     return from_canonical(random_weights(spec), spec, LAYOUTS[layout])
 
 
+@sample(12)
 @pytest.mark.parametrize(("kind", "source"), [(kind, source) for kind in KINDS for source in HOLDING[kind]])
 def test_every_layout_becomes_every_other_and_comes_back_bit_for_bit(kind, source):
     spec, names = KINDS[kind], HOLDING[kind]
@@ -511,6 +513,7 @@ def test_memory_holds_a_few_tensors_of_a_checkpoint_and_not_all(tmp_path, target
 # ---- One layer -------------------------------------------------------------------------------------------------------
 
 
+@sample(12)
 @pytest.mark.parametrize("suffix", ["safetensors", "npz", "pt", "msgpack"])
 @pytest.mark.parametrize("layout", ["canonical", "meta.LLaMA", "qkv_proj", "ttnn"])
 @pytest.mark.parametrize("prefix", ["", "blocks.3.attention"])
@@ -828,6 +831,7 @@ UNREAD = {
 }
 
 
+@sample(12)
 @pytest.mark.parametrize("family", ["gemma2", "gpt-oss", "llama"])
 @pytest.mark.parametrize("words", UNREAD)
 @pytest.mark.parametrize("said", [{}, {"num_heads": 4}, {"rope": Rope(500.0)}], ids=["", "heads", "RoPE"])

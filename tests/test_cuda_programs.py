@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from samples import sample
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -146,6 +147,7 @@ WITHOUT_MASK = {
 }
 
 
+@sample(12)
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "gradients"])
 @pytest.mark.parametrize("is_graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("name", WITHOUT_MASK)

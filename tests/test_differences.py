@@ -10,6 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from refusals import refuses
+from samples import sample
 
 import parity
 from mha_spec import Alibi, Gate, Latent, Norm, RelativeProducts, Rope
@@ -222,6 +223,7 @@ LAWS = {
 """By what they are: the tensor, what is done to it, and the law's name and words."""
 
 
+@sample(12)
 @pytest.mark.parametrize("law", LAWS)
 def test_a_law_is_named(law):
     name, make, kind, words = LAWS[law]
@@ -451,6 +453,7 @@ def test_an_order_of_all_parts_is_never_called_different(drawn, is_bfloat16):
     np.testing.assert_allclose(one, two, rtol=0, atol=1e-12 * np.abs(one).max())  # sums in another order, in float64
 
 
+@sample(32)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.spec.d_kv == case.spec.d_in])
 def test_it_is_the_same_function_where_the_output_is_the_same(name):
     spec = CASES[name].spec

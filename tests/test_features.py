@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from refusals import refuses
+from samples import sample
 
 from mha_spec import AttentionSpec
 from parity import CASES, Case
@@ -72,6 +73,7 @@ def test_quick_cases_cover_every_feature():
     assert {name for name in of_all if "." not in name} <= of_quick
 
 
+@sample(64)
 @pytest.mark.parametrize(("case", "spec"), WITHOUT)
 def test_case_fails_without_its_feature(case, spec):
     problem = make_problem(case, "float64")

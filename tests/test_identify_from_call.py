@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 import torch
 from flax import nnx
+from samples import sample
 from test_identify_axes import GRID, small_tower
 from torch import Tensor, nn
 
@@ -160,6 +161,7 @@ REPORTED: dict[str, tuple[Any, Any, AttentionSpec, bool, dict[str, str]]] = {
 """What a layer does with its argument, the argument, and what is reported."""
 
 
+@sample(12)
 @pytest.mark.parametrize("name", REPORTED)
 def test_what_a_call_passes_is_reported(name):
     attend, given, spec, is_causal, from_call = REPORTED[name]

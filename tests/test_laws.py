@@ -126,6 +126,7 @@ PLACES = [
 ]
 
 
+@sample(12)
 @pytest.mark.parametrize(("where", "words", "data"), PLACES)
 def test_a_place_is_said_as_a_person_would(where, words, data):
     rng = np.random.default_rng(0)

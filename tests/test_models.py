@@ -100,6 +100,7 @@ def config_of(name):
     return values.to_dict(), replace(released.spec, **SHORTER.get(name, {}))
 
 
+@sample(24)
 @pytest.mark.parametrize("name", RELEASED)
 def test_a_configuration_says_what_the_released_layer_is(name):
     values, expected = config_of(name)
@@ -112,6 +113,7 @@ def test_a_configuration_says_what_the_released_layer_is(name):
         assert specs_of(older(values))[0].spec == expected
 
 
+@sample(12)
 @pytest.mark.parametrize("name", RELEASED)
 def test_the_repr_of_a_released_layer_makes_its_spec(name):
     spec = RELEASED[name]().spec
@@ -432,6 +434,7 @@ AS_RELEASED = {  # keys that configurations of released models have, and transfo
 }
 
 
+@sample(12)
 @pytest.mark.parametrize("family", AS_RELEASED)
 def test_keys_of_released_models_change_nothing(family):
     values = transformers.AutoConfig.for_model(family).to_dict()

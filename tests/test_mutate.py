@@ -20,6 +20,7 @@ import pytest
 import torch
 from flax import nnx
 from refusals import refuses
+from samples import sample
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -66,12 +67,14 @@ def with_bug(name, *args, view=VIEW, function=attention, **kwargs):
 # ---- The bugs ----------------------------------------------------------------------------------------------------
 
 
+@sample(12)
 @pytest.mark.parametrize("name", names())
 def test_every_bug_has_a_page_and_the_name_of_the_catalogue(name):
     assert bug_page(page_of(name))
     assert name in page_by_bug()
 
 
+@sample(12)
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_what_lacks_everything_is_told_why(bug):
     bare = View("torch", "" if "layer" in bug.needs else "BTE", ("x",), roles={"query": "x"})
@@ -112,6 +115,7 @@ WRONG = {
 """What a bug makes of a call, and the same by hand."""
 
 
+@sample(12)
 @pytest.mark.parametrize("axes", ["BNTH", "BTNH"])
 @pytest.mark.parametrize("name", WRONG)
 def test_a_bug_gives_what_it_gives_when_made_by_hand(name, axes):
@@ -271,6 +275,7 @@ PROJECTED = {
 }
 
 
+@sample(24)
 @pytest.mark.parametrize("name", PROJECTED)
 @pytest.mark.parametrize("carrier", ["torch", "nnx", "parameters", "flat mapping", "nested mapping"])
 def test_weights_are_changed_wherever_they_lie(carrier, name):

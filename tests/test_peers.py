@@ -126,7 +126,7 @@ def test_causal_self_attention_matches_torch(sibling, spec, weights, inputs):
 # ---- Flax ------------------------------------------------------------------------------------------------------------
 
 
-@sample(jax=1)
+@sample(12, jax=1)
 @of_flax
 @every_path
 @every_spec

@@ -50,6 +50,7 @@ def names_of(diagnosis):
 # ---- One part in a narrower dtype ------------------------------------------------------------------------------------
 
 
+@sample(12)
 @pytest.mark.parametrize("name", LOSSES)
 def test_what_is_rounded_is_named_from_the_output_alone(name):
     case = CASE_OF[LOSSES[name]]

@@ -71,6 +71,7 @@ def test_blocks_are_as_large_as_those_of_the_package():
     assert all(VALUES_AT_ONCE % values == 0 for values, _ in BLOCKS.values())
 
 
+@sample(12)
 @every_kind
 @pytest.mark.parametrize("at_once", [512, VALUES_AT_ONCE])
 def test_any_blocks_are_read_as_the_package_reads_them(tmp_path, monkeypatch, kind, at_once):

@@ -267,7 +267,7 @@ def test_the_same_model_in_another_form_beside_them_is_what_is_read(meta):
 # ---- Writing ---------------------------------------------------------------------------------------------------------
 
 
-@sample(ranks=[1, 4])
+@sample(12, ranks=[1, 4])
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize(

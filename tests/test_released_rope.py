@@ -81,6 +81,7 @@ def nearest_power(exponents: torch.Tensor, base: float) -> torch.Tensor:
     return (torch.tensor(base, dtype=torch.float32).double() ** exponents.double()).float()
 
 
+@sample(12)
 @pytest.mark.parametrize("length", [100, 4096, 4097, 131072])
 @pytest.mark.parametrize("theta", [1e4, 5e5, 123456.0])
 @pytest.mark.parametrize("name", TABLES)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from samples import sample
 
 import parity
 from mha_spec import AttentionSpec, Rope
@@ -65,6 +66,7 @@ def refuses_report(command: list[str], flag: str, capsys: pytest.CaptureFixture[
     assert contents_of(Path()) == before
 
 
+@sample(12)
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
 @pytest.mark.parametrize(
     ("command", "flag"),

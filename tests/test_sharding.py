@@ -86,7 +86,7 @@ def assert_bits_equal(actual, expected):
         assert actual[name].tobytes() == np.ascontiguousarray(array).tobytes(), name
 
 
-@sample(ranks=[2, 8])
+@sample(96, ranks=[2, 8])
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_of_all_ranks_add_up_to_those_of_the_layer(name, ranks):
@@ -106,6 +106,7 @@ def test_each_rank_number_divides_some_cases():
     assert all(len(divided[ranks]) >= count for ranks, count in zip(RANKS, (100, 80, 5), strict=True))
 
 
+@sample(12)
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("spec", [EVERYTHING, LATENT, replace(EVERYTHING, num_kv_heads=2, fused_qkv=True)])
 @pytest.mark.parametrize("ranks", [1, *RANKS])

@@ -365,28 +365,37 @@ def imports(tree):
 FILES = [file for file in files_of("torch") if is_shared("torch", file)]
 OWN_FILES = [(name, file) for name in NAMES for file in files_of(name)]
 OTHERS = [name for name in NAMES if name != "torch"]  # the others are compared with torch
-SHARED = [
-    (name, file, public, node)
-    for file in FILES
-    for public, node in definitions("torch", file).items()
-    if isinstance(node, ast.FunctionDef | ast.ClassDef) and not is_extra("torch", public)
-    for name in OTHERS
-    if (name, public) not in OTHERWISE
-]
-PUBLIC = [  # all but the checks, which users do not call
-    pytest.param(name, file, public, id=f"{name}-{file.removesuffix('.py')}-{public}")
-    for name, file, public, node in SHARED
-    if not public.startswith("check_") and isinstance(node, ast.FunctionDef)
-]
-SUMMARISED = [
-    pytest.param(name, file, public, id=f"{name}-{file.removesuffix('.py')}-{public}")
-    for name, file, public, _ in SHARED
-    if (name, public) not in OTHER_SUMMARIES
-]
+
+
+def shared_definitions(name, file):
+    """Return torch's functions and classes in a file that the implementation must also have, by name."""
+    shared = {}
+    for public, node in definitions("torch", file).items():
+        is_definition = isinstance(node, ast.FunctionDef | ast.ClassDef)
+        if is_definition and not is_extra("torch", public) and (name, public) not in OTHERWISE:
+            shared[public] = node
+    return shared
+
+
+def shared_functions(name, file):
+    """Return those that are functions, without checks, which users do not call."""
+    shared = shared_definitions(name, file)
+    return {
+        public: node
+        for public, node in shared.items()
+        if isinstance(node, ast.FunctionDef) and not public.startswith("check_")
+    }
+
+
+PAIRS = [(name, file) for file in FILES for name in OTHERS]
 
 every_sibling = pytest.mark.parametrize("name", NAMES)
 every_other = pytest.mark.parametrize("name", OTHERS)
 every_file = pytest.mark.parametrize("file", FILES)
+every_file_of_functions = pytest.mark.parametrize(("name", "file"), [pair for pair in PAIRS if shared_functions(*pair)])
+every_file_of_definitions = pytest.mark.parametrize(
+    ("name", "file"), [pair for pair in PAIRS if shared_definitions(*pair)]
+)
 every_own_file = pytest.mark.parametrize(("name", "file"), OWN_FILES)
 
 
@@ -445,16 +454,22 @@ def test_listed_names_exist(name):
 # ---- Parameters ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "file", "public"), PUBLIC)
-def test_parameters_have_same_names_kinds_defaults_and_axes(name, file, public):
-    expected = parameters("torch", public, functions("torch", file)[public])
-    expected = with_other_defaults(name, public, expected)
-    assert parameters(name, public, functions(name, file)[public]) == expected
+@every_file_of_functions
+def test_parameters_have_same_names_kinds_defaults_and_axes(name, file):
+    found, expected = {}, {}
+    for public, node in shared_functions(name, file).items():
+        found[public] = parameters(name, public, functions(name, file)[public])
+        expected[public] = with_other_defaults(name, public, parameters("torch", public, node))
+    assert found == expected
 
 
-@pytest.mark.parametrize(("name", "file", "public"), PUBLIC)
-def test_results_have_same_axes(name, file, public):
-    assert axes(functions(name, file)[public].returns) == axes(functions("torch", file)[public].returns)
+@every_file_of_functions
+def test_results_have_same_axes(name, file):
+    found, expected = {}, {}
+    for public, node in shared_functions(name, file).items():
+        found[public] = axes(functions(name, file)[public].returns)
+        expected[public] = axes(node.returns)
+    assert found == expected
 
 
 # ---- Docstrings ------------------------------------------------------------------------------------------------------
@@ -466,9 +481,14 @@ def test_files_have_same_summary(name, file):
     assert summary(name, parse(name, file)) == summary("torch", parse("torch", file))
 
 
-@pytest.mark.parametrize(("name", "file", "public"), SUMMARISED)
-def test_definitions_have_same_summary(name, file, public):
-    assert summary(name, definitions(name, file)[public]) == summary("torch", definitions("torch", file)[public])
+@every_file_of_definitions
+def test_definitions_have_same_summary(name, file):
+    found, expected = {}, {}
+    for public, node in shared_definitions(name, file).items():
+        if (name, public) not in OTHER_SUMMARIES:
+            found[public] = summary(name, definitions(name, file)[public])
+            expected[public] = summary("torch", node)
+    assert found == expected
 
 
 @every_own_file

@@ -117,7 +117,7 @@ def holds(layout, spec):
     return not layout.needs_spec and all(RULES[rule].holds(spec) for rule in layout.rules)
 
 
-@sample(suffix=["safetensors"])
+@sample(12, suffix=["safetensors"])
 @pytest.mark.parametrize(
     "layout", [name for name, layout in LAYOUTS.items() if holds(layout, SPEC) or holds(layout, GQA)]
 )

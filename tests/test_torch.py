@@ -313,6 +313,7 @@ def test_nan_is_in_the_rows_that_see_it_and_in_no_others(form, hiding):
         assert_spoilt(FORMS[form](*spoilt, **options)[0], expected, rows)
 
 
+@sample(12)
 @both_forms
 @pytest.mark.parametrize("value", [math.inf, -math.inf])
 @pytest.mark.parametrize("hiding", HIDING[1:])

@@ -84,7 +84,7 @@ def test_mixed_dtypes_are_refused(weights):
 # ---- In and out of modules -------------------------------------------------------------------------------------------
 
 
-@sample(jax=1)
+@sample(12, jax=1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("fused_qkv", [False, True])
 @pytest.mark.parametrize("kind", ["MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache"])

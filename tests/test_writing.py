@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
+from samples import sample
 
 import mha_jax
 import mha_torch
@@ -112,6 +113,7 @@ JAX = Writing(
 # ---- Every case ------------------------------------------------------------------------------------------------------
 
 
+@sample(64)
 @pytest.mark.parametrize("name", WRITTEN)
 @pytest.mark.parametrize("framework", ["jax", "torch"])
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.thorough)])
@@ -436,6 +438,7 @@ def written_in(layout: str, path: Path) -> AttentionSpec:
     raise AssertionError(f"no layer of these fits {layout}")
 
 
+@sample(48)
 @pytest.mark.parametrize("framework", ["jax", "torch", "ttnn"])
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_a_loader_makes_the_weights_of_each_layout(layout, framework, tmp_path):

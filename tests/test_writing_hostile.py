@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
+from samples import sample
 
 import parity
 from mha_spec import AttentionSpec, Rope
@@ -150,6 +151,7 @@ def run_write(source: Path, framework: str, *options: str) -> int:
 WORST = ("known expression", "expression", "end of a key, escaped", "words of the template")
 
 
+@sample(12)
 @pytest.mark.parametrize(
     ("framework", "name"),
     [*(("torch", name) for name in HOSTILE), *((framework, name) for framework in ("jax", "ttnn") for name in WORST)],
@@ -244,6 +246,7 @@ def test_a_specification_of_metadata_has_no_text(folder, capsys):
         assert not Path("attention.py").exists()
 
 
+@sample(12)
 @pytest.mark.parametrize("name", [*CONFIG, "rope_theta", "rope_scaling", "torch_dtype", "hidden_act", "_name_or_path"])
 @pytest.mark.parametrize("text", [HOSTILE["known expression"], f"\n\u2028\u0085\r'''{SYSTEM}"], ids=["code", "lines"])
 def test_text_of_a_configuration_stays_data(folder, capsys, name, text):

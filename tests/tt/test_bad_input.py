@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import ttnn
 from refusals import refuses, refuses_type
+from samples import sample
 
 import mha_tt
 import parity
@@ -214,6 +215,7 @@ BAD_OPERANDS = [  # a bias may be an array
 ]
 
 
+@sample(46)
 @pytest.mark.parametrize(("call", "name", "kind"), BAD_OPERANDS, ids=map(" ".join, BAD_OPERANDS))
 def test_what_is_no_tensor_in_tiles_on_the_device_is_refused(device, call, name, kind):
     function, keywords = CALLS[call]
@@ -233,6 +235,7 @@ RANKED = [
 ]
 
 
+@sample(40)
 @pytest.mark.parametrize(("call", "name", "axes"), RANKED, ids=map(" ".join, RANKED))
 def test_another_number_of_axes_is_refused(device, call, name, axes):
     function, keywords = CALLS[call]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import ttnn
 from refusals import refuses, refuses_type
+from samples import sample
 
 import mha_tt
 import parity
@@ -230,6 +231,7 @@ def settings(config):
     return mha_tt.describe_config(config), config.packer_l1_acc
 
 
+@sample(12)
 @pytest.mark.board
 @pytest.mark.parametrize("arithmetic", ["default", *WHOLE])
 @pytest.mark.parametrize("name", RUNS)
@@ -285,6 +287,7 @@ def read_only(x):
 ARRAYS["read-only"] = read_only
 
 
+@sample(12)
 @both_dtypes
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_upload_and_download_keep_every_bit(device, rng, shape, dtype):
@@ -292,6 +295,7 @@ def test_upload_and_download_keep_every_bit(device, rng, shape, dtype):
     np.testing.assert_array_equal(mha_tt.download(mha_tt.upload(x, device=device, dtype=dtype)), x, strict=True)
 
 
+@sample(12)
 @every_dtype
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_tiles_hold_the_array_and_nothing_but_the_filling_beyond(device, host_tensors, rng, shape, dtype):
@@ -420,6 +424,7 @@ every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 with_and_without_rope = pytest.mark.parametrize("rope", [None, parity.Rope()], ids=["no-rope", "rope"])
 
 
+@sample(12)
 @both_dtypes
 @pytest.mark.parametrize("fused_qkv", [False, True], ids=["three", "packed"])
 @with_and_without_rope

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import ttnn
 from refusals import refuses
+from samples import sample
 
 import mha_tt
 from mha_tt.masks import MASKED, CausalMask, Mask, on_device
@@ -98,6 +99,7 @@ def with_padding(tensor):
 # ---- On the host -----------------------------------------------------------------------------------------------------
 
 
+@sample(12)
 @pytest.mark.parametrize("name", TABLES)
 def test_mask_is_its_table(name):
     function, args, keywords, table = TABLES[name]

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import ttnn
 from refusals import refuses, refuses_type
+from samples import sample
 from textbook import TEXTBOOK_OUTPUT
 
 import mha_tt
@@ -347,6 +348,7 @@ def test_textbook_example_is_reproduced_by_the_causal_module(device):
 # ---- Against float64 -------------------------------------------------------------------------------------------------
 
 
+@sample(12)
 @pytest.mark.board
 @both_dtypes
 @both_forms
@@ -383,6 +385,7 @@ def test_values_may_come_from_elsewhere(device, rng, fused_qkv, path, dtype):
     assert_close(output, layer(spec, weights, **inputs)[0], dtype)
 
 
+@sample(12)
 @both_dtypes
 @both_forms
 @pytest.mark.parametrize("head_dim", [2, 12, 16, 48, 80])
@@ -407,6 +410,7 @@ MASKS = {
 }
 
 
+@sample(12)
 @pytest.mark.board
 @both_forms
 @pytest.mark.parametrize("mask", MASKS)
@@ -432,6 +436,7 @@ TOLD = {
 }
 
 
+@sample(12)
 @pytest.mark.board
 @both_forms
 @pytest.mark.parametrize("masked", [False, True], ids=["alone", "beside-a-mask"])
@@ -512,6 +517,7 @@ SELF = {
 }
 
 
+@sample(12)
 @both_dtypes
 @pytest.mark.parametrize("name", SELF)
 @pytest.mark.parametrize(
@@ -605,6 +611,7 @@ def test_infinite_bias_and_mask_empty_a_row_together(device, kind, path, dtype):
     assert not output[EMPTY].any()
 
 
+@sample(12)
 @both_dtypes
 @every_path
 @pytest.mark.parametrize(
@@ -647,6 +654,7 @@ BIASES = {
 
 
 # Where a bias lies, whether a mask is beside it and its dtype meet; its shape meets only a mask's.
+@sample(12)
 @both_dtypes
 @both_forms
 @pytest.mark.parametrize(
@@ -698,6 +706,7 @@ def test_causal_mask_beside_a_bias_is_not_lost(device, rng):
 VALUES = {"plain": (0.0, -1e18, 1e18), "fused": (0.0, -1e4, 1e4)}
 
 
+@sample(12)
 @both_dtypes
 @pytest.mark.parametrize("side", ["key", "value"])
 @pytest.mark.parametrize(("form", "value"), [(form, value) for form, values in VALUES.items() for value in values])
@@ -971,6 +980,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 every_kind_of_module = pytest.mark.parametrize("kind", [*KINDS, "MultiHeadLatentAttention"])
 
 
+@sample(12)
 @every_kind
 @every_spec
 def test_module_keeps_its_configuration(device, kind, spec):
@@ -1125,6 +1135,7 @@ OF_NOTHING = {
 }
 
 
+@sample(12)
 @both_dtypes
 @pytest.mark.parametrize("told", OF_NOTHING.values(), ids=OF_NOTHING)
 @pytest.mark.parametrize(("batch_size", "seq_len_q", "seq_len_k"), NOTHING.values(), ids=NOTHING)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import ttnn
 from refusals import refuses
+from samples import sample
 
 import mha_tt
 import parity
@@ -64,6 +65,7 @@ def run(device, attend, dtype, inputs, **options):
 # ---- Split heads -----------------------------------------------------------------------------------------------------
 
 
+@sample(12)
 @every_path
 @every_option
 @pytest.mark.parametrize(("name", "value"), [("key", np.nan), ("value", np.inf)])
@@ -81,6 +83,7 @@ def test_key_that_is_not_finite_reaches_the_rows_that_see_it_and_no_others(
     assert np.array_equal(context[~sees], clean[~sees])
 
 
+@sample(12)
 @pytest.mark.board
 @every_path
 @every_option

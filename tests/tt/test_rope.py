@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import ttnn
 from refusals import refuses, refuses_type
+from samples import sample
 
 import mha_tt
 import parity
@@ -176,6 +177,7 @@ def rotated_on_paper(x, positions, rope):
     return found
 
 
+@sample(12)
 @both_dtypes
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_of_rope_rotates_the_heads_that_it_orders(device, rng, kind, dtype):

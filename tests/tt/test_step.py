@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import ttnn
+from samples import sample
 
 import mha_tt
 import parity
@@ -182,6 +183,7 @@ def test_a_step_leaves_nothing_on_the_device_but_its_output(device):
 # ---- The places that the device counts are those of the cache --------------------------------------------------------
 
 
+@sample(12)
 @pytest.mark.board
 @pytest.mark.parametrize(("name", "fast"), [*((name, False) for name in LAYERS), ("few heads", True), ("packed", True)])
 def test_counted_places_are_those_that_would_be_uploaded(device, name, fast):

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ttnn
+from samples import sample
 
 import mha_tt
 import parity
@@ -34,6 +35,7 @@ TT = Writing(
 )
 
 
+@sample(64)
 @pytest.mark.parametrize("name", [name for name in WRITTEN if name not in FLOAT16])
 def test_every_case_is_written_and_agrees_with_the_reference(name):
     problem = problem_of(name)
