@@ -91,6 +91,8 @@ def sampled_rows(items: list[Any], mark: pytest.Mark) -> list[Row]:
     """
     if not all(hasattr(item, "callspec") for item in items):
         raise ValueError("a test without parameters has no rows to sample")
+    if any(item.get_closest_marker("thorough") for item in items):
+        raise ValueError("its rows must not be marked thorough")
     (number,) = mark.args
     jax, where, values = mark.kwargs["jax"], mark.kwargs["where"], mark.kwargs["values"]
     rows = [Row.of(item, mark.kwargs["seed"]) for item in items]

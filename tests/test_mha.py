@@ -111,7 +111,8 @@ def gradients(sibling, function, arrays):
     """Gradients of the sum of what the function of these NumPy arrays, by name, gives."""
     arrays = {name: sibling.array(x) for name, x in arrays.items()}
     if sibling.name == "jax":
-        found = jax.grad(lambda arrays: function(arrays).astype(jnp.float32).sum())(arrays)
+        # One program: eagerly, JAX compiles dozens of small ones for a gradient, which no other test needs.
+        found = jax.jit(jax.grad(lambda arrays: function(arrays).astype(jnp.float32).sum()))(arrays)
     else:
         leaves = {name: x.requires_grad_() for name, x in arrays.items()}
         function(leaves).float().sum().backward()

@@ -130,6 +130,7 @@ def test_a_row_that_is_named_runs(suite):
         ("where=lambda color: True", "no such parameters: ['color']"),
         ('letter=["b", "z"]', "letter is never ['z']"),
         ("where=lambda letter: False", "no row is left"),
+        ("9)\n@pytest.mark.thorough\n@parametrize(*'xy'", "its rows must not be marked thorough"),
         ("18", "number must be less than the 18 rows, got 18"),
         ("jax=9", "jax must be less than its 9 rows, got 9"),
     ],
