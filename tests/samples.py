@@ -92,7 +92,7 @@ def sampled_rows(items: list[Any], mark: pytest.Mark) -> list[Row]:
     if not all(hasattr(item, "callspec") for item in items):
         raise ValueError("a test without parameters has no rows to sample")
     if any(item.get_closest_marker("thorough") for item in items):
-        raise ValueError("its rows must not be marked thorough")
+        raise ValueError("a row of it is marked thorough")
     (number,) = mark.args
     jax, where, values = mark.kwargs["jax"], mark.kwargs["where"], mark.kwargs["values"]
     rows = [Row.of(item, mark.kwargs["seed"]) for item in items]
@@ -114,11 +114,11 @@ def sampled_rows(items: list[Any], mark: pytest.Mark) -> list[Row]:
     if jax is not None:
         in_jax = [row for row in rows if row.is_jax]
         if len(in_jax) <= jax:
-            raise ValueError(f"jax must be less than its {len(in_jax)} rows, got {jax}")
+            raise ValueError(f"jax is {jax}, of {len(in_jax)} rows")
         rows = chosen(in_jax, jax) + [row for row in rows if not row.is_jax]
     if number is not None:
         if len(rows) <= number:
-            raise ValueError(f"number must be less than the {len(rows)} rows, got {number}")
+            raise ValueError(f"the number is {number}, of {len(rows)} rows")
         # With `jax`, its rows are chosen already.
         first = [row for row in rows if jax is not None and row.is_jax]
         rest = [row for row in rows if row not in first]
@@ -148,7 +148,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "sample: the rows that `make test` runs, see tests/samples.py")
     config.stash[COUNT] = 0
     if os.environ.get("SAMPLES", EVERY_ROW) != EVERY_ROW:
-        raise pytest.UsageError(f"SAMPLES must be {EVERY_ROW!r} or not set, got {os.environ['SAMPLES']!r}")
+        raise pytest.UsageError(f"SAMPLES is {EVERY_ROW!r} or not set, not {os.environ['SAMPLES']!r}")
 
 
 def pytest_report_header() -> str:

@@ -130,9 +130,8 @@ def test_a_row_that_is_named_runs(suite):
         ("where=lambda color: True", "no such parameters: ['color']"),
         ('letter=["b", "z"]', "letter is never ['z']"),
         ("where=lambda letter: False", "no row is left"),
-        ("9)\n@pytest.mark.thorough\n@parametrize(*'xy'", "its rows must not be marked thorough"),
-        ("18", "number must be less than the 18 rows, got 18"),
-        ("jax=9", "jax must be less than its 9 rows, got 9"),
+        ("18", "the number is 18, of 18 rows"),
+        ("jax=9", "jax is 9, of 9 rows"),
     ],
 )
 def test_a_sample_that_cannot_be_is_an_error(suite, sampled, problem):
@@ -142,6 +141,22 @@ def test_a_sample_that_cannot_be_is_an_error(suite, sampled, problem):
     result = suite.runpytest()
     assert result.ret == pytest.ExitCode.INTERRUPTED
     assert f"@sample of test_product: {problem}" in result.stdout.str()
+
+
+def test_a_thorough_row_of_a_sampled_test_is_an_error(suite):
+    """Whether it runs would be said in two places."""
+    suite.makepyfile(
+        test_it="""
+        import pytest
+        from samples import sample
+
+        @sample(2)
+        @pytest.mark.parametrize("x", [1, 2, pytest.param(3, marks=pytest.mark.thorough)])
+        def test_x(x): pass
+        """
+    )
+    result = suite.runpytest()
+    assert "@sample of test_x: a row of it is marked thorough" in result.stdout.str()
 
 
 def test_two_samples_of_a_test_are_an_error(suite):
@@ -171,4 +186,4 @@ def test_another_value_of_the_variable_is_an_error(suite, monkeypatch):
     monkeypatch.setenv("SAMPLES", "9")
     suite.makepyfile("def test_x(): pass")
     result = suite.runpytest()
-    assert "SAMPLES must be 'all' or not set, got '9'" in result.stderr.str()
+    assert "SAMPLES is 'all' or not set, not '9'" in result.stderr.str()
