@@ -361,6 +361,7 @@ PARTS = {
 }
 
 
+@sample(9)
 @pytest.mark.parametrize("few_scores", [50_000, 2_000], ids=["one-kernel", "several-kernels"])
 @pytest.mark.parametrize("span", [{"window_size": 20}, {"chunk_size": 64}], ids=["window", "chunks"])
 @pytest.mark.parametrize("name", PARTS)
@@ -1161,6 +1162,12 @@ OFF_THE_CPU = [
 ]
 
 
+@sample(
+    name=[
+        *("causal", "causal-fewer-keys", "mask-of-blocks", "everything-hidden"),
+        *("padding-causal-mask", "gqa-mask-padding", "bias-gqa", "bias-infinite-rows"),
+    ]
+)
 @pytest.mark.usefixtures("off_the_cpu")
 @pytest.mark.parametrize("name", OFF_THE_CPU)
 def test_library_gives_what_the_plain_path_gives(name):
