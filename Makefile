@@ -17,7 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 TWO_WORKERS := --numprocesses 2 --dist worksteal
 IF_TT := [ ! -e .venv-tt/installed ] ||
 
-.PHONY: parity test test-tt test-thorough test-cuda bench-gpu sim docs check-html dist fuzz lint clean
+.PHONY: parity test test-tt test-thorough nightly test-cuda bench-gpu sim docs check-html dist fuzz lint clean
 
 parity: .venv/installed .venv-tt/installed
 	$(BIN)/mha-parity run --jobs 2 --allow-skipped $$($(IF_TT) echo --python tt=$(BIN_TT)/python)
@@ -40,6 +40,11 @@ test-thorough: .venv/installed .venv-tt/installed
 	$(BIN)/pytest -m thorough $(TWO_WORKERS)
 	$(IF_TT) MHA_TT_MOCK=n150 $(BIN_TT)/pytest -m thorough tests/tt --confcutdir tests/tt $(TWO_WORKERS) --junit-xml build/tt-thorough.xml
 	$(IF_TT) MHA_TT_MOCK=p150 $(BIN_TT)/pytest -m board tests/tt --confcutdir tests/tt $(TWO_WORKERS) --junit-xml build/tt-p150.xml
+
+# Tests of what no change here is likely to break: a thousand ports as others write them, and what other libraries do.
+# .github/workflows/nightly.yml runs them each night, and .ci/run does not.
+nightly: .venv/installed
+	$(BIN)/pytest tests/nightly $(TWO_WORKERS)
 
 # mha_torch's kernels for CUDA, with whichever Python has a torch for it, and every case there. CI has no GPU.
 test-cuda:

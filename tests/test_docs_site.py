@@ -1,9 +1,13 @@
 """Tests of the documentation site: links, generated pages and pictures, and the commands of its CI recipe."""
 
+import fnmatch
 import json
 import os
 import re
+import runpy
+import shlex
 import subprocess
+import sys
 import tomllib
 from collections import Counter
 from dataclasses import fields
@@ -17,6 +21,8 @@ from shell import environment, run
 from wild.sets import BUGS, RIGHTS
 
 import parity
+from parity.cli.main import make_parser
+from parity.mutating.bugs import names as bugs_to_inject
 from parity_lab.injections import INJECTIONS
 from parity_lab.selftest import SELFTEST_CASES, SELFTESTED, selftest_bugs
 
@@ -336,11 +342,6 @@ def test_terminal_has_diagnosis_colors_and_contrast():
     assert min((luminance(color) + 0.05) / (dark + 0.05) for color in colors) > 4.5
 
 
-def test_cited_version_matches_package():
-    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
-    assert cited["version"] == tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
-
-
 def test_github_files_are_valid_yaml_and_use_existing_targets():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
     found = [yaml.safe_load(path.read_text("utf-8")) for path in (ROOT / ".github").rglob("*.yml")]
@@ -350,6 +351,18 @@ def test_github_files_are_valid_yaml_and_use_existing_targets():
     assert made
     assert made <= targets
     assert (ROOT / ".ci" / "run").exists()
+
+
+def test_nightly_tests_have_a_target_and_a_workflow():
+    """Folders of tests that pytest does not enter by itself, and that no other test would miss."""
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["pytest"]["ini_options"]
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "nightly.yml").read_text("utf-8"))
+    for folder in options["norecursedirs"]:
+        assert list((ROOT / "tests" / folder).glob("test_*.py"))
+        assert re.search(rf"^{folder}: .*\n\t\$\(BIN\)/pytest tests/{folder}\b", makefile, re.MULTILINE)
+        assert [*commands_of(workflow["jobs"]["run"])] == [f"make {folder}"]
+    assert "schedule" in workflow[True]  # YAML 1.1 reads `on` as a boolean
 
 
 # ---- Appearance ------------------------------------------------------------------------------------------------------
@@ -529,17 +542,40 @@ def commands_of(job):
     return job.get("script") or [step["run"] for step in job["steps"] if "run" in step]
 
 
-def test_ci_recipe_commands_run(tmp_path):
-    page = (ROOT / "docs" / "how-to" / "ci.md").read_text("utf-8")
-    for code in re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
+@pytest.fixture
+def ci_page():
+    return (ROOT / "docs" / "how-to" / "ci.md").read_text("utf-8")
+
+
+def test_ci_recipe_commands_parse(ci_page, pytestconfig):
+    """Nothing is installed or run: tests of `mutate` and of pytest's plugin do that."""
+    files = re.findall(r"^```python\n# (\S+)\n", ci_page, re.MULTILINE)
+    github, gitlab = (yaml.safe_load(text) for text in re.findall(r"^```yaml\n(.*?)^```$", ci_page, re.M | re.DOTALL))
+    programs = Counter()
+    for command in [*commands_of(github["jobs"]["tests"]), *commands_of(gitlab["attention"])]:
+        program, *words = shlex.split(command, comments=True)
+        programs[program] += 1
+        if program == "mha-parity":
+            options = make_parser().parse_args(words)
+            if options.command == "mutate":
+                assert options.subject == "attention:attend"
+                assert [glob for glob in options.only if not fnmatch.filter(bugs_to_inject(), glob)] == []
+                program, *words = options.tests
+        if program == "pytest":
+            assert words[-1] in files
+        for word in words:
+            if program == "pytest" and word.startswith("--"):
+                pytestconfig.getoption(word)  # it raises a ValueError if no plugin has the option
+    assert programs == {"pip": 2, "mha-parity": 3, "pytest": 2}
+
+
+def test_ci_recipe_test_passes(ci_page, tmp_path, monkeypatch):
+    for code in re.findall(r"^```python\n(.*?)^```$", ci_page, re.MULTILINE | re.DOTALL):
         (tmp_path / code.split()[1]).write_text(code, "utf-8")  # the first line names the file
-    github, gitlab = (yaml.safe_load(text) for text in re.findall(r"^```yaml\n(.*?)^```$", page, re.M | re.DOTALL))
-    commands = [*commands_of(github["jobs"]["tests"]), *commands_of(gitlab["attention"])]
-    assert sum(command.startswith("pytest") for command in commands) == 2
-    for command in dict.fromkeys(each for each in commands if not each.startswith("pip ")):
-        status, printed, errors = run(command, tmp_path, environment())
-        assert status == 0, f"{command}: {printed}{errors}"
-    assert "test_attention" in (tmp_path / "parity.xml").read_text("utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names = runpy.run_path(str(tmp_path / "test_attention.py"))
+    monkeypatch.delitem(sys.modules, "attention")
+    names["test_the_layer"](parity.assert_parity)
 
 
 def test_checkpoint_commands_run(tmp_path):
