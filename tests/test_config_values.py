@@ -5,11 +5,11 @@ import json
 import math
 import re
 import warnings
+import zlib
 
 import pytest
 import transformers
 from refusals import refuses
-from samples import sample
 
 from mha_spec import Refusal
 from parity.cli.main import main
@@ -83,10 +83,12 @@ def message_of(values):
     return ""
 
 
-def check_each_value(values, monkeypatch):
+def check_each_value(values, monkeypatch, every=1):
+    """Check bad values of each key that is read: all, or one of `every`, starting at one that the names draw."""
     num_refused = 0
     for where, name in keys_read(values, monkeypatch):
-        for bad in BAD:
+        start = zlib.crc32(f"{values['model_type']} {name}".encode()) % every
+        for bad in BAD[start::every]:
             changed = copy.deepcopy(values)
             section = changed
             for word in filter(None, where.split(".")):
@@ -99,13 +101,13 @@ def check_each_value(values, monkeypatch):
             is_missing = bad is None or isinstance(bad, dict)
             if message and not is_missing:
                 assert name in message, (name, bad)
-    assert num_refused > 50
+    assert num_refused > 50 // every
 
 
-@sample(12)
 @pytest.mark.parametrize("family", POPULAR)
 def test_bad_values_name_their_key(family, monkeypatch):
-    check_each_value(values_of(family), monkeypatch)
+    """The first family has every value, and most keys; a key has one kind in all families."""
+    check_each_value(values_of(family), monkeypatch, every=1 if family == POPULAR[0] else 3)
 
 
 @pytest.mark.parametrize("kind", SCALINGS)
@@ -113,14 +115,18 @@ def test_bad_values_of_scalings_name_their_key(kind, monkeypatch):
     check_each_value(with_scaling(kind), monkeypatch)
 
 
-@sample(24)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_values_of_transformers_have_their_kind(family):
-    if family in transformers.CONFIG_MAPPING:
-        values = values_of(family)
-        for name, value in values.items():
+def test_values_of_transformers_have_their_kind():
+    refused, num_checked = [], 0
+    for family in [family for family in FAMILIES if family in transformers.CONFIG_MAPPING]:
+        for name, value in values_of(family).items():
             if name in KINDS and value is not None:
-                KINDS[name](name, value)
+                num_checked += 1
+                try:
+                    KINDS[name](name, value)
+                except Refusal as error:
+                    refused.append(f"{family}: {error}")
+    assert refused == []
+    assert num_checked > 1000
 
 
 @pytest.mark.parametrize(
@@ -170,12 +176,11 @@ HUGE = ("y" * 100_000, ["z"] * 100_000)
 ROUGH = (0, -1, "x", {}, [], math.inf, 1e-300, None, True, {"a": 1}, *HUGE)
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "gpt2", "bert"])
-def folder_of_family(request, tmp_path_factory):
-    """A small model of a family in a folder."""
-    folder = tmp_path_factory.mktemp(request.param)
-    config = transformers.CONFIG_MAPPING[request.param](**SMALL)
-    transformers.AutoModel.from_config(config).save_pretrained(folder)
+@pytest.fixture
+def small_llama(tmp_path):
+    """A small model in a folder."""
+    folder = tmp_path / "model"
+    transformers.AutoModel.from_config(transformers.LlamaConfig(**SMALL)).save_pretrained(folder)
     return folder
 
 
@@ -190,20 +195,18 @@ def statuses_of(folder, values, capsys):
     return statuses, [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
 
 
-def test_each_rough_value_ends_in_one_line(folder_of_family, capsys):
+def test_each_rough_value_ends_in_one_line(small_llama, capsys):
     """One value for each key, a different one for each."""
-    folder = folder_of_family
-    values = json.loads((folder / "config.json").read_text())
+    values = json.loads((small_llama / "config.json").read_text())
     num_refused = 0
     for place, name in enumerate(sorted(values)):
         rough = ROUGH[place % len(ROUGH)]
-        statuses, errors = statuses_of(folder, {**values, name: rough}, capsys)
+        statuses, errors = statuses_of(small_llama, {**values, name: rough}, capsys)
         assert set(statuses) <= {0, 1, 2}, (name, errors)
         assert len(errors) == statuses.count(2), (name, errors)
         assert all(len(error) < 1000 and error.isprintable() for error in errors), (name, errors)
         num_refused += len(errors)
     assert num_refused > 5
-    (folder / "config.json").write_text(json.dumps(values))
 
 
 @pytest.mark.parametrize(
@@ -219,12 +222,9 @@ def test_each_rough_value_ends_in_one_line(folder_of_family, capsys):
         ("no_such_family", {}, "be a model that transformers loads"),
     ],
 )
-def test_our_reason_comes_before_that_of_transformers(tmp_path, capsys, family, changes, reason):
-    (tmp_path / "model").mkdir()
-    config = transformers.LlamaConfig(**SMALL)
-    transformers.AutoModel.from_config(config).save_pretrained(tmp_path / "model")
-    values = json.loads((tmp_path / "model" / "config.json").read_text())
-    statuses, errors = statuses_of(tmp_path / "model", {**values, "model_type": family, **changes}, capsys)
+def test_our_reason_comes_before_that_of_transformers(small_llama, capsys, family, changes, reason):
+    values = json.loads((small_llama / "config.json").read_text())
+    statuses, errors = statuses_of(small_llama, {**values, "model_type": family, **changes}, capsys)
     assert statuses[0] == 2
     assert reason in errors[0]
     first, *_ = errors[0].split("transformers does not load it either")

@@ -3,18 +3,17 @@
 import io
 import json
 import os
-import signal
 import struct
 import subprocess
 import sys
 import time
 import warnings
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from limits import within
 from refusals import refuses
 
 import parity
@@ -32,22 +31,6 @@ from parity.text import in_line, printable
 
 ESCAPES = "\x1b[2J\x9b2J\x07\u202e"
 SPEC = AttentionSpec(8, 2)
-
-
-@contextmanager
-def within(seconds):
-    """Fail if this takes longer."""
-
-    def late(*_):
-        raise TimeoutError(f"it took more than {seconds} seconds")
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def refused(capsys, *arguments):

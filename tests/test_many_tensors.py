@@ -1,4 +1,4 @@
-"""Files with tens of thousands of tensors: the time of `inspect` grows with their number, and tables stay readable."""
+"""Files with thousands of tensors: the time of `inspect` grows with their number, and tables stay readable."""
 
 import io
 import json
@@ -40,9 +40,9 @@ def projections(prefixes):
 
 
 MANY = {
-    "other names": ([f"x{letters(i)}" for i in range(20_000)], [0]),
-    "numbered layers": (projections(f"model.layers.{i}" for i in range(5_000)), [8, 8]),
-    "layers of other names": (projections(f"model.{letters(i)}.layers.0" for i in range(2_500)), [8, 8]),
+    "other names": ([f"x{letters(i)}" for i in range(10_000)], [0]),
+    "numbered layers": (projections(f"model.layers.{i}" for i in range(2_500)), [8, 8]),
+    "layers of other names": (projections(f"model.{letters(i)}.layers.0" for i in range(1_250)), [8, 8]),
 }
 
 
@@ -52,12 +52,12 @@ def test_inspect_time_grows_with_tensors(tmp_path, capsys, kind):
     path = write_header(tmp_path / "many.safetensors", names, shape)
     begun = time.process_time()
     assert main(["inspect", str(path)]) == 0
-    assert time.process_time() - begun < 6  # about one second; it took 14 seconds, or minutes if prefixes differ
+    assert time.process_time() - begun < 2.5  # about half a second; in quadratic time it took more than three
     printed = capsys.readouterr().out
     if kind == "numbered layers":
         assert "model.layers.{i}.self_attn.q_proj.weight" in printed
         assert len(printed.splitlines()) < 30
-        assert "5000" in printed
+        assert "2500" in printed
     else:
         assert all(name.replace(".0.", ".{i}.") in printed for name in names)
 

@@ -299,12 +299,13 @@ FEW = ("mask", "causal lengths", "segments", "bias", "window and mask", "chunks"
 
 IN_MAKE_TEST = [
     ("fused", "one-key", "float32", FEW),
-    ("fused", "one-query", "float16", FEW),
-    ("fused", "one-of-each", "bfloat16", FEW),
-    ("plain", "one-of-each", "float32", FEW),
-    ("blocks", "one-key", "float32", FEW),
-    ("library", "one-key", "float32", FEW),
+    ("fused", "one-query", "float16", ("causal lengths", "sinks")),
+    ("fused", "one-of-each", "bfloat16", ("mask", "window and mask")),
+    ("plain", "one-of-each", "float32", ("segments", "bias", "sinks")),
+    ("blocks", "one-key", "float32", ("mask", "causal lengths", "chunks", "relative bias")),
+    ("library", "one-key", "float32", ("mask", "segments", "bias")),
 ]
+"""Each way on the usual path, and each on one or two others. In `make test-thorough` each is on all."""
 IN_JAX = [(path, size, "float32", ALL) for path in PATHS_OF_JAX for size in ("one-key", "one-of-each")]
 IN_JAX += [
     (path, size, "float32", ALL) for path in ("fused", "blocks") for size in ("one-query", "one-key-of-many-queries")

@@ -108,10 +108,12 @@ def test_exit_at_import_is_status_2(module, capsys, command):
     assert "SystemExit(0)" in line
 
 
-def test_exit_of_tests_in_mutate_is_not_caught(module, tmp_path, capsys):
-    name = module()
-    text = f"import {name}, torch\n{name}.attention(*[torch.zeros(1, 2, 3, 4)] * 3)"
-    (tmp_path / "tests.py").write_text(text)
+def test_exit_of_tests_in_mutate_is_not_caught(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    name = "ends_without_torch"  # which its processes would import
+    (tmp_path / f"{name}.py").write_text("import sys\n\ndef attention(query, key, value):\n    sys.exit(0)\n")
+    (tmp_path / "tests.py").write_text(f"import numpy, {name}\n{name}.attention(*[numpy.zeros((1, 2, 3, 4))] * 3)")
     words = f"mutate {name}:attention --framework torch --axes BNTH --only scale-missing -- {sys.executable} tests.py"
     assert main(words.split()) == 1
     assert "SystemExit(0)" in capsys.readouterr().out

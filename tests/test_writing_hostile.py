@@ -248,10 +248,10 @@ def test_a_specification_of_metadata_has_no_text(folder, capsys):
 
 @sample(12)
 @pytest.mark.parametrize("name", [*CONFIG, "rope_theta", "rope_scaling", "torch_dtype", "hidden_act", "_name_or_path"])
-@pytest.mark.parametrize("text", [HOSTILE["known expression"], f"\n\u2028\u0085\r'''{SYSTEM}"], ids=["code", "lines"])
-def test_text_of_a_configuration_stays_data(folder, capsys, name, text):
+def test_text_of_a_configuration_stays_data(folder, capsys, name):
     save(folder / "model.safetensors", tensors_of(LAYER))
-    for value in (text, {"rope_type": text, text: [text]}):
+    code, lines = HOSTILE["known expression"], f"\n\u2028\u0085\r'''{SYSTEM}"
+    for text, value in ((code, code), (lines, {"rope_type": lines, lines: [lines]})):
         (folder / "config.json").write_text(json.dumps({**CONFIG, name: value, text: text}))
         Path("attention.py").unlink(missing_ok=True)
         status = run_write(folder, "torch")
@@ -294,7 +294,7 @@ def test_random_names_stay_data(folder, capsys):
     """Names of random pieces: what is written parses and loads, or one line says why nothing is."""
     drawn = random.Random(0)
     written = 0
-    for number in range(60):
+    for number in range(30):
         text = "".join(drawn.choices(PIECES, k=drawn.randint(1, 8)))
         source, framework = folder / "weights.npz", ("torch", "jax", "ttnn")[number % 3]
         prefix = f"{text}.layers.0" if number % 2 else f"layers.0.{text}"
@@ -313,7 +313,7 @@ def test_random_names_stay_data(folder, capsys):
             assert status == 2, error
             assert error.count("\n") == 1
             assert not Path("attention.py").exists()
-    assert written > 15
+    assert written > 7
 
 
 # ---- The parts ------------------------------------------------------------------------------------------------------
