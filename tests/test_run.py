@@ -19,7 +19,8 @@ import mha_jax
 import parity.backends.torch
 import parity.running.run
 from mha_jax.kernels.fused import FusedAttention
-from parity import CASES, AttentionSpec, make_problem, random_case, run_cases
+from mha_spec import Alibi, Gate, Norm, RelativeBias, Temperature
+from parity import CASES, AttentionSpec, Case, make_problem, random_case, run_cases
 from parity.backends import BACKENDS, backend_of, driver, load_backend
 from parity.backends import jax as jax_backend
 from parity.backends import torch as port
@@ -57,18 +58,38 @@ NAN_CASES = [name for name in CASES if name not in FINITE]
 """test_nan_is_where_it_belongs runs them."""
 
 
-# JAX compiles a case for each thing that a layer may have, and gradients of those that say most. The others are forms
-# of the same; `make parity`, which CI runs as well, computes the quick ones.
-IN_JAX = {
-    *("causal-padding-empty", "value-head-dim", "no-out-proj", "fused-qkv", "soft-cap", "sinks", "alibi", "window"),
-    *("chunk", "relative-bias", "temperature", "clip-qkv", "norm-width", "latent", "gate", "decode-gqa-rope"),
+# JAX compiles each stage of each case. `make parity`, which CI runs as well, has a case for each thing that a layer may
+# have; here several are in one layer, and gradients are those of the cases that say most.
+MANY_AT_ONCE = {
+    "masks-and-scores": AttentionSpec(
+        32,
+        4,
+        num_kv_heads=2,
+        value_head_dim=12,
+        window_size=3,
+        alibi=Alibi(),
+        soft_cap=3.0,
+        sinks=True,
+        temperature=Temperature(2, 0.5),
+        clip_qkv=1.0,
+        qk_norm=Norm(over="width"),
+        gate=Gate(),
+    ),
+    "packed": AttentionSpec(32, 4, fused_qkv=True, out_proj=False, chunk_size=3, relative_bias=RelativeBias(8, 8)),
 }
+IN_JAX = {"causal-padding-empty", "latent", "decode-gqa-rope"}
 DIFFERENTIATED = {"bias-causal", "rope-gqa", "qk-norm"}
 
 
 @pytest.mark.parametrize("name", sorted(IN_JAX | DIFFERENTIATED))
 def test_jax_agrees_with_the_reference(name):
     assert failures(CASES[name], "jax", "float32", with_gradients=name in DIFFERENTIATED) == []
+
+
+@pytest.mark.parametrize("name", MANY_AT_ONCE)
+def test_jax_agrees_on_layers_with_many_parts(name):
+    case = Case(name, MANY_AT_ONCE[name], "many parts at once", seq_len=7, is_causal=True)
+    assert failures(case, "jax", "float32", with_gradients=False) == []
 
 
 @pytest.mark.thorough
