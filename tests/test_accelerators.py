@@ -151,7 +151,7 @@ def test_cudnn_gets_no_mask_that_it_refuses(num_tokens, mask, is_taken):
     assert ("__cudnn$fmha" in program.as_text()) == is_taken
 
 
-@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("platform", ["cuda", pytest.param("tpu", marks=pytest.mark.thorough)])
 def test_gradient_of_a_bias_is_all_that_is_made_of_all_pairs(platform):
     attend, arrays = function_and_arrays("bias", jnp.float32)
     found = counts(lowered(platform, with_gradients(attend, (*TOKENS, "bias")), arrays), PAIRS)

@@ -51,13 +51,18 @@ HEAD = {"schema": "mha-parity/bench", "version": 1}
 ONCE = {"budget_s": 0.0, "rounds": (1, 1)}
 
 
+@pytest.fixture(autouse=True)
+def _few_objects_to_collect():
+    """Each measurement collects garbage first: not that of all libraries and other tests."""
+    gc.freeze()
+
+
 @pytest.fixture
 def as_users_have_it(monkeypatch):
     """Settings of JAX: those that the other tests are stricter with, for other libraries rely on them.
 
-    But each round is run once, and the garbage that is looked for before is not that of all libraries and tests.
+    But each round is run once.
     """
-    gc.freeze()
     effort = parity_lab.bench.effort
     for module in (parity_lab.bench, parity_lab.bench.models):
         monkeypatch.setattr(module, "effort", lambda quick: {**effort(quick), **ONCE})

@@ -77,7 +77,7 @@ def test_commands_drawn_at_random_lose_nothing_and_say_why_they_refuse(fuzz, tmp
 
 
 def test_hostile_files_do_no_harm(fuzz, tmp_path):
-    assert list(fuzz.fuzz_hostile(tmp_path, 40, seed=0)) == []
+    assert list(fuzz.fuzz_hostile(tmp_path, 15, seed=0)) == []
 
 
 def paint(arguments):
