@@ -41,7 +41,7 @@ test-thorough: .venv/installed .venv-tt/installed
 	$(IF_TT) MHA_TT_MOCK=n150 $(BIN_TT)/pytest -m thorough tests/tt --confcutdir tests/tt $(TWO_WORKERS) --junit-xml build/tt-thorough.xml
 	$(IF_TT) MHA_TT_MOCK=p150 $(BIN_TT)/pytest -m board tests/tt --confcutdir tests/tt $(TWO_WORKERS) --junit-xml build/tt-p150.xml
 
-# Tests of what no change here is likely to break: a thousand ports as others write them, and what other libraries do.
+# Tests that hardly any change here breaks: a thousand ports as others write them, and facts about other libraries.
 # .github/workflows/nightly.yml runs them each night, and .ci/run does not.
 nightly: .venv/installed
 	$(BIN)/pytest tests/nightly $(TWO_WORKERS)

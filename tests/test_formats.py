@@ -1737,13 +1737,13 @@ def test_a_damaged_file_loads_or_is_refused_in_one_line(tmp_path, suffix):
     rng = random.Random(0)
     wholes = seeds(tmp_path, suffix)
     refused = 0
-    for _ in range(1000):
+    for _ in range(250):
         path = tmp_path / f"w{suffix}"
         path.write_bytes(damaged(rng.choice(wholes), rng))
         error = refusal(path)
         assert str(error).isprintable()
         refused += error is not None
-    assert refused > 500
+    assert refused > 125
 
 
 def damage_a_checkpoint(folder):
