@@ -359,12 +359,6 @@ STAGES = {
         {},
         refuses_type("dropout", dropout="0.5"),
     ),
-    "project_qkv heads": (
-        "project_qkv",
-        (lambda sibling: lambda name, x: x, ones(2, 3, 8), ones(2, 3, 8), ones(2, 3, 8)),
-        {"spec": AttentionSpec(9, 3)},
-        refuses("…"),
-    ),
     "project_qkv spec": (
         "project_qkv",
         (lambda sibling: lambda name, x: x, ones(2, 3, 8), ones(2, 3, 8), ones(2, 3, 8), 2),
@@ -378,6 +372,14 @@ STAGES = {
 @pytest.mark.parametrize("name", STAGES)
 def test_stage_refuses(sibling, name):
     refused(sibling, *STAGES[name])
+
+
+def test_features_that_are_no_heads_are_refused(sibling):
+    """PyTorch looks at what each projection returns, JAX at what is split into heads."""
+    refusals = {"torch": refuses("q_proj", "8 features"), "jax": refuses("the width", width=8, num_heads=3)}
+    inputs = [sibling.array(np.ones((2, 3, 8), np.float32))] * 3
+    with refusals[sibling.name]:
+        sibling.package.project_qkv(lambda name, x: x, *inputs, spec=AttentionSpec(9, 3))
 
 
 # ---- Attention of split heads ----------------------------------------------------------------------------------------

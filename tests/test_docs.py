@@ -113,7 +113,10 @@ def test_the_list_of_bugs_has_every_page_and_every_bug():
 def test_the_readme_counts_the_known_bugs():
     readme = (ROOT / "README.md").read_text("utf-8")
     assert re.findall(r"for (\d+) known bugs", readme) == [str(len(page_by_bug()))]
-    assert len(readme.splitlines()) <= 150
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 150
 
 
 def test_every_page_is_reached_from_its_symptoms():

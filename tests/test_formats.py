@@ -986,7 +986,7 @@ def test_what_comes_into_a_folder_during_the_write_is_not_removed(tmp_path):
     with refuses("…/w.orbax", "['NOTES.md'] there"):
         write_tensors(tmp_path / "w.orbax", {"new": ((1,), float)}, read)
     assert (tmp_path / "w.orbax" / "NOTES.md").read_text() == "precious"
-    assert "old" in str(refusal(tmp_path / "w.orbax")) or list(read_all(tmp_path / "w.orbax")) == ["old"]
+    assert same_tensors(read_all(tmp_path / "w.orbax"), {"old": np.ones(1)})
 
 
 @pytest.mark.parametrize("suffix", FILES)
@@ -1306,7 +1306,7 @@ def test_memory_holds_about_one_tensor_of_a_file_of_ten(tmp_path):
 )
 def test_a_file_of_another_kind_is_refused(tmp_path, name, data):
     (tmp_path / name).write_bytes(data)
-    assert name in refuses_to_open(tmp_path / name)
+    assert str(tmp_path / name) in refuses_to_open(tmp_path / name)
 
 
 @sample(12)

@@ -283,11 +283,11 @@ UPLOADS = {
     "no spec": ({"spec": 2}, refuses_type("spec", spec=2)),
     "heads": (
         {"spec": parity.AttentionSpec(9, 3, d_in=6)},
-        refuses("weights"),
+        refuses("weights", "'q_proj.weight': (8, 6)"),
     ),
     "groups": (
         {"spec": parity.AttentionSpec(8, 2, num_kv_heads=1, d_in=6)},
-        refuses("weights"),
+        refuses("weights", "'k_proj.weight': (8, 6)"),
     ),
     "dtype": ({"dtype": np.float32}, refuses_type("dtype", dtype=...)),
     "NaN": (
@@ -304,7 +304,7 @@ UPLOADS = {
     ),
     "no axis": (
         {"weights": {**WEIGHTS, "k_proj.bias": np.float32(1.0)}},
-        refuses("weights"),
+        refuses("weights", "'k_proj.bias': ()"),
     ),
 }
 
