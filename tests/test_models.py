@@ -3,7 +3,6 @@
 Nothing is downloaded: configurations and layers are those of transformers, tiny.
 """
 
-import contextlib
 import functools
 import importlib
 import json
@@ -31,7 +30,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_M
 
 import mha_spec
 import mha_torch
-from mha_spec import Llama3Scaling, Norm, ProportionalScaling, RelativeBias, Rope, YarnScaling
+from mha_spec import Llama3Scaling, Norm, ProportionalScaling, Refusal, RelativeBias, Rope, YarnScaling
 from parity import Alibi, AttentionSpec, Gate, load_into, specs_of
 from parity.cli.main import main
 from parity.models.families import FAMILIES
@@ -68,9 +67,13 @@ LLAMA3 = {
 }
 
 
-ONE_DIALECT = {"gemma4_text", "mimo_v2_flash"}
+ONE_DIALECT = {"gemma4_text", "mellum", "mimo_v2_flash", "ministral3", "mistral4"}
 """Families that came later than `rope_parameters`."""
-BASES = {"modernbert": ("global_rope_theta", "local_rope_theta")}
+BASES = {
+    "modernbert": ("global_rope_theta", "local_rope_theta"),
+    "modernbert-decoder": ("global_rope_theta", "local_rope_theta"),
+    "olmo3": ("rope_theta", None),  # layers with a window had the same base
+}
 
 
 def older(values):
@@ -81,7 +84,8 @@ def older(values):
         return values
     base, base_of_windows = BASES.get(values["model_type"], ("rope_theta", "rope_local_base_freq"))
     if all(isinstance(each, dict) for each in rope.values()):  # layers with a window had a base of their own
-        values[base_of_windows] = rope["sliding_attention"]["rope_theta"]
+        if base_of_windows is not None:
+            values[base_of_windows] = rope["sliding_attention"]["rope_theta"]
         rope = rope["full_attention"]
     values[base] = rope.pop("rope_theta")
     values["partial_rotary_factor"] = rope.pop("partial_rotary_factor", 1.0)
@@ -108,8 +112,7 @@ def test_a_configuration_says_what_the_released_layer_is(name):
         assert name.partition("-")[2] in NOT_OF_THE_CONFIGURATION
         return
     assert specs_of(values)[0].spec == expected
-    has_one_dialect = "llama_4_scaling_beta" in values["rope_parameters"] or values["model_type"] in ONE_DIALECT
-    if not has_one_dialect:
+    if values["model_type"] not in ONE_DIALECT:
         assert specs_of(older(values))[0].spec == expected
 
 
@@ -260,56 +263,85 @@ OF_EACH_KIND = {  # what a family's defaults lack to be those of a model with la
 }
 
 
+REQUIRED_THERE = {"rope_parameters.factor", "rope_scaling.factor"}
+"""Keys without which transformers makes no configuration, and we take YaRN's two lengths instead."""
+
+
 @sample(family=first_families(FAMILIES))
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"qwen2_vl", "qwen2_5_vl"}))
 def test_a_key_that_is_not_there_means_what_it_means_to_transformers(family):
     """Or it is asked for. (RoPE was said in other words before, in which a missing base is asked for.)"""
-    configuration = type(transformers.AutoConfig.for_model(family))
+    values = of_each_kind(family)
+    layers = specs_in(values)
+    assert specs_in(completed(values)) == layers
+    asked = check_keys(values, layers)
+    if family not in ONE_DIALECT:
+        asked += check_keys(older(values), layers)
+    assert len(asked) >= 3 or FAMILIES[family].defaults
 
-    def filled(values):
-        return configuration(**{name: value for name, value in values.items() if name != "model_type"}).to_dict()
 
-    def specs(values):
-        return [layer.spec for layer in specs_of(values)]
-
-    def check(said, key, found):
-        with contextlib.suppress(KeyError):  # transformers would rather not
-            assert found == specs(filled(changed(said, key))), key
-
-    def mean_nothing(said, keys):
-        try:
-            return specs(filled(functools.reduce(changed, keys, said))) == whole
-        except (KeyError, ValueError, StrictDataclassError):  # which each alone may not be
-            return False
-
-    values = configuration().to_dict()
+def of_each_kind(family):
+    """The default configuration of a family, with six layers that are of each kind."""
+    values = type(transformers.AutoConfig.for_model(family))().to_dict()
     counts = {name for stack in FAMILIES[family].stacks for name in stack.count}
     values |= {name: 6 for name in counts if isinstance(values.get(name), int)}
     values = {name: value for name, value in values.items() if name not in ("out_features", "out_indices")}
-    if values.get("layer_types"):  # six are enough
+    if values.get("layer_types"):
         values["layer_types"] = values["layer_types"][:6]
         values |= {name: None for name in ("no_rope_layers", "moe_layers", "mlp_layer_types") if name in values}
-    values |= OF_EACH_KIND.get(family, {})
-    whole = specs(values)
-    assert specs(filled(values)) == whole
-    asked = 0
-    for said in (values, *([] if family in ONE_DIALECT else [older(values)])):
-        silent = []
-        for key in set(names_in(said)) - {"model_type", "transformers_version"}:
-            try:
-                found = specs(changed(said, key))
-            except ValueError:
-                asked += 1
-                continue
-            if found == whole:
-                silent.append(key)
-            else:
-                check(said, key, found)
-        # Most keys say nothing: they are taken away together, and one by one only where that says something.
-        if not mean_nothing(said, silent):
-            for key in silent:
-                check(said, key, whole)
-    assert asked >= 3 or FAMILIES[family].defaults
+    return values | OF_EACH_KIND.get(family, {})
+
+
+def specs_in(values):
+    return [layer.spec for layer in specs_of(values)]
+
+
+def completed(values):
+    """The configuration with transformers' values for the keys that are not there."""
+    configuration = type(transformers.AutoConfig.for_model(values["model_type"]))
+    return configuration(**{name: value for name, value in values.items() if name != "model_type"}).to_dict()
+
+
+def check_keys(values, layers):
+    """Compare the layers without each of the keys with those of transformers, and return the keys that we ask for."""
+    assert specs_in(values) == layers
+    asked, silent = [], []
+    for key in set(names_in(values)) - {"model_type", "transformers_version"}:
+        try:
+            without_key = specs_in(changed(values, key))
+        except Refusal:
+            asked.append(key)
+            continue
+        if without_key == layers:
+            silent.append(key)
+        else:
+            check_key(values, key, without_key)
+    # Most keys say nothing: they are taken away together, and one by one only where that says something.
+    if not mean_nothing(values, silent, layers):
+        for key in silent:
+            check_key(values, key, layers)
+    return asked
+
+
+def check_key(values, key, expected):
+    try:
+        theirs = completed(changed(values, key))
+    except KeyError:
+        assert key in REQUIRED_THERE
+        return
+    assert specs_in(theirs) == expected, key
+
+
+def mean_nothing(values, keys, layers):
+    """Whether the layers are the same without all of the keys, which transformers or we may refuse."""
+    try:
+        theirs = completed(functools.reduce(changed, keys, values))
+    except (KeyError, ValueError, StrictDataclassError):
+        return False
+    try:
+        return specs_in(theirs) == layers
+    except Refusal:
+        return False
 
 
 # ---- Layers of a model -----------------------------------------------------------------------------------------------
@@ -676,18 +708,30 @@ def names_in(values):
     ]
 
 
+ASKED_FOR = {
+    "llama3": {f"rope_parameters.{name}" for name in ("rope_type", "factor", "low_freq_factor", "high_freq_factor")},
+    "yarn": {"rope_parameters.rope_type"},
+    "gemma2": SAID["gemma2"].keys(),
+    "qwen3": SAID["qwen3"].keys() - {"attention_bias", "attention_dropout", "use_sliding_window", "rope_scaling"}
+    | {"rope_scaling.factor"},
+}
+"""Keys that are refused if they are not there, beside those that every family needs; without another, layers change."""
+
+
 @pytest.mark.parametrize("name", SAID)
 def test_without_a_key_a_layer_is_another_or_none(name):
     values = SAID[name]
-    whole = [layer.spec for layer in specs_of(values)]
-    assert whole[0].rope.theta == 5e5
-    silent = {"rms_norm_eps", "max_position_embeddings"}  # norms of these families are not in attention
-    for key in set(names_in(values)) - silent:
+    layers = specs_in(values)
+    assert layers[0].rope.theta == 5e5
+    silent, asked = set(), set()
+    for key in names_in(values):
         try:
-            found = [layer.spec for layer in specs_of(changed(values, key))]
-        except ValueError:
-            continue
-        assert found != whole, key
+            if specs_in(changed(values, key)) == layers:
+                silent.add(key)
+        except Refusal:
+            asked.add(key)
+    assert silent <= {"rms_norm_eps", "max_position_embeddings"}  # norms of these families are not in attention
+    assert asked == {"model_type", "num_attention_heads", *ASKED_FOR[name]}
 
 
 def test_yarn_of_deepseek_has_both_numbers_or_none():
