@@ -822,16 +822,7 @@ overflowing = pytest.mark.parametrize(
 
 
 @overflowing
-def test_overflow_is_refused(sibling, filled, num_new, new_lengths):
-    module = cached_layer(sibling, GQA_ROPE)
-    cache = filled_cache(sibling, module, filled, capacity=6)
-    x = sibling.array(random_tokens(GQA_ROPE, num_tokens=num_new))
-    with refuses("lengths + new tokens", lengths=filled, new_lengths=...):
-        module(x, cache, new_lengths=new_lengths)
-
-
-@overflowing
-def test_overflow_leaves_the_cache_as_it_was(sibling, filled, num_new, new_lengths):
+def test_overflow_is_refused_and_leaves_the_cache(sibling, filled, num_new, new_lengths):
     module = cached_layer(sibling, GQA_ROPE)
     cache = filled_cache(sibling, module, filled, capacity=6)
     before = contents(sibling, cache)

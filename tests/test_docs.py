@@ -166,6 +166,30 @@ def imports_tt(code):
     return "mha_tt" in code
 
 
+def is_run(language, block):
+    """Whether a block runs here: all Python but what is for ttnn, which tests/tt/test_docs.py runs, and sessions."""
+    return (language == "python" and not imports_tt(block)) or block.startswith("$ ")
+
+
+def pages_with(is_wanted):
+    """The pages that have a block that is wanted, by its language and text."""
+    return [path for path in LINKED if any(is_wanted(*block) for block in blocks_of(path))]
+
+
+RUN = [path for path in pages_with(is_run) if path.parent != BUGS]  # those of bugs: `reproduce`
+LANGUAGES = {"python", "text", "yaml", ""}
+"""Of blocks. Those of directives, such as {code-cell}, are the site's, which runs them when it is built."""
+
+
+def test_no_block_of_a_page_is_overlooked():
+    """The list of pages whose code runs is made of blocks, which begin a line and have a language that is known."""
+    for path in LINKED:
+        fences = re.findall(r"^[ >]*(?:```|~~~)", path.read_text("utf-8"), flags=re.MULTILINE)
+        assert len(fences) == 2 * len(blocks_of(path)), path
+        languages = {language for language, _ in blocks_of(path) if not language.startswith("{")}
+        assert languages <= LANGUAGES, path
+
+
 LONG = {
     "getting-started.md",
     "conformance.md",
@@ -178,21 +202,26 @@ LONG = {
 """Pages whose code takes seconds."""
 
 
+def test_long_pages_are_pages_whose_code_runs():
+    assert LONG.issubset(path.name for path in RUN)
+
+
 @sample(where=lambda path: path.name not in LONG)
 @pytest.mark.parametrize(
     "path",
-    [path for path in LINKED if path.parent != BUGS],
+    RUN,
     ids=lambda path: path.name,
 )
 def test_the_code_of_a_page_runs(path, tmp_path, monkeypatch):
-    """All but what is for ttnn, which tests/tt/test_docs.py runs."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     names = {"__name__": "page"}
     for language, block in blocks_of(path):
-        if language == "python" and not imports_tt(block):
+        if not is_run(language, block):
+            continue
+        if language == "python":
             run_code(path, block, names, tmp_path)
-        elif block.startswith("$ ") and os.name == "posix":
+        elif os.name == "posix":
             printed = run_session(block, tmp_path)
             assert shows(commands_of(block)[1], printed), (
                 f"run `python tests/test_docs.py {path.name}` to update it:\n{printed}"
@@ -208,10 +237,14 @@ PUBLIC["mha_torch"] |= {"parallel"}  # imported by itself, since it imports torc
 PUBLIC["mha_jax"] |= {"parallel"}  # and this, since it is of those who have several devices
 
 
-@pytest.mark.parametrize("path", LINKED, ids=lambda path: path.name)
+def is_whole(language, block):
+    """Whether a block can be parsed; with … in its code it is the sketch of a fix."""
+    return language == "python" and "…" not in re.sub("#.*", "", block)
+
+
+@pytest.mark.parametrize("path", pages_with(is_whole), ids=lambda path: path.name)
 def test_a_page_imports_public_names_only(path):
-    blocks = [re.sub("#.*", "", block) for language, block in blocks_of(path) if language == "python"]
-    for code in [block for block in blocks if "…" not in block]:  # with it, it is the sketch of a fix
+    for code in [block for language, block in blocks_of(path) if is_whole(language, block)]:
         for node in ast.walk(ast.parse(code)):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             modules += [node.module] if isinstance(node, ast.ImportFrom) else []
@@ -280,9 +313,11 @@ def update(names):
             sys.path.insert(0, folder)
             names_of_page = {"__name__": "page"}
             for language, block in blocks_of(path):
-                if language == "python" and not imports_tt(block):
+                if not is_run(language, block):
+                    continue
+                if language == "python":
                     run_code(path, block, names_of_page, Path(folder))
-                elif block.startswith("$ "):
+                else:
                     printed = run_session(block, Path(folder))
                     if not shows(commands_of(block)[1], printed):
                         text = path.read_text("utf-8")
