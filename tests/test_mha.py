@@ -1394,15 +1394,6 @@ def test_repr_shows_the_configuration(sibling, kind):
     assert f"AttentionSpec(16, 4, {shown})" in text
 
 
-@sample(jax=1)
-@pytest.mark.parametrize("kind", ["MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache"])
-@every_spec
-def test_module_keeps_its_spec(sibling, spec, kind):
-    if kind != "MultiHeadAttention":  # their keys come from the input of the queries
-        spec = replace(spec, d_kv=spec.d_in)
-    assert sibling.module(kind, spec).spec == spec
-
-
 KINDS = ("MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache", "MultiHeadLatentAttention")
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
