@@ -120,7 +120,9 @@ def run_released(
     taken = []
     for layer, into in zip(layers, held, strict=True):
         path = model.module.get(layer.part, "").replace("{i}", str(layer.index)) or layer.path
-        (name,) = [name for name in modules if name == path or name.endswith(f".{path}")]
+        names = [name for name in modules if name == path or name.endswith(f".{path}")]
+        assert len(names) == 1, f"{path} is the path of {names}"
+        name = names[0]
         first, last = (modules[f"{name}.{each}".rstrip(".")] for each in (model.input, model.output))
         taken.append(first.register_forward_pre_hook(_keep_input(into), with_kwargs=True))
         taken.append(last.register_forward_hook(_keep_output(into)))

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from refusals import refuses
 from released_models import LEFT_OUT, Model, check_model
 from samples import sample
 from selection import first_families, stack_signature
@@ -434,13 +435,26 @@ WRONG = {
     "eps": ("qwen3_next", other_spec(qk_norm=Norm(weight="1+w", eps=1e-6))),
     "pairs": ("gptj", other_spec(rope=Rope(rotary_dim=4))),
     "axes": ("qwen2_5_vl_text", other_spec(rope=Rope(5e3, sections=(1, 1, 2)))),
-    "path": ("opt", lambda layer: replace(layer, path=f"decoder.{layer.path}s")),
-    "packing": ("gpt_bigcode", lambda layer: replace(layer, layout="transformers.ModernBERT")),
 }
 
 
+def check_wrong(of, wrong, folder):
+    """Check a model against layers each of which was made wrong by a function."""
+    check_model(MODELS[of], folder, lambda values: [wrong(each) for each in specs_of(values) if each.spec])
+
+
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_specification_path_or_layout_is_detected(name, tmp_path):
+def test_a_wrong_specification_is_detected(name, tmp_path):
     of, wrong = WRONG[name]
-    with pytest.raises((AssertionError, ValueError, KeyError)):
-        check_model(MODELS[of], tmp_path, lambda values: [wrong(each) for each in specs_of(values) if each.spec])
+    with pytest.raises(AssertionError, match="of its largest number off"):
+        check_wrong(of, wrong, tmp_path)
+
+
+def test_a_wrong_path_is_detected(tmp_path):
+    with pytest.raises(AssertionError, match=r"^layers\.0\.self_attns is the path of \[\]"):
+        check_wrong("opt", lambda layer: replace(layer, path=f"{layer.path}s"), tmp_path)
+
+
+def test_a_wrong_layout_is_detected(tmp_path):
+    with refuses("weights"):
+        check_wrong("gpt_bigcode", lambda layer: replace(layer, layout="transformers.ModernBERT"), tmp_path)

@@ -1,5 +1,7 @@
 """Rows of q, k and v that a reader of a packed tensor mixed up: both orders are named, or where each row is."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -43,6 +45,10 @@ def packed_laws(weights, other, spec):
     return law, [each.name for each in found.differences]
 
 
+SAME_PACKING = {"transformers.Phi3": "qkv_proj"}
+"""For a layout that many others equal in this, of which the first are listed: one of those."""
+
+
 @pytest.mark.parametrize(
     ("spec", "layout", "other"),
     [
@@ -62,8 +68,8 @@ def test_both_orders_of_a_misread_tensor_are_named(spec, layout, other):
     assert f"packed as {PACKED[layout]}, were read as {PACKED[other]}" in law.words
     first, second = law.fix.split("; ")
     for name, advice in ((layout, first), (other, second)):
-        listed = advice.partition(" as ")[2]
-        assert name in listed or "more" in listed
+        listed = re.split(", | and ", advice.partition(" as ")[2])
+        assert SAME_PACKING.get(name, name) in listed
     assert law.page == "fused-qkv"
 
 

@@ -182,14 +182,18 @@ def test_a_prefix_after_the_number_stays_data(folder, text):
     assert "PWNED" not in Path("test_attention.py").read_text()
 
 
-@pytest.mark.parametrize("end", LINE_ENDS, ids=ascii)
-@pytest.mark.parametrize("suffix", [".safetensors", ".pt", ".npz"])
+NOT_IN_NAMES = {".safetensors": ["\udc80"], ".npz": ["\x00", "\udc80"], ".pt": []}
+"""Text that a format's own library cannot write in a name."""
+
+
+@pytest.mark.parametrize(
+    ("suffix", "end"),
+    [(suffix, end) for suffix, others in NOT_IN_NAMES.items() for end in LINE_ENDS if end not in others],
+    ids=ascii,
+)
 def test_names_with_line_ends_are_refused(folder, capsys, suffix, end):
     prefix = f'"""{end}{SYSTEM}{end}"""'
-    try:
-        source, _ = file_of(folder, prefix, suffix)
-    except (ValueError, TypeError, RuntimeError, UserWarning):
-        pytest.skip("the format's library cannot write such a name")
+    source, _ = file_of(folder, prefix, suffix)
     assert run_write(source, "torch", "--from", LAYOUT, "--prefix", prefix, "--num-heads", "2") == 2
     error = capsys.readouterr().err
     assert error.startswith("mha-parity: error: ")
@@ -209,7 +213,7 @@ def test_metadata_of_convert_stay_data(folder, text):
     with parity.files.open_tensors(path) as file:
         metadata = {**file.metadata, "author": text, text: text}
         tensors = {name: file.read(name) for name in file.infos}
-        assert "spec" in metadata or any("spec" in name for name in metadata)
+        assert json.loads(metadata["spec"]) == json.loads(SPEC.to_json())
     save_file(tensors, path, {name: value for name, value in metadata.items() if name != "sha256"})
     assert run_write(path, "torch", "--test", "reference") == 0
     check_written(Path("attention.py"), "torch", tensors)
@@ -233,7 +237,7 @@ def test_a_specification_of_metadata_has_no_text(folder, capsys):
     with parity.files.open_tensors(path) as file:
         metadata = {name: value for name, value in file.metadata.items() if name != "sha256"}
         tensors = {name: file.read(name) for name in file.infos}
-    assert metadata["spec"] == SPEC.to_json() or json.loads(metadata["spec"]) == spec
+    assert json.loads(metadata["spec"]) == spec
     for place in values_within(spec):
         changed = json.loads(json.dumps(spec))
         inner = changed
