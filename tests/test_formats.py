@@ -1197,7 +1197,7 @@ def test_metadata_that_a_zip_archive_cannot_hold_are_refused(tmp_path):
 
 @pytest.mark.parametrize("shape", [(2.0,), ("2",), (None,)])
 def test_a_shape_that_is_none_is_refused(tmp_path, shape):
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="as an integer"):
         write_tensors(tmp_path / "w.npz", {"a": (shape, float)}, lambda name: np.ones(2))
     with refuses("a shape", "(-2,)"):
         write_tensors(tmp_path / "w.npz", {"a": ((-2,), float)}, lambda name: np.ones(2))

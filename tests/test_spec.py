@@ -803,26 +803,24 @@ def reference_of(fields):
 @pytest.mark.parametrize("name", MAKES)
 def test_rough_numbers_raise_or_can_be_computed(name):
     make = MAKES[name]
-    num_arguments = make.__code__.co_argcount
     num_refused = 0
-    for numbers in itertools.product(ROUGH, repeat=num_arguments):
+    accepted = []
+    for numbers in itertools.product(ROUGH, repeat=make.__code__.co_argcount):
         try:
-            spec = AttentionSpec(8, 2, **make(*numbers))
+            fields = make(*numbers)
+            spec = AttentionSpec(8, 2, **fields)
         except Refusal:
             num_refused += 1
             continue
+        accepted.append(fields)
         if spec.rope is not None:  # warnings of overflow would be errors here
             lengths = (0, 9, 2**31)
             assert all(np.isfinite(spec.rope.frequencies(4, length)).all() for length in lengths), spec
             assert np.isfinite(np.float32(spec.rope.attention_factor)), spec
         assert math.isfinite(np.float32(spec.score_scale)), spec
     assert num_refused >= len(ROUGH) // 2
-    for number in ROUGH:  # all arguments alike, or the others as usual
-        try:
-            fields = make(*[number] * num_arguments)
-            AttentionSpec(8, 2, **fields)
-        except Refusal:
-            continue
+    assert accepted
+    for fields in accepted[:: -(-len(accepted) // 4)]:  # at most four of them
         assert reference_of(fields).shape == (2, 9, 8)
 
 

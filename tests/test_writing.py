@@ -337,7 +337,7 @@ def test_a_cache_that_is_full_is_no_silent_bug():
         module = module_of(source_of(spec, "torch", cache="static"))
         layer, x = module.Attention().eval(), torch.ones(1, 4, 32)
         _, cache = layer(x, module.empty_cache(1, 4))
-        with pytest.raises(RuntimeError):
+        with pytest.raises(RuntimeError, match="exceeds dimension size"):
             layer(x[:, :1], cache)
 
 

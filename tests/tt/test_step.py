@@ -386,12 +386,12 @@ with mha_tt.open_device(trace_region_size=2**24) as device:
 """
 
 
-def test_a_step_that_is_replayed_is_a_step():
-    if IS_MOCK:
-        pytest.skip("a mock board has no traces")
-    surroundings = {name: value for name, value in os.environ.items() if name != "TT_METAL_SLOW_DISPATCH_MODE"}
-    result = subprocess.run([sys.executable, "-c", REPLAYED], env=surroundings, capture_output=True, text=True)
-    assert "replayed 8" in result.stdout, result.stderr
+if not IS_MOCK:  # a mock board has no traces, so no run in CI would have this test
+
+    def test_a_step_that_is_replayed_is_a_step():
+        surroundings = {name: value for name, value in os.environ.items() if name != "TT_METAL_SLOW_DISPATCH_MODE"}
+        result = subprocess.run([sys.executable, "-c", REPLAYED], env=surroundings, capture_output=True, text=True)
+        assert "replayed 8" in result.stdout, result.stderr
 
 
 def test_a_trace_on_a_mock_board_is_refused(device, only_mock):
