@@ -1178,9 +1178,9 @@ def test_another_tensor_than_was_announced_is_refused(tmp_path, array):
 
 @pytest.mark.parametrize("name", ["__metadata__", "__metadata__.a", "a\nb", "a\0", "\ud800", "\x1b[2J"])
 def test_names_that_no_tensor_may_have_are_refused(tmp_path, name):
-    with pytest.raises(ValueError, match=r"names|metadata") as caught:
+    with refuses("names", names=name) as refusal:
         write(tmp_path / "w.safetensors", {name: np.ones(1)})
-    assert str(caught.value).isprintable()
+    assert str(refusal.value).isprintable()
 
 
 @pytest.mark.parametrize(("metadata", "error"), [({"a": 1}, TypeError), ({"a": "\ud800"}, ValueError)])

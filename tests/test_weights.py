@@ -43,7 +43,7 @@ def test_weights_of_the_spec_are_accepted(weights):
 
 def test_a_missing_and_an_unexpected_name_are_both_told(weights):
     weights["o_proj.bias"] = weights.pop("out_proj.bias")
-    with refuses("weights"):
+    with refuses("weights", missing=["out_proj.bias"], unexpected=["o_proj.bias"]):
         check_weights(weights, SPEC)
 
 
@@ -97,8 +97,8 @@ def test_weights_survive_a_module_bit_for_bit(sibling, kind, fused_qkv, dtype):
 
 
 BAD_LOADS = {
-    "missing": refuses("weights"),
-    "unexpected": refuses("weights"),
+    "missing": refuses("weights", missing=["out_proj.bias"], unexpected=[]),
+    "unexpected": refuses("weights", missing=[], unexpected=["in_proj.bias"]),
     "transposed": refuses("out_proj.weight", "out_proj.weight.shape=(24, 10); it looks transposed"),
     "nan": refuses("out_proj.bias", "1 NaN or infinities"),
     "dtype": refuses_type("weights", "float16 and "),
@@ -317,7 +317,7 @@ def test_a_write_that_does_not_read_back_is_an_error(tmp_path, monkeypatch, weig
 
 def test_weights_that_do_not_fit_are_not_written(tmp_path, weights):
     del weights["out_proj.bias"]
-    with refuses("weights"):
+    with refuses("weights", missing=["out_proj.bias"], unexpected=[]):
         save_weights(tmp_path / "w.safetensors", weights, SPEC)
     assert os.listdir(tmp_path) == []
 

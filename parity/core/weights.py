@@ -106,8 +106,7 @@ def check_weights(weights: Mapping[str, Any], spec: AttentionSpec) -> Weights:
     weights, shapes = to_numpy_by_name(weights), weight_shapes(spec)
     missing, unexpected = sorted(shapes.keys() - weights.keys()), sorted(weights.keys() - shapes.keys())
     if missing or unexpected:
-        rule = f"have exactly the names of the spec, missing {missing}, unexpected {unexpected}"
-        raise Refusal("weights", rule)
+        raise Refusal("weights", "have exactly the names of the spec", missing=missing, unexpected=unexpected)
     dtypes = set()
     for name, shape in shapes.items():
         weight = weights[name]

@@ -164,7 +164,7 @@ def _checked_infos(path: Path, kind: str, infos: Mapping[str, TensorInfo | tuple
         if dtype.name not in held:
             raise Refusal(path, f"hold one of {sorted(held)}", f"{dtype} for {name}")
         if name.partition(".")[0] == METADATA:
-            raise ValueError(f"no tensor may be named like metadata, got {name}")
+            raise Refusal("names", f"not be {METADATA}, which stands for metadata", names=name)
         checked[name] = TensorInfo.of(tuple(map(operator.index, shape)), dtype)
     return checked
 

@@ -362,9 +362,9 @@ def test_download_weights_refuses_the_spec_of_another_layer(device, name):
 @pytest.mark.parametrize(
     ("changed", "refusal"),
     [
-        ({"q_proj.weight": np.ones((6, 8))}, refuses("weights")),
-        ({"o_proj.weight": np.ones((8, 8))}, refuses("weights")),
-        ({"q_proj.bias": np.ones(7)}, refuses("weights")),
+        ({"q_proj.weight": np.ones((6, 8))}, refuses("weights", "'q_proj.weight': (6, 8)")),
+        ({"o_proj.weight": np.ones((8, 8))}, refuses("weights", "'o_proj.weight': (8, 8)")),
+        ({"q_proj.bias": np.ones(7)}, refuses("weights", "'q_proj.bias': (7,)")),
         ({"k_proj.weight": np.full((8, 6), math.nan)}, refuses("weights", "NaN or infinities in ['k_proj.weight']")),
     ],
     ids=["transposed", "other name", "bias", "NaN"],
@@ -380,7 +380,8 @@ def test_module_refuses_weights_and_keeps_its_own(device, changed, refusal):
 @pytest.mark.parametrize("missing", list(WEIGHTS))
 def test_module_refuses_weights_that_lack_one(device, missing):
     layer = mha_tt.MultiHeadAttention(LAYER_SPEC, device=device)
-    with refuses("weights"):
+    shapes = {name: weight.shape for name, weight in WEIGHTS.items() if name != missing}
+    with refuses("weights", str(shapes)):
         layer.load_weights({name: weight for name, weight in WEIGHTS.items() if name != missing})
 
 
