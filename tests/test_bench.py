@@ -355,7 +355,9 @@ EXPECTED = {
 @sample(work=FIRST)
 @pytest.mark.parametrize("work", WORKS, ids=lambda work: f"{work.what} {work.dtype}".replace(" ", "-"))
 def test_every_contender_computes_the_same(sides, as_users_have_it, work):
-    for row in bench_work(work, sides, **ONCE):
+    rows = bench_work(work, sides, **ONCE)
+    assert rows
+    for row in rows:
         expected = EXPECTED[row.framework][work.kind]
         if work.group == "varlen":
             expected = {name.replace("SDPA", "masked SDPA") for name in expected if name != "torch SDPA"}

@@ -303,6 +303,7 @@ def test_a_dry_run_names_the_source_of_each_hint(source, tmp_path, config, other
     (tmp_path / "config.json").write_text(json.dumps(config))
     told = [] if config is LLAMA else ["--from", "transformers.LLaMA", "--prefix", PREFIX]
     plan, _ = planned(source, tmp_path / "b.npz", "--to", "meta.LLaMA", *told, *others)
+    assert plan["layers"]
     for layer in plan["layers"]:
         assert origins.items() <= layer["hints"].items()
         assert layer["layout_from"] == ("config.json" if config is LLAMA else "the caller")

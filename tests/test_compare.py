@@ -223,6 +223,7 @@ def test_correlation_of_a_constant_is_not_made_up():
 
 def test_the_budget_grows_with_the_case_own_noise(expected, rng):
     little, much = (budget(expected, noisy(expected, rng, relative), "float32") for relative in (1e-7, 1e-4))
+    assert set(much) == {"rms", "max", "slope"}
     assert all(much[norm] > 100 * little[norm] for norm in much)
 
 

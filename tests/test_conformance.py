@@ -599,6 +599,7 @@ OF_MASKS = ["future token", "masked key", "empty row"]
 
 def test_an_overflow_of_own_constants_is_broken():
     found = examine(hides_by_a_large_number, OF_MASKS, framework="torch", axes="BNTH")
+    assert len(found.answers) == len(OF_MASKS)
     for answer in found.answers:
         assert answer.is_broken
         assert "overflow in float16" in answer.words

@@ -98,7 +98,9 @@ def saved(name, folder):
 def layers_in(folder):
     """Labels, weights and specifications of the layers in a folder, in the order of the configuration's."""
     with open_layers(folder) as layers:
-        return [(layer.label, layer.model, *layer.load()) for layer in layers]
+        loaded = [(layer.label, layer.model, *layer.load()) for layer in layers]
+    assert loaded
+    return loaded
 
 
 def same_bits(one, other):

@@ -160,6 +160,7 @@ def test_evidence_says_what_was_seen_and_what_was_read():
 def test_a_window_beyond_the_input_is_read_and_marked():
     model = small_model("mistral", sliding_window=100)
     found = identify(model, inputs_of("mistral"))
+    assert len(found) == 2
     for layer in found:
         assert layer.spec is not None
         (window,) = (each for each in layer.evidence if each.field == "window_size")
@@ -176,7 +177,9 @@ def test_packed_projections_are_found_row_by_row():
 
 
 def test_a_layer_that_cannot_be_observed_is_refused_by_name():
-    for layer in identify(small_model("mamba"), inputs_of("mamba"), layers="*.mixer"):
+    layers = identify(small_model("mamba"), inputs_of("mamba"), layers="*.mixer")
+    assert len(layers) == 2
+    for layer in layers:
         assert layer.spec is None
         assert "not identified" in str(layer)
         assert "0 softmaxes" in layer.refusal
@@ -194,7 +197,9 @@ def test_what_is_no_model_or_training_is_refused():
 @pytest.mark.parametrize("shape", [(1, 15), (3, 7)])
 def test_too_few_tokens_are_refused(shape):
     tokens = inputs_of("llama")["input_ids"][: shape[0], : shape[1]]
-    for layer in identify(small_model("llama"), {"input_ids": tokens}):
+    layers = identify(small_model("llama"), {"input_ids": tokens})
+    assert len(layers) == 2
+    for layer in layers:
         assert layer.spec is None
         assert "at least 8 tokens of 2 sequences, or 16 of one" in layer.refusal
 

@@ -61,7 +61,9 @@ def test_a_dependence_on_lengths_or_sizes_is_refused(name):
 def test_equal_tokens_show_no_attention():
     model = small_model("llama")
     model.set_attn_implementation("sdpa")  # which returns no weights
-    for layer in identify(model, {"input_ids": torch.ones(2, 16, dtype=torch.long)}):
+    layers = identify(model, {"input_ids": torch.ones(2, 16, dtype=torch.long)})
+    assert len(layers) == 2
+    for layer in layers:
         assert layer.spec is None
         assert "differ between tokens" in layer.refusal
 

@@ -100,5 +100,6 @@ def test_a_planted_oddity_is_never_accepted(name):
     model = model_of(kind, **({**BEIT, "use_relative_position_bias": True} if kind == "Beit" else BITNET))
     ODDITIES[name](model)
     found = identify(model, inputs_of(kind))
+    assert len(found) == (2 if kind == "Beit" else 1)
     assert [str(layer) for layer in found if layer.spec is not None] == []
     assert all(layer.refusal for layer in found)

@@ -241,11 +241,10 @@ def test_attention_in_bfloat16_is_refused():
 
 @pytest.mark.parametrize("shape", [(1, 16), (2, 7)])
 def test_too_few_tokens_are_refused(shape):
-    for layer in identify(
-        Decoder(LibraryAttention), {name: x[: shape[0], : shape[1]] for name, x in tokens_of().items()}
-    ):
-        assert layer.spec is None
-        assert layer.refusal
+    tokens = {name: x[: shape[0], : shape[1]] for name, x in tokens_of().items()}
+    (layer,) = identify(Decoder(LibraryAttention), tokens)
+    assert layer.spec is None
+    assert layer.refusal
 
 
 # ---- Oddities that no field of a specification says ------------------------------------------------------------------

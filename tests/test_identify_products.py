@@ -88,7 +88,9 @@ def test_products_of_released_models_are_identified(name, sequences):
 def test_as_many_vectors_as_tokens_are_told_apart():
     model = model_of("DebertaV2", **DEBERTA, **BOTH, position_buckets=10)
     inputs = {name: x[:, :10] for name, x in inputs_of("DebertaV2").items()}
-    for layer in identify(model, inputs):
+    layers = identify(model, inputs)
+    assert len(layers) == 2
+    for layer in layers:
         assert layer.spec is not None, str(layer)
         assert layer.spec.relative_products == RelativeProducts(9, 10, 5, 64, of_keys=True, per_head=True)
 

@@ -114,7 +114,9 @@ def test_a_layer_that_only_observation_tells_is_served(monkeypatch):
     model = small_model("llama")
     ruled, _ = parity.from_transformers(model, path="layers.0.self_attn")
     monkeypatch.delitem(FAMILIES, "llama")
-    for layer in parity.layers_of(model, inputs_of("llama")):
+    layers = parity.layers_of(model, inputs_of("llama"))
+    assert len(layers) == 2
+    for layer in layers:
         assert layer.source == "observation"
         assert "'llama'" in layer.not_ruled
         assert layer.spec is not None

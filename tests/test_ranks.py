@@ -361,8 +361,11 @@ def test_stacks_and_what_nobody_knows_how_to_divide_are_refused(meta, tmp_path):
 
 
 def test_what_a_layout_says_of_ranks_is_of_its_own_tensors():
-    for layout in (layout for layout in LAYOUTS.values() if layout.ranks is not None):
-        spec = {"meta.LLaMA": META, "megatron": GPT, "megatron.gate": GATED}[layout.name]
+    specs = {"meta.LLaMA": META, "megatron": GPT, "megatron.gate": GATED}
+    layouts = [layout for layout in LAYOUTS.values() if layout.ranks is not None]
+    assert {layout.name for layout in layouts} == specs.keys()
+    for layout in layouts:
+        spec = specs[layout.name]
         weights = random_weights(spec)
         laid_out = from_canonical(weights, spec, layout)
         assert_bits_equal(to_canonical(laid_out, layout, spec=spec)[0], weights)

@@ -361,6 +361,7 @@ NARROW_IN_JAX = "nan-visible-causal", "nan-hidden-norm", "nan-hidden-decode"
 def test_nan_is_where_it_belongs(name, sibling):
     dtypes = ["float32", "bfloat16"] if sibling.name == "torch" or name in NARROW_IN_JAX else ["float32"]
     report = run_cases([CASES[name]], [sibling.name], dtypes, with_gradients=True)
+    assert {each.dtype for each in report.comparisons} == set(dtypes)
     assert report.failed == []
     json.dumps(report.to_dict(), allow_nan=False)
 

@@ -74,6 +74,7 @@ def test_devices_send_only_necessary_data(found, name):
 
 @pytest.mark.parametrize("name", ["data", "tensor", "heads for tokens", "ring"])
 def test_bytes_sent_match_formula(found, name):
+    assert found["grown"][name]
     for _, sent, expected in found["grown"][name]:
         assert sent == expected
 
