@@ -374,7 +374,7 @@ def test_stage_refuses(sibling, name):
     refused(sibling, *STAGES[name])
 
 
-def test_features_that_are_no_heads_are_refused(sibling):
+def test_width_must_divide_into_heads(sibling):
     """PyTorch looks at what each projection returns, JAX at what is split into heads."""
     refusals = {"torch": refuses("q_proj", "8 features"), "jax": refuses("the width", width=8, num_heads=3)}
     inputs = [sibling.array(np.ones((2, 3, 8), np.float32))] * 3

@@ -202,7 +202,7 @@ LONG = {
 """Pages whose code takes seconds."""
 
 
-def test_long_pages_are_pages_whose_code_runs():
+def test_long_pages_have_code_that_runs():
     assert LONG.issubset(path.name for path in RUN)
 
 

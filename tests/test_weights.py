@@ -348,7 +348,7 @@ def test_a_damaged_header_never_raises_anything_but_a_refusal(tmp_path, position
     check_weights(found, spec)  # what is not refused must be whole
 
 
-def test_a_header_with_another_number_is_read(tmp_path, weights):
+def test_header_with_a_new_dropout_loads(tmp_path, weights):
     """The control of the test above: not every change of a header is refused."""
     save_weights(tmp_path / "w", weights, SPEC)
     written = (tmp_path / "w").read_bytes()
