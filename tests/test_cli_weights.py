@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from refusals import refuses
-from samples import sample
 
 import parity
 from mha_spec import Llama3Scaling, Rope

@@ -73,10 +73,8 @@ for features, num_heads in ((48, 4), (80, 2), (96, 2)):
     spec = AttentionSpec(features * num_heads, num_heads, rope=ROPE)
     SHAPES[f"heads-of-{features}"] = Case("", spec, "", seq_len=70, is_causal=True)
     SHAPES[f"heads-of-{features}-cached"] = cached(34, spec)
-if not IS_MOCK:
-    # Of 1024 tokens, golden functions say no more than of few, and take half a minute.
-    SHAPES["1024-tokens"] = Case("", AttentionSpec(128, 2), "", batch=1, seq_len=1024, is_causal=True)
-    SHAPES["1024-cached"] = cached(1024, AttentionSpec(128, 2, rope=ROPE), batch=1)
+SHAPES["1024-tokens"] = Case("", AttentionSpec(128, 2), "", batch=1, seq_len=1024, is_causal=True)
+SHAPES["1024-cached"] = cached(1024, AttentionSpec(128, 2, rope=ROPE), batch=1)
 
 
 # A size is in one dtype without a cache, and in the other with one.
