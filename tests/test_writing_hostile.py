@@ -250,7 +250,6 @@ def test_a_specification_of_metadata_has_no_text(folder, capsys):
         assert not Path("attention.py").exists()
 
 
-@sample(12)
 @pytest.mark.parametrize("name", [*CONFIG, "rope_theta", "rope_scaling", "torch_dtype", "hidden_act", "_name_or_path"])
 def test_text_of_a_configuration_stays_data(folder, capsys, name):
     save(folder / "model.safetensors", tensors_of(LAYER))
