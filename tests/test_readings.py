@@ -228,6 +228,23 @@ def test_a_softmax_by_log_sum_exp_is_no_bug():
     assert "log sum exp" in str(diagnosis)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_weights_computed_after_a_kernel_are_right(seed):
+    """Its context has exact sums; its logarithm is that of its own scores, which round in another order."""
+    problem, values = right(GAIN, "float32")
+    rng, unit = np.random.default_rng(seed), np.float32(2.0**-23)
+    recorded = np.where(values["mask"], -np.inf, values["scores"])
+    own = recorded * (1.0 + unit * rng.choice([-1.0, 1.0], recorded.shape)).astype(np.float32)
+    highest = own.max(axis=-1, keepdims=True)
+    logarithm = highest + np.log(np.exp(own - highest).sum(axis=-1, keepdims=True))
+    values["attn_weights"] = np.exp(recorded - logarithm)
+    diagnosis = diagnose(values, problem)
+    assert not diagnosis.is_wrong
+    assert "log sum exp" in str(diagnosis)
+    values["context"] *= np.float32(1.01)
+    assert diagnose(values, problem).stage == "context"
+
+
 def test_the_reference_with_another_choice_is_computed_anew_but_for_float64():
     problem = make_problem(GAIN, "float32")
     first, alone = (Replay(problem, {}, "ieee", choice) for choice in (AS_THE_REFERENCE, LOG_SUM_EXP))

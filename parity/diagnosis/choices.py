@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from parity.core.compare import unit_of_rounding
 from parity.core.reference import Layer
 from parity.core.stages import Values, stage_named
+from parity.core.trace import nudged_values
 from parity.diagnosis.bugs.record import Override
 
 HALF = ("bfloat16", "float16")
@@ -49,14 +51,19 @@ def _kept_softmax(layer: Layer, original: Any, values: Values) -> dict[str, np.n
 
 
 def _log_sum_exp(layer: Layer, original: Any, values: Values) -> dict[str, np.ndarray]:
-    """Return exp(s - log sum exp): the logarithm is as large as the scores, and rounded like them."""
+    """Return exp(s - log sum exp): the logarithm is as large as the scores, and rounded like them.
+
+    It is that of the kernel's own scores, which differ from the recorded ones by their rounding.
+    """
     a = layer.arithmetic
+    own_scores = nudged_values({"scores": values["scores"]}, unit_of_rounding(a.wide.name), np.random.default_rng(0))
     shown = np.where(values["mask"], -np.inf, values["scores"].astype(a.wide))
+    of_kernel = np.where(values["mask"], -np.inf, own_scores["scores"].astype(a.wide))
     sinks = layer.sinks()
-    highest = shown.max(axis=-1, keepdims=True, initial=-np.inf)
+    highest = of_kernel.max(axis=-1, keepdims=True, initial=-np.inf)
     highest = highest if sinks is None else np.maximum(highest, sinks)
     highest = np.where(np.isfinite(highest), highest, 0.0).astype(a.wide)
-    total = np.exp(shown - highest).sum(axis=-1, keepdims=True)
+    total = np.exp(of_kernel - highest).sum(axis=-1, keepdims=True)
     total = total if sinks is None else total + np.exp(sinks - highest)
     with np.errstate(divide="ignore"):
         logarithm = (highest + np.log(total)).astype(a.wide)
@@ -65,13 +72,30 @@ def _log_sum_exp(layer: Layer, original: Any, values: Values) -> dict[str, np.nd
     return {"attn_weights": layer.of_empty_rows(a.keep(np.exp(shown - logarithm)), values["scores"], is_empty)}
 
 
+def _of_exact_sums(layer: Layer, original: Any, values: Values) -> dict[str, np.ndarray]:
+    """Return the context of a kernel that divides by its sums, and whose recorded weights are computed afterwards."""
+    found = original(values)
+    if layer.sinks() is not None:  # which are part of the sums
+        return found
+    a = layer.arithmetic
+    total = a.widen(values["attn_weights"]).sum(axis=-1, keepdims=True)
+    shown = np.where(values["mask"], 0.0, np.abs(values["scores"]))
+    # The logarithm and the scores of the kernel are each off by a unit of rounding of the largest score at most.
+    largest = np.maximum(shown.max(axis=-1, keepdims=True, initial=0.0), 1.0)
+    is_rounded = np.abs(total - 1.0) <= 2.0 * unit_of_rounding(a.wide.name) * largest
+    context = a.widen(found["context"]) / np.where(is_rounded, total, 1.0)
+    return {"context": a.keep(context.astype(a.wide))}
+
+
 AS_THE_REFERENCE = Choice("")
 UNFUSED = Choice("every operation of RoPE and of norms rounds to {dtype}", "unfused")
 SCORES = Choice("scores are kept in {dtype}", "unfused-scores")
 SOFTMAX = Choice(
     "scores, and every step of the softmax, are kept in {dtype}", "unfused-scores", {"attn_weights": _kept_softmax}
 )
-LOG_SUM_EXP = Choice("attention weights are exp(s - log sum exp)", "", {"attn_weights": _log_sum_exp})
+LOG_SUM_EXP = Choice(
+    "attention weights are exp(s - log sum exp)", "", {"attn_weights": _log_sum_exp, "context": _of_exact_sums}
+)
 
 
 def choices_for(dtype: str, observed: Mapping[str, np.ndarray]) -> Iterator[Choice]:

@@ -158,9 +158,11 @@ class _Path:
 def _path(replay: Replay, stages: Sequence[str], found: Bugs, work: Work) -> _Path:
     """Return the shortest way to explain all stages, or one that reaches far: single bugs first, then also pairs."""
     best = _walk(replay, stages, found, work, most=1)
-    if replay.scope.is_quick:
+    if replay.scope.is_quick or not best.unexplained:
         return best
-    if best.unexplained and not work.is_over("pairs of bugs", FOR_BUGS):
+    if stage_named(best.unexplained).path and _repeats_a_loss(replay, best.unexplained, found):
+        return best
+    if not work.is_over("pairs of bugs", FOR_BUGS):
         other = _walk(replay, stages, found, work, most=2)
         if not other.unexplained or stages.index(other.unexplained) > stages.index(best.unexplained):
             return other
