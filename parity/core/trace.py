@@ -192,8 +192,13 @@ class Reference:
         with uncounted(), np.errstate(over="ignore", invalid="ignore"):
             if given is not None or self.problem.case.is_cached or self.problem.sample is not None:
                 values = run_steps(layer.steps(), given)
+            elif self._has_scores:
+                values = layer.forward()
+                values |= of_paths(values)
+            elif self._is_before_scores:
+                values = {**layer.mask({}), **layer.qkv({})}
             else:
-                values = layer.forward() if self._has_scores else reference.without_scores(layer)
+                values = reference.without_scores(layer)
                 values |= of_paths(values)
             if self.with_gradients and given is None:
                 values |= reference.gradients(self.problem, dtype)
@@ -216,6 +221,16 @@ class Reference:
         is_small = case.batch * case.spec.num_heads * case.seq_len * case.key_len <= reference.BLOCK
         return is_small or self.stages is None or any(stage_named(name).quantity in of_scores for name in self.stages)
 
+    @property
+    def _is_before_scores(self) -> bool:
+        """Return whether only stages before the scores are required."""
+        if self.stages is None or self.with_gradients:
+            return False
+        return all(step_of(name)[1] in BEFORE_SCORES for name in self.stages)
+
+
+BEFORE_SCORES = ("mask", "qkv")
+"""The steps of a layer that need no scores."""
 
 OF_A_STEP = {"q": "qkv", "latents": "qkv", "k": "qkv", "v": "qkv", "gate": "qkv"} | {
     f"cache.{name}": "cache" for name in ("latents", "keys", "values", "lengths")

@@ -79,7 +79,8 @@ def _of_exact_sums(layer: Layer, original: Any, values: Values) -> dict[str, np.
         return found
     a = layer.arithmetic
     total = a.widen(values["attn_weights"]).sum(axis=-1, keepdims=True)
-    shown = np.where(values["mask"], 0.0, np.abs(values["scores"]))
+    scores = values["scores"][:, :, : total.shape[2]]  # a sample has scores of more rows
+    shown = np.where(values["mask"], 0.0, np.abs(scores))
     # The logarithm and the scores of the kernel are each off by a unit of rounding of the largest score at most.
     largest = np.maximum(shown.max(axis=-1, keepdims=True, initial=0.0), 1.0)
     is_rounded = np.abs(total - 1.0) <= 2.0 * unit_of_rounding(a.wide.name) * largest
