@@ -751,7 +751,10 @@ def test_an_interrupt_when_all_is_in_its_place_undoes_nothing(tmp_path, monkeypa
 
 
 FILL_THE_DISK = """
-import resource, sys
+import resource
+import sys
+
+sys.dont_write_bytecode = True  # Python leaves half a file if it cannot write it
 import numpy as np
 from parity.files import write_tensors
 
@@ -1237,7 +1240,10 @@ def something_else(path, kind):
 # ---- Memory ----------------------------------------------------------------------------------------------------------
 
 CONVERT = """
-import resource, sys
+import resource
+import sys
+
+sys.dont_write_bytecode = True  # Python leaves half a file if it cannot write it
 import numpy as np
 from parity.files import open_tensors, write_tensors
 from parity.files.target import BEFORE, SCRATCH

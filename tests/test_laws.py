@@ -150,7 +150,7 @@ def test_a_slice_is_wrong_though_some_of_its_elements_agree():
 def test_nothing_is_wrong_within_the_budget():
     expected, rng = drawn("q", 0)
     findings = described("q", expected, expected, rng)
-    assert (findings.where, findings.laws, findings.signs) == ("nowhere", (), ())
+    assert (findings.where, findings.laws, findings.signs) == ("no single element is over its budget", (), ())
 
 
 def test_what_only_all_elements_together_show_has_a_place():
@@ -431,7 +431,7 @@ def test_any_order_of_any_axis_is_found(stage, axis, seed):
     order = rng.permutation(expected.shape[axis])
     findings = described(stage, np.take(expected, order, axis=axis), expected, rng)
     if np.array_equal(order, np.arange(len(order))):
-        assert findings.where == "nowhere"
+        assert findings.where == "no single element is over its budget"
         return
     (law,) = findings.found
     assert law.name == "order"

@@ -113,7 +113,10 @@ def test_paths_that_are_no_separate_files_are_refused(tmp_path):
 
 
 LIMITED = """
-import resource, sys
+import resource
+import sys
+
+sys.dont_write_bytecode = True  # Python leaves half a file if it cannot write it
 from parity.cli.main import main
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))

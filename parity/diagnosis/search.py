@@ -257,7 +257,7 @@ def _explain(replay: Replay, stages: Sequence[str], stage: str, found: Bugs, wor
         fitting = sorted(fitting, key=lambda added: place[added[0]])
     if len(fitting) > 1:
         fitting = sorted(fitting, key=lambda added: len(replay.wrong(stages, (*found, *added))))
-    # Of the forms of a bug, the one that explains the most.
+    # Keep the form of each bug that explains the most.
     best = dict[frozenset[str], Bugs]()
     for added in fitting:
         best.setdefault(frozenset(bug.name for bug in added), added)
