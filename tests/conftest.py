@@ -3,7 +3,8 @@
 import functools
 import gc
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -137,6 +138,16 @@ def pytest_unconfigure() -> None:
 def rng() -> np.random.Generator:
     """Random number generator with a fixed seed."""
     return np.random.default_rng(0)
+
+
+@pytest.fixture
+def importable_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder whose modules can be imported during the test."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    for name, module in list(sys.modules.items()):
+        if Path(getattr(module, "__file__", None) or "/").is_relative_to(tmp_path):
+            del sys.modules[name]
 
 
 @pytest.fixture

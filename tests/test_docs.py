@@ -212,17 +212,16 @@ def test_long_pages_have_code_that_runs():
     RUN,
     ids=lambda path: path.name,
 )
-def test_the_code_of_a_page_runs(path, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_the_code_of_a_page_runs(path, importable_folder, monkeypatch):
+    monkeypatch.chdir(importable_folder)
     names = {"__name__": "page"}
     for language, block in blocks_of(path):
         if not is_run(language, block):
             continue
         if language == "python":
-            run_code(path, block, names, tmp_path)
+            run_code(path, block, names, importable_folder)
         elif os.name == "posix":
-            printed = run_session(block, tmp_path)
+            printed = run_session(block, importable_folder)
             assert shows(commands_of(block)[1], printed), (
                 f"run `python tests/test_docs.py {path.name}` to update it:\n{printed}"
             )

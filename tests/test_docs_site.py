@@ -7,7 +7,6 @@ import re
 import runpy
 import shlex
 import subprocess
-import sys
 import tomllib
 from collections import Counter
 from dataclasses import fields
@@ -567,12 +566,10 @@ def test_ci_recipe_commands_parse(ci_page, pytestconfig):
     assert programs == {"pip": 2, "mha-parity": 3, "pytest": 2}
 
 
-def test_ci_recipe_test_passes(ci_page, tmp_path, monkeypatch):
+def test_ci_recipe_test_passes(ci_page, importable_folder):
     for code in re.findall(r"^```python\n(.*?)^```$", ci_page, re.MULTILINE | re.DOTALL):
-        (tmp_path / code.split()[1]).write_text(code, "utf-8")  # the first line names the file
-    monkeypatch.syspath_prepend(str(tmp_path))
-    names = runpy.run_path(str(tmp_path / "test_attention.py"))
-    monkeypatch.delitem(sys.modules, "attention")
+        (importable_folder / code.split()[1]).write_text(code, "utf-8")  # the first line names the file
+    names = runpy.run_path(str(importable_folder / "test_attention.py"))
     names["test_the_layer"](parity.assert_parity)
 
 
