@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Result:
     """Run the checks, and print the matrix."""
-    from parity.conformance.answers import exit_status
+    from parity.conformance.answers import exit_status, unexamined_dtypes
     from parity.conformance.discover import load_callable, load_params
     from parity.conformance.examine import examine, examine_peers
     from parity.conformance.peers import PEERS
@@ -93,5 +93,5 @@ def run(options: argparse.Namespace) -> Result:
         return shlex.join([*words, "--checks", question])
 
     print_conformance(found, console(), again)
-    not_examined = {subject.name: subject.not_examined for subject in found if subject.not_examined}
-    return exit_status(found), {"packages": installed(), "subjects": found, "not_examined": not_examined}
+    content = {"packages": installed(), "subjects": found, "not_examined": unexamined_dtypes(found)}
+    return exit_status(found), content

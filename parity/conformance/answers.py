@@ -188,10 +188,15 @@ class Conformance(JsonRecord):
         return [dtype for dtype in self.requested[1:] if dtype not in examined and not self.missing]
 
 
+def unexamined_dtypes(found: Sequence[Conformance]) -> dict[str, list[str]]:
+    """Return the requested dtypes that no question examined, by the name of the subject; empty if there are none."""
+    return {subject.name: subject.not_examined for subject in found if subject.not_examined}
+
+
 def exit_status(found: Sequence[Conformance]) -> int:
     """Return 1 if a promise is broken; 2 if no question applied, or none to a requested dtype; otherwise 0."""
     if any(subject.broken for subject in found):
         return 1
-    if any(subject.not_examined for subject in found):
+    if unexamined_dtypes(found):
         return 2
     return 0 if any(answer.was_asked for subject in found for answer in subject.answers) else 2

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from parity.core.compare import SAME_PRECISION, Judgement, judged
+from parity.core.compare import SAME_PRECISION, Judgement, judged, norms_of
 from parity.core.stages import stage_named
 from parity.core.weights import dtype_named, is_floating
 from parity.diagnosis.bugs import FIDELITIES
@@ -54,7 +54,7 @@ def lost_in_products(replay: Replay, before: Mapping[str, Judgement], wrong: Seq
         if all(any(_falls(replay, stage, x) for x in forms) for stage, forms in with_loss.items()):
             ratio = max(replay.judgement(stage, (), kind=kind).ratio for stage in wrong)
             record = ((bug.name,), bug.about, (bug.fix,), (bug.page,))
-            left = min(replay.distance(first, x, "rms") for x in with_loss[first])
+            left = min(_rms_left(replay, first, x) for x in with_loss[first])
             return Explanation(first, tuple(wrong), *record, before[first].error, left, ratio, before[first].ratio)
     return None
 
@@ -66,6 +66,13 @@ def _of_the_layer(stages: Sequence[str]) -> list[str]:
 def _falls(replay: Replay, stage: str, with_loss: np.ndarray) -> bool:
     """Return True if the reference with a loss of precision leaves a small share of the error of a stage."""
     return replay.distance(stage, with_loss) <= SHARE_LEFT * replay.distance(stage, replay.stage(stage))
+
+
+def _rms_left(replay: Replay, stage: str, with_loss: np.ndarray) -> float:
+    """Return the root mean square of the error that the reference with a loss of precision leaves, for the report."""
+    actual, expected = replay.compared(stage, with_loss)
+    left = actual.astype(np.float64) - expected
+    return norms_of(left, np.isfinite(left))["rms"]
 
 
 def lost_in_dtype(replay: Replay, before: Mapping[str, Judgement], wrong: Sequence[str]) -> Explanation | None:
@@ -96,7 +103,7 @@ def lost_in_dtype(replay: Replay, before: Mapping[str, Judgement], wrong: Sequen
         about = f"the whole layer is computed in {dtype} and cast back"
         fix = f"compute the layer in {replay.problem.dtype}, outside of autocast, or compare in that dtype"
         record = ((f"layer-in-{dtype}",), about, (fix,), ("low-precision",))
-        left = replay.distance(wrong[0], replay.stage(wrong[0], narrow, dtype), "rms")
+        left = _rms_left(replay, wrong[0], replay.stage(wrong[0], narrow, dtype))
         return Explanation(wrong[0], tuple(own), *record, first.error, left, max(shares), first.ratio)
     return None
 

@@ -366,21 +366,20 @@ class Replay:
         """Return an observed stage and its expected values without the cells that are not compared."""
         return _compared_cells(self.observed[stage], expected, self._masked.get(stage), stage)
 
-    def distance(self, stage: str, expected: np.ndarray, norm: str = "mean") -> float:
-        """Return the difference of an observed stage from expected values, without the cells that are not compared.
+    def distance(self, stage: str, expected: np.ndarray) -> float:
+        """Return the mean absolute difference of an observed stage, without the cells that are not compared.
+
+        A number in the middle between two narrower ones may be rounded either way. A few such numbers decide the
+        largest difference, but not the mean.
 
         Args:
             stage: the stage.
             expected: values of its shape.
-            norm: `mean` of the absolute differences, or `rms`. A number in the middle between two narrower ones may
-                be rounded either way; a few such numbers decide the largest difference, but not the mean.
         """
         actual, expected = self.compared(stage, expected)
         difference = np.abs(actual.astype(np.float64) - expected)
         difference = difference[np.isfinite(difference)]
-        if not difference.size:
-            return 0.0
-        return float(np.mean(difference) if norm == "mean" else np.sqrt(np.mean(difference**2)))
+        return float(np.mean(difference)) if difference.size else 0.0
 
     def _actual(self, stage: str, expected: np.ndarray) -> np.ndarray:
         """Return an observed stage, with the expected values in cells that are not compared."""

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Column
 from rich.text import Text
 
-from parity.conformance.answers import Answer, Conformance
+from parity.conformance.answers import Answer, Conformance, unexamined_dtypes
 from parity.reporting.console import print_table
 from parity.text import and_listed, counted
 
@@ -54,7 +54,7 @@ def print_conformance(found: Sequence[Conformance], out: Console, again: Callabl
     done, broken = sum(answer.was_asked for _, answer in answers), sum(answer.is_broken for _, answer in answers)
     verdict = counted(broken, "broken guarantee") if broken else "no broken guarantees" if done else "nothing to check"
     words = f"{counted(len(examined), 'target')} examined, {done} of {len(answers)} checks answered: {verdict}"
-    gaps = {subject.name: subject.not_examined for subject in examined if subject.not_examined}
+    gaps = unexamined_dtypes(examined)
     for name, dtypes in gaps.items():
         out.print(Text(f"{name}: no check examined {and_listed(dtypes)}", style="bold red"), soft_wrap=True)
     if gaps:

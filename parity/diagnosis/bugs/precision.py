@@ -257,14 +257,19 @@ def low_products(case: Case) -> Iterator[Bug]:
                 yield replace(bug, in_reference=_of_products(cut, scales_queries=True), is_loss=True)
 
 
-def _products_of_scaled_queries(layer: Layer, _: Override, values: Values) -> np.ndarray:
-    """Scale the queries instead of the products: other bits are lost, unless the scale is a power of two."""
-    a = layer.arithmetic
-    scaled = a.widen(values["q"]) / a.wide.type(layer.scale())
-    return a.between_scores(layer.by_group(scaled, a.widen(values["k"]).swapaxes(2, 3)))
+def _scaled_queries(layer: Layer, values: Values) -> np.ndarray:
+    return layer.arithmetic.widen(values["q"]) / layer.arithmetic.wide.type(layer.scale())
 
 
-SCALED_QUERIES = Changed({"products": _products_of_scaled_queries})
+def _products_of_scaled(layer: Layer, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    return layer.arithmetic.between_scores(layer.by_group(queries, keys.swapaxes(2, 3)))
+
+
+def _scales_queries(layer: Layer, _: Override, values: Values) -> np.ndarray:
+    return _products_of_scaled(layer, _scaled_queries(layer, values), layer.arithmetic.widen(values["k"]))
+
+
+SCALED_QUERIES = Changed({"products": _scales_queries})
 """Scales queries before their product with the keys, as many implementations do."""
 
 
@@ -284,10 +289,9 @@ def _of_products(cut: Cut, *, scales_queries: bool = False) -> Overrides:
         return override
 
     def of_scaled_queries(layer: Layer, _: Override, values: Values) -> np.ndarray:
-        a = layer.arithmetic
-        q = _rounded(layer, a.widen(values["q"]) / a.wide.type(layer.scale()), cut)
-        k = _rounded(layer, a.widen(values["k"]), cut)
-        return a.between_scores(layer.by_group(q, k.swapaxes(2, 3)))
+        queries = _rounded(layer, _scaled_queries(layer, values), cut)
+        keys = _rounded(layer, layer.arithmetic.widen(values["k"]), cut)
+        return _products_of_scaled(layer, queries, keys)
 
     products = of_scaled_queries if scales_queries else of("q", "k")
     return {"linear": linear, "products": products, "weighed": of("attn_weights", "v")}
