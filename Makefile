@@ -31,15 +31,15 @@ test: .venv/installed
 # Without a card: on the mock of a board.
 test-tt: .venv-tt/installed
 	rm -f build/tt-*.xml
-	$(IF_TT) MHA_TT_MOCK=n150 $(BIN_TT)/pytest -m 'not thorough' tests/tt --confcutdir tests/tt $(TWO_WORKERS) --junit-xml build/tt-n150.xml
+	$(IF_TT) MHA_TT_MOCK=n150 $(BIN_TT)/pytest -m 'not thorough' tests/siblings/mha_tt $(TWO_WORKERS) --junit-xml build/tt-n150.xml
 
 # The rest: thorough tests, and rows outside of samples. Also tests of tt that depend on the board, on a second one, which
 # accepts other programs, and on which recordings were made.
 test-thorough: export SAMPLES := all
 test-thorough: .venv/installed .venv-tt/installed
 	$(BIN)/pytest -m thorough $(TWO_WORKERS)
-	$(IF_TT) MHA_TT_MOCK=n150 $(BIN_TT)/pytest -m thorough tests/tt --confcutdir tests/tt $(TWO_WORKERS) --junit-xml build/tt-thorough.xml
-	$(IF_TT) MHA_TT_MOCK=p150 $(BIN_TT)/pytest -m board tests/tt --confcutdir tests/tt $(TWO_WORKERS) --junit-xml build/tt-p150.xml
+	$(IF_TT) MHA_TT_MOCK=n150 $(BIN_TT)/pytest -m thorough tests/siblings/mha_tt $(TWO_WORKERS) --junit-xml build/tt-thorough.xml
+	$(IF_TT) MHA_TT_MOCK=p150 $(BIN_TT)/pytest -m board tests/siblings/mha_tt $(TWO_WORKERS) --junit-xml build/tt-p150.xml
 
 # Tests that hardly any change here breaks: a thousand ports as others write them, and facts about other libraries.
 # .github/workflows/nightly.yml runs them each night, and .ci/run does not.
@@ -49,7 +49,7 @@ nightly: .venv/installed
 # mha_torch's kernels for CUDA, with whichever Python has a torch for it, and every case there. CI has no GPU.
 test-cuda:
 	$(PYTHON) -m parity run --backends torch --device cuda --dtypes float32,bfloat16,float16 --grad --quiet
-	$(PYTHON) -m pytest tests/cuda --confcutdir tests/cuda
+	$(PYTHON) -m pytest tests/cuda
 
 # Every case on a GPU, then the speed compared with the framework's kernels, with counts of kernels, copies and waits. JAX
 # takes part if it has a GPU. Without a GPU the first command raises an error.
@@ -67,7 +67,7 @@ sim: .venv-tt/installed
 	@[ -n "$(SIMULATOR)" ] || { echo "SIMULATOR must be given: make sim SIMULATOR=/path/libttsim_bh.so (or wolfpine)" >&2; exit 2; }
 	@mkdir -p build
 	tools/tt-simulator "$(SIMULATOR)" $(SIM_OPTIONS) > build/tt-simulator.environment
-	if [ "$(SIMULATOR)" = wolfpine ]; then set -- pytest tests/tt/test_kernels.py --confcutdir tests/tt; \
+	if [ "$(SIMULATOR)" = wolfpine ]; then set -- pytest tests/siblings/mha_tt/test_kernels.py; \
 	else set -- mha-parity run --backends tt $(CASES); fi; \
 	. build/tt-simulator.environment; command=$$1; shift; $(BIN_TT)/$$command "$$@"
 

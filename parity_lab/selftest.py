@@ -46,7 +46,7 @@ from parity.reporting.console import print_table
 from parity_lab.injections import Injection, bug_to_inject, bugs_to_inject, plan_of
 
 SELFTESTED = [name for name, backend in BACKENDS.items() if backend.has_all_bugs]
-"""Backends that support all bugs. Only masks of mha_tt are arrays: tests/tt injects a few bugs there."""
+"""Backends that support all bugs. Only masks of mha_tt are arrays: `tests/siblings/mha_tt` injects a few bugs there."""
 
 HOLDERS = (
     *(

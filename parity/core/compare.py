@@ -40,7 +40,7 @@ FACTOR = 4.0
 """Tolerance as a multiple of the same-precision reference's error (for stages with few elements see `factor`).
 
 Rounding errors of correct implementations vary by chance. `docs/explanation/error-budget.md` reports the share that
-torch and JAX on a CPU need. `tests/test_compare.py` tests the errors that it still detects.
+torch and JAX on a CPU need. `tests/parity/core/test_compare.py` tests the errors that it still detects.
 """
 
 TENSIX_FLOOR = {"float32": 2.0**-9, "bfloat16": 2.0**-8}

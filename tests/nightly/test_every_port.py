@@ -1,6 +1,6 @@
 """Ports of tests/wild: all are audited by plain arithmetic; right ones are diagnosed, and some of the wrong ones.
 
-tests/test_wild.py has twenty of them in `make test`.
+tests/parity/diagnosis/test_wild.py has twenty of them in `make test`.
 """
 
 import json
@@ -9,10 +9,10 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import ROOT
 from wild.accepted import ACCEPTED
 from wild.audit import is_right, measured
 from wild.how import How
@@ -22,7 +22,6 @@ from wild.sets import BUGS, CASES, RIGHTS
 
 from parity.diagnosis.bugs import bugs_for, page_by_bug
 
-ROOT = Path(__file__).parents[2]
 SOME = slice(None, None, 24)
 """Of each set of wrong ports; `tools/diagnosis-rates` diagnoses all."""
 

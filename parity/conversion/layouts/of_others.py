@@ -1,7 +1,7 @@
 """Layouts of libraries that train and serve large models, as tables; `layout` explains the fields.
 
 Derived from the named sources as of August 2026. None of these modules is run here:
-`tests/test_layouts_of_others.py` has the equations in which they use their tensors.
+`tests/parity/conversion/test_layouts_of_others.py` has the equations in which they use their tensors.
 """
 
 from __future__ import annotations

@@ -1,0 +1,452 @@
+"""A program: what layers compute on four processes of torch, written to found.pt in the folder that it is given.
+
+Facts, for tests/siblings/mha_torch/test_sharded.py to judge, which imports the layers from here.
+"""
+
+import sys
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import mha_torch
+import parity
+from helpers.programs import rings
+from helpers.programs.rings import error_of
+from mha_spec import Alibi, AttentionSpec, Gate, Latent, Norm, RelativeBias, Rope
+from mha_torch import parallel
+
+PROCESSES = 4
+BATCH, SEQ_LEN, CAPACITY = 3, 6, 9
+LENGTHS = [6, 4, 1]  # of the sequences, ragged
+STEPS = 3
+SEED = 5
+
+EVERYTHING = AttentionSpec(
+    *(32, 8),
+    num_kv_heads=4,
+    head_dim=6,
+    value_head_dim=10,
+    rope=Rope(),
+    qk_norm=Norm("layer", per_head=True, bias=True),
+    v_norm=Norm(),
+    gate=Gate(per_head=True, bias=True),
+    sinks=True,
+    relative_bias=RelativeBias(8, 8),
+)
+LATENT = AttentionSpec(32, 8, head_dim=8, value_head_dim=6, latent=Latent(12, 4, q_rank=10), gate=Gate())
+WIDE = Norm("layer", over="width", bias=True)
+SPECS = {
+    "textbook": AttentionSpec(32, 8),
+    "grouped": AttentionSpec(32, 8, num_kv_heads=4, head_dim=8, rope=Rope(), qkv_bias=False, out_bias=False),
+    "shared-keys": AttentionSpec(32, 8, num_kv_heads=2, rope=Rope(), qk_norm=Norm(), v_norm=Norm()),
+    "one-key": AttentionSpec(32, 8, num_kv_heads=1, head_dim=8),
+    "parts-of-groups": AttentionSpec(48, 12, num_kv_heads=3, sinks=True),
+    "everything": EVERYTHING,
+    "alibi": AttentionSpec(48, 12, num_kv_heads=4, alibi=Alibi(scaled=True)),
+    "width": AttentionSpec(32, 8, num_kv_heads=4, head_dim=6, rope=Rope(), qk_norm=Norm(over="width", weight="1+w")),
+    "width-shared-keys": AttentionSpec(32, 8, num_kv_heads=2, qk_norm=WIDE, v_norm=Norm(over="width", weight=None)),
+    "width-parts-of-groups": AttentionSpec(48, 12, num_kv_heads=3, clip_qkv=1.5, qk_norm=WIDE, v_norm=WIDE),
+    "capped": AttentionSpec(32, 8, soft_cap=2.0, window_size=3, clip_qkv=1.5),
+    "no-out-proj": AttentionSpec(32, 8, num_kv_heads=4, out_proj=False),
+    "latent": LATENT,
+    "latent-rope": replace(LATENT, rope=Rope(rotary_dim=4, rotated="last"), latent=Latent(12, 4)),
+}
+SHARED = ("shared-keys", "one-key", "parts-of-groups", "width-shared-keys", "width-parts-of-groups")
+DIVIDED = {
+    2: [name for name in SPECS if name not in SHARED[:-2]],
+    4: ["everything", *SHARED],
+}
+"""Layers that so many processes divide. Two do for most; four have layers whose keys some of them share."""
+
+RINGS = rings.RINGS | {name: SPECS[name] for name in ("everything", "latent-rope")}
+"""Layers whose tokens are divided."""
+
+FULLY_SHARDED = {name: SPECS[name] for name in ("shared-keys", "everything", "latent", "width-shared-keys")}
+FULLY_SHARDED["fused"] = AttentionSpec(32, 8, num_kv_heads=2, fused_qkv=True)
+
+
+@dataclass(frozen=True)
+class Here:
+    """The process's part: which of so many, in a dimension of a mesh."""
+
+    mesh: object = None
+    size: int = 1
+    rank: int = 0
+
+    def of_heads(self, x, axis):
+        """The part of its own heads."""
+        return x.tensor_split(self.size, axis)[self.rank]
+
+    def whole(self, x, axis):
+        """What all have, heads side by side; of a distributed tensor all of it."""
+        if hasattr(x, "full_tensor"):
+            return x.full_tensor().clone()  # which waits for what is under way
+        if self.size == 1:
+            return x
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(parts, x.contiguous(), group=self.mesh.get_group())
+        return torch.cat(parts, axis)
+
+
+def make(kind, spec, dtype=torch.float32):
+    """A layer with weights that are the same in every process, none of them 0 or 1."""
+    torch.manual_seed(0)
+    layer = kind(spec)
+    with torch.no_grad():
+        for weight in layer.parameters():
+            weight += 0.1 * torch.randn(weight.shape)
+    return layer.to(dtype)
+
+
+def random(*shape, dtype=torch.float32, seed=1):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def trained(layer, here=None, dtype=torch.float32, **options):
+    """Forward and backward: the output, and every gradient."""
+    here, spec = here or Here(), layer.full_spec
+    x = random(BATCH, SEQ_LEN, spec.d_in, dtype=dtype).requires_grad_()
+    bias = random(1, spec.num_heads, SEQ_LEN, SEQ_LEN, dtype=dtype, seed=2)
+    options = {"is_causal": True, "key_padding_lengths": LENGTHS, "bias": here.of_heads(bias, 1), **options}
+    output, attn_weights = layer(x, **options)
+    cotangent = random(BATCH, SEQ_LEN, spec.output_width, dtype=dtype, seed=3)
+    if not spec.out_proj:
+        cotangent = here.of_heads(cotangent, -1)
+    (output * cotangent).sum().backward()
+    output = output.detach().clone()  # which waits for what is under way
+    found = {"output": output if spec.out_proj else here.whole(output, -1), "grad_x": x.grad.clone()}
+    if attn_weights is not None:
+        found["attn_weights"] = here.whole(attn_weights.detach(), 1)
+    return found | {f"grad_{name}": here.whole(held.grad, 0) for name, held in layer.named_parameters()}
+
+
+@torch.no_grad()
+def decoded(layer, here=None, dtype=torch.float32, cache=None):
+    """A ragged prompt, then a few steps: all outputs, and what the cache holds of the process's heads."""
+    here, spec, found = here or Here(), layer.full_spec, {}
+    x = random(BATCH, SEQ_LEN + STEPS, spec.d_in, dtype=dtype)
+    cache = layer.init_cache(BATCH, CAPACITY) if cache is None else cache
+    found["prompt"], cache = layer(x[:, :SEQ_LEN], cache, new_lengths=LENGTHS)
+    for step in range(STEPS):
+        found[f"step_{step}"], cache = layer(x[:, SEQ_LEN + step, None], cache)
+    found = {name: output.clone() if spec.out_proj else here.whole(output, -1) for name, output in found.items()}
+    return found, {name: tuple(x.shape) for name, x in cache.slots.items()}
+
+
+def cached_kind(spec):
+    return mha_torch.MultiHeadAttentionWithCache if spec.latent is None else mha_torch.MultiHeadLatentAttention
+
+
+def usual_plan(spec, **options):
+    """As every tutorial has it: without what goes with the heads."""
+    found = {name: ColwiseParallel(**options) for name in ("q_proj", "k_proj", "v_proj")}
+    return found | ({"out_proj": RowwiseParallel()} if spec.out_proj else {})
+
+
+# ---- What is asked ---------------------------------------------------------------------------------------------------
+
+
+def by_shard(here):
+    """Layers, their heads divided by `parallel.shard`."""
+    found = {}
+    for name in DIVIDED[here.size]:
+        spec = SPECS[name]
+        layer = parallel.shard(make(mha_torch.MultiHeadAttention, spec), here.mesh, heads="heads")
+        found[name] = trained(layer, here), {name: tuple(x.to_local().shape) for name, x in layer.named_parameters()}
+        layer = parallel.shard(make(cached_kind(spec), spec), here.mesh, heads="heads")
+        found[f"{name}/decoded"] = decoded(layer, here)
+    layer = parallel.shard(make(mha_torch.MultiHeadAttention, EVERYTHING), here.mesh, heads="heads")
+    return found | {"with weights": trained(layer, here, need_weights=True)}
+
+
+def moved(here):
+    """How often each collective is called, forward and backward."""
+    found = {}
+
+    def counts_of(mode):
+        return {str(name).rpartition(".")[2]: count for name, count in mode.get_comm_counts().items()}
+
+    def counted(name, layer, x=None):
+        x = random(BATCH, 8, 32).requires_grad_() if x is None else x
+        with CommDebugMode() as forward:
+            output, _ = layer(x)
+        with CommDebugMode() as backward:
+            output.sum().backward()
+        x.grad.clone()  # which waits for what is under way
+        found[name] = counts_of(forward), counts_of(backward)
+
+    for name in ("textbook", "grouped", "everything", "latent", "no-out-proj", "width"):
+        counted(name, parallel.shard(make(mha_torch.MultiHeadAttention, SPECS[name]), here.mesh, heads="heads"))
+    spec = SPECS["textbook"]
+    # As of a layer in a model: without being told, FSDP keeps the weights of the outermost module.
+    layer = fully_shard(make(mha_torch.MultiHeadAttention, spec), mesh=here.mesh, reshard_after_forward=True)
+    counted("fully sharded", layer)
+    layer = make(mha_torch.MultiHeadAttention, spec)
+    counted("data parallel", DistributedDataParallel(layer, process_group=here.mesh.get_group()))
+    layer = make(mha_torch.MultiHeadAttention, spec)
+    plan = {**parallel.plan(layer), "out_proj": RowwiseParallel(output_layouts=Shard(1), use_local_output=False)}
+    x = distribute_tensor(random(BATCH, 8, spec.d_in), here.mesh, [Shard(1)]).requires_grad_()
+    counted("tokens divided outside", parallelize_module(layer, here.mesh, plan), x=x)
+    layer = parallel.shard(make(mha_torch.MultiHeadAttentionWithCache, spec), here.mesh, heads="heads")
+    cache = layer.init_cache(BATCH, CAPACITY)
+    with torch.no_grad(), CommDebugMode() as mode:
+        layer(random(BATCH, 1, spec.d_in), cache)[0].clone()
+    found["a step"] = counts_of(mode), {}
+    return found
+
+
+GIVEN = AttentionSpec(32, 8, num_kv_heads=4)
+NORMED = replace(GIVEN, qk_norm=Norm(over="width"))
+
+
+def given(layer, place=lambda x: x, dtype=torch.float32):
+    """Output and gradients of a layer that is given more than tokens, each as `place` gives it."""
+    mask = random(BATCH, 8, SEQ_LEN, SEQ_LEN, seed=1) > 1
+    inputs = {"x": random(BATCH, SEQ_LEN, 32, dtype=dtype), "bias": random(8, SEQ_LEN, SEQ_LEN, seed=2, dtype=dtype)}
+    leaves = {name: place(x).requires_grad_() for name, x in inputs.items()}
+    lengths = place(torch.tensor(LENGTHS))
+    output = layer(leaves["x"], bias=leaves["bias"], mask=place(mask), key_padding_lengths=lengths, is_causal=True)
+    output.square().sum().backward()
+    grads = {name: x.grad.full_tensor() if hasattr(x.grad, "full_tensor") else x.grad for name, x in leaves.items()}
+    return {"output": output.detach().clone(), **{f"grad_{name}": grad.clone() for name, grad in grads.items()}}
+
+
+def rows_not_finite(layer, heads=slice(None)):
+    """Which rows of the output are not finite where one token is not, and the first head alone sees it."""
+    x, hides = random(1, SEQ_LEN, 32), torch.zeros(1, 8, SEQ_LEN, SEQ_LEN, dtype=torch.bool)
+    x[:, 2], hides[:, 1:, :, 2] = torch.nan, True
+    output = layer(x.requires_grad_(), mask=hides[:, heads], is_causal=True)
+    output[:, :2].sum().backward()
+    assert all(held.grad.isfinite().all() for held in layer.parameters())  # nobody asked for the rows that see it
+    return (~output.isfinite()).any(-1)[0]
+
+
+def rows_out_of_range(here=None):
+    """The same where the first key head alone passes the range of float32, and the heads that see it hide that token:
+    all others share its norm."""
+    here, layer = here or Here(), make(mha_torch.MultiHeadSelfAttention, NORMED)
+    with torch.no_grad():
+        layer.k_proj.weight[: NORMED.head_dim] *= 1e25
+    if here.mesh is not None:
+        parallel.shard(layer, here.mesh, heads="heads")
+    x, hides = random(1, SEQ_LEN, 32), torch.zeros(1, 8, SEQ_LEN, SEQ_LEN, dtype=torch.bool)
+    x[:, 2] *= 1e15
+    hides[:, :2, :, 2] = True
+    output = layer(x.requires_grad_(), mask=here.of_heads(hides, 1), is_causal=True)
+    output[:, :2].sum().backward()
+    assert all(here.whole(held.grad, 0).isfinite().all() for held in layer.parameters())
+    return (~output.isfinite()).any(-1)[0].int()
+
+
+def beside(here):
+    """What may be given beside local tokens, and what may be done with a divided layer."""
+    layer = parallel.shard(make(mha_torch.MultiHeadSelfAttention, GIVEN), here.mesh, heads="heads")
+    found = {"given": given(layer, lambda x: distribute_tensor(x, here.mesh, [Replicate()]))}
+    layer.zero_grad()
+    count = 8 // here.size
+    rows = {
+        "not finite": rows_not_finite(layer, slice(here.rank * count, (here.rank + 1) * count)).int(),
+        "out of range": rows_out_of_range(here),
+    }
+    for name, own in rows.items():
+        found[name] = [torch.empty_like(own) for _ in range(here.size)]
+        dist.all_gather(found[name], own, group=here.mesh.get_group())
+    normed = parallel.shard(make(mha_torch.MultiHeadSelfAttention, NORMED), here.mesh, heads="heads")
+    x = random(BATCH, SEQ_LEN, 32)
+    for name, each in {"compiled": layer, "compiled norms": normed}.items():
+        found[name] = []
+        for f in (torch.compile(each, backend="eager", fullgraph=True), each):
+            leaf = x.clone().requires_grad_()
+            output = f(leaf, is_causal=True)
+            output.square().sum().backward()
+            found[name] += [torch.cat([output.detach(), leaf.grad])]
+    layer = make(mha_torch.MultiHeadAttentionWithCache, GIVEN)
+    whole = layer(x, layer.init_cache(BATCH, CAPACITY), new_lengths=LENGTHS)[0]
+    plan = parallel.plan(layer) | {"out_proj": RowwiseParallel(use_local_output=False)}
+    layer = parallelize_module(layer, here.mesh, plan)
+    output, _ = layer(x, layer.init_cache(BATCH, CAPACITY), new_lengths=LENGTHS)
+    return found | {"ragged": [output.full_tensor().detach().clone(), whole.detach().clone()]}
+
+
+def refused(here):
+    """What each process says of layers that cannot be divided so."""
+    x = random(BATCH, SEQ_LEN, 32)
+
+    def divided(name):
+        return parallel.shard(make(mha_torch.MultiHeadAttention, SPECS[name]), here.mesh, heads="heads")
+
+    def said_by(spec, plan=None, **options):
+        layer = make(mha_torch.MultiHeadAttention, spec)
+        if plan is None:
+            return error_of(lambda: parallel.shard(layer, here.mesh, heads="heads"))
+        layer = parallelize_module(layer, here.mesh, plan(spec))
+        return error_of(lambda: layer(x, **options))
+
+    def packed(_):
+        return {"qkv_proj": ColwiseParallel(), "out_proj": RowwiseParallel()}
+
+    def one_left_out(name):
+        return lambda spec: {key: style for key, style in usual_plan(spec).items() if key != name}
+
+    def of_latents(_):
+        return {name: ColwiseParallel() for name in ("q_proj", "kv_b_proj")} | {"out_proj": RowwiseParallel()}
+
+    return {
+        "uneven": said_by(AttentionSpec(32, 9, head_dim=4)),
+        "fused_qkv": said_by(AttentionSpec(32, 8, fused_qkv=True)),
+        "shared_kv": said_by(AttentionSpec(32, 8, shared_kv=True)),
+        "shared keys with norms of their own": said_by(
+            AttentionSpec(32, 8, num_kv_heads=1, qk_norm=Norm(per_head=True))
+        ),
+        "outputs dropped": said_by(AttentionSpec(32, 8, output_dropout=0.1)),
+        "divided already": error_of(lambda: parallel.shard(divided("textbook"), here.mesh, heads="heads")),
+        "no such dimension": error_of(
+            lambda: parallel.shard(make(mha_torch.MultiHeadAttention, SPECS["textbook"]), here.mesh, heads="tensor")
+        ),
+        "no layer of ours": error_of(lambda: parallel.plan(nn.Linear(2, 2))),
+        "by hand": said_by(SPECS["grouped"], usual_plan),
+        "by hand, distributed": said_by(SPECS["grouped"], partial(usual_plan, use_local_output=False)),
+        "by hand, some projections": said_by(SPECS["grouped"], one_left_out("q_proj")),
+        "by hand, whole output": said_by(
+            SPECS["textbook"],
+            lambda spec: {
+                name: style
+                for name, style in parallel.plan(mha_torch.MultiHeadAttention(spec)).items()
+                if name != "out_proj"
+            },
+        ),
+        "by hand, fused_qkv": said_by(AttentionSpec(32, 8, fused_qkv=True), packed),
+        "norm over the width left out": said_by(
+            SPECS["width"],
+            lambda spec: {
+                name: style
+                for name, style in parallel.plan(mha_torch.MultiHeadAttention(spec)).items()
+                if name != "k_norm"
+            },
+        ),
+        "by hand, gate": said_by(
+            AttentionSpec(32, 8, gate=Gate()), lambda _: {"gate_proj": ColwiseParallel(), "out_proj": RowwiseParallel()}
+        ),
+        "by hand, latent": said_by(replace(LATENT, latent=Latent(12, 4), gate=None), of_latents),
+        "its own style last": error_of(
+            lambda: parallelize_module(
+                layer := make(mha_torch.MultiHeadAttention, SPECS["textbook"]),
+                here.mesh,
+                dict(reversed(parallel.plan(layer).items())),
+            )
+        ),
+        "distributed, to a function": error_of(
+            lambda: mha_torch.multi_head_attention(x, dict(divided("textbook").named_parameters()), SPECS["textbook"])
+        ),
+        "bias of all heads": error_of(lambda: divided("textbook")(x, bias=random(1, 8, SEQ_LEN, SEQ_LEN))),
+        "cache of all heads": error_of(
+            lambda: parallel.shard(
+                make(mha_torch.MultiHeadAttentionWithCache, SPECS["grouped"]), here.mesh, heads="heads"
+            )(x, mha_torch.init_cache(BATCH, 4, CAPACITY, 8))
+        ),
+    }
+
+
+def fully_sharded(grid, row):
+    """Layers drawn from the meta device, weights over all processes, or over one dimension and heads over the other."""
+    found = {}
+    for name, spec in FULLY_SHARDED.items():
+        for is_grid in (False, True):
+            if is_grid and spec.fused_qkv:
+                continue
+            with torch.device("meta"):
+                layer = mha_torch.MultiHeadAttention(spec)
+            here = None
+            if is_grid:
+                parallel.shard(layer, grid, heads="heads")
+                here = Here(grid["heads"], 2, grid["heads"].get_local_rank())
+            fully_shard(layer, mesh=grid["data"] if is_grid else row)
+            layer.to_empty(device="cpu")
+            torch.manual_seed(SEED + dist.get_rank())  # the draw of the first process is that of all
+            layer.reset_parameters()
+            drawn = {name: held.full_tensor().clone() for name, held in layer.state_dict().items()}
+            found[f"{name}/grid" if is_grid else name] = drawn, trained(layer, here)
+    return found
+
+
+def narrowed(row):
+    """A layer each of whose projections is fully sharded by itself, and casts its weights for itself."""
+    layer = make(mha_torch.MultiHeadAttention, SPECS["textbook"])
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    for projection in layer.children():
+        fully_shard(projection, mesh=row, mp_policy=policy)
+    with torch.no_grad():
+        return layer(random(BATCH, SEQ_LEN, 32))[0].clone()
+
+
+def carried(here):
+    """Weights out of a layer that is divided, and into another."""
+    layer = parallel.shard(make(mha_torch.MultiHeadAttention, EVERYTHING), here.mesh, heads="heads")
+    weights = parity.weights_of(layer)
+    other = parallel.shard(mha_torch.MultiHeadAttention(EVERYTHING), here.mesh, heads="heads")
+    parity.load_into(other, weights, EVERYTHING)
+    return {name: parity.to_torch(weight) for name, weight in weights.items()}, {
+        name: held.full_tensor().clone() for name, held in other.named_parameters()
+    }
+
+
+def stepped(here):
+    """Gradients of a layer that are clipped, and a step of AdamW."""
+    layer = make(mha_torch.MultiHeadAttention, SPECS["shared-keys"])
+    if here is not None:
+        parallel.shard(layer, here.mesh, heads="heads")
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+    trained(layer, here)
+    norm = nn.utils.clip_grad_norm_(layer.parameters(), 0.5)
+    optimizer.step()
+    weights = {name: (here or Here()).whole(held.detach(), 0) for name, held in layer.named_parameters()}
+    return {"norm": (norm.full_tensor() if here is not None else norm).reshape(1).clone(), **weights}
+
+
+def ringed(mesh):
+    """Layers whose tokens are divided."""
+    return {
+        "layers": rings.of_tokens(mesh, make, RINGS),
+        "mistaken": rings.mistaken(mesh, make, RINGS["grouped"]) if mesh.size() == 2 else {},
+        "counted": rings.counted(mesh, make),
+        "not finite": rings.not_finite(mesh, make),
+        "refused": rings.refused(mesh, make),
+        "torch": rings.by_torch(mesh, make),
+    }
+
+
+def run(rank, size, folder):
+    """What one process does; the first one writes what was found."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "heads"))
+    row = init_device_mesh("cpu", (4,), mesh_dim_names=("heads",))
+    of_row, two = Here(row, size, rank), grid["heads"]
+    found = {"stepped": stepped(of_row), "carried": carried(of_row)}
+    if rank < 2:  # the two others would compute the same
+        here = Here(two, 2, rank)
+        found |= {part.__name__: part(here) for part in (moved, refused, beside)}
+        found[2] = {"shard": by_shard(here), "ring": ringed(two)}
+    found[4] = {"shard": by_shard(of_row), "ring": ringed(row)}
+    found |= {"fully sharded": fully_sharded(grid, row), "narrowed": narrowed(row)}
+    found["tokens and heads"] = rings.with_heads(grid, make, EVERYTHING)
+    if rank == 0:
+        torch.save(found, f"{folder}/found.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    # The processes are forks of this one, for what they import takes longest: here also what comes with the first call.
+    layer = make(mha_torch.MultiHeadSelfAttention, GIVEN)
+    torch.compile(layer, backend="eager")(random(BATCH, SEQ_LEN, 32))
+    parity.weights_of(layer)
+    torch.multiprocessing.start_processes(run, (PROCESSES, sys.argv[1]), PROCESSES, start_method="fork")

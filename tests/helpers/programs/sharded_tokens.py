@@ -1,0 +1,299 @@
+"""A program: attention of mha_jax whose tokens, or whose slots of a cache, are divided over virtual devices.
+
+It prints its results for tests/siblings/mha_jax/test_sharded_tokens.py as JSON. It runs in its own process, because the
+number of JAX's devices is fixed when it starts.
+"""
+
+import json
+import math
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import mha_jax
+import parity
+from mha_jax import parallel
+from mha_jax.kernels.fused import FusedAttention
+from mha_jax.parallel import ContextParallel
+from mha_spec import Alibi, AttentionSpec, Norm, RelativeBias, Rope
+from parity.backends.jax import QUICKLY
+from parity.sharding.hlo import collectives_in, counts_of
+from parity.sharding.mesh import MeshPlan
+from parity_lab.costs import cost_of
+
+KINDS = {"automatic": AxisType.Auto, "explicit": AxisType.Explicit}
+SMALL_BLOCKS = FusedAttention(few_scores=0, queries=8, keys=8, last_keys=4)
+
+
+def mesh_of(kind, **axes):
+    shape = tuple(axes.values())
+    return jax.make_mesh(
+        shape, tuple(axes), axis_types=(KINDS[kind],) * len(axes), devices=jax.devices()[: math.prod(shape)]
+    )
+
+
+def using(mesh):
+    return jax.set_mesh(mesh) if AxisType.Explicit in mesh.axis_types else nullcontext()
+
+
+def on(mesh, *axes):
+    return NamedSharding(mesh, PartitionSpec(*(axis if axis in mesh.axis_names else None for axis in axes)))
+
+
+def compiled(function, *arguments):
+    return jax.jit(function).lower(*arguments).compile(QUICKLY)
+
+
+def sent_by(program):
+    return counts_of(collectives_in(program.as_text()))
+
+
+def told(actual, expected, same):
+    """What the harness says of results, or None if it has nothing to say."""
+    try:
+        parity.assert_parity(actual, expected, same_precision=same, diagnose=False)
+    except AssertionError as error:
+        return str(error)
+    return None
+
+
+# ---- Attention of heads, and its gradients ---------------------------------------------------------------------------
+
+
+def heads(num_heads, num_kv_heads, **fields):
+    return AttentionSpec(8 * num_heads, num_heads, num_kv_heads=num_kv_heads, **fields)
+
+
+ATTENTION = {
+    # name: kind of axes, mesh, layer, what else is told
+    "heads for tokens": ("automatic", {"sequence": 8}, heads(8, 8), {"is_causal": True}),
+    "heads for tokens, all that hides": (
+        *("explicit", {"data": 2, "tensor": 2, "sequence": 2}, heads(8, 4, sinks=True, window_size=9)),
+        {"mask": (2, 8, 32, 32), "bias": (2, 8, 32, 32), "key_padding_lengths": [32, 9]},
+    ),
+    "ring, causal": (
+        "automatic",
+        {"data": 2, "sequence": 4},
+        heads(4, 2, alibi=Alibi(), sinks=True),
+        {"is_causal": True},
+    ),
+    "ring, two": ("explicit", {"tensor": 2, "sequence": 2}, heads(4, 2), {"is_causal": True}),
+    "ring, eight": (
+        "automatic",
+        {"sequence": 8},
+        heads(2, 1, soft_cap=3.0, scale=0.7, relative_bias=RelativeBias(8, 16)),
+        {"key_padding_lengths": [0, 19]},
+    ),
+    "ring, window, both ways": ("automatic", {"sequence": 8}, heads(2, 1, window_size=5), {}),
+    "ring, chunks": ("explicit", {"sequence": 4}, heads(2, 1, chunk_size=8), {"is_causal": True}),
+    "ring, mask and bias": ("explicit", {"sequence": 4}, heads(2, 1), {"mask": (2, 1, 32, 32), "bias": (1, 2, 32, 32)}),
+}
+
+
+def attended(name):
+    """What is wrong with the output and the gradients, and what devices send, forward and for gradients; and what is
+    wrong where the keys of two devices are in each other's place, a bug that must be seen."""
+    kind, shape, spec, options = ATTENTION[name]
+    rng, mesh = np.random.default_rng(0), mesh_of(kind, **shape)
+    drawn = {"q": (2, spec.num_heads, 32, 8), "k": (2, spec.num_kv_heads, 32, 8), "v": (2, spec.num_kv_heads, 32, 8)}
+    drawn |= {"sinks": (spec.num_heads,)} if spec.sinks else {}
+    drawn |= {"relative_bias": (8, spec.num_heads)} if spec.relative_bias else {}
+    drawn |= {"bias": options["bias"]} if "bias" in options else {}
+    arrays = {key: rng.standard_normal(size) for key, size in drawn.items()}
+    cotangent = rng.standard_normal((2, spec.num_heads, 32, 8))
+    fixed = {key: x for key, x in options.items() if key not in ("mask", "bias")}
+    if "mask" in options:
+        fixed["mask"] = jnp.asarray(rng.random(options["mask"]) < 0.4)
+
+    def forward(kernel, arrays):
+        more = {key: x for key, x in arrays.items() if key not in "qkv"}
+        attend = mha_jax.fused.scaled_dot_product_attention
+        return attend(*(arrays[key] for key in "qkv"), spec, **fixed, **more, kernel=kernel)[0]
+
+    def everything(kernel, arrays, cotangent):
+        output, pull_back = jax.vjp(partial(forward, kernel), arrays)
+        return {"output": output, **{f"grad.{key}": x for key, x in pull_back(cotangent)[0].items()}}
+
+    def undivided(dtype):
+        with jax.enable_x64(dtype == np.float64):
+            given = {key: jnp.asarray(x.astype(dtype)) for key, x in (arrays | {"cotangent": cotangent}).items()}
+            program = jax.jit(partial(everything, replace(SMALL_BLOCKS, few_scores=2**20)))
+            found = program({key: given[key] for key in arrays}, given["cotangent"])
+            return {key: np.asarray(x) for key, x in found.items()}
+
+    def place(key, x):
+        of_heads = "tensor" if key in "qc" or spec.num_kv_heads % shape.get("tensor", 1) == 0 else None
+        x = jnp.asarray(x.astype(np.float32))
+        return jax.device_put(x, on(mesh, "data", of_heads, "sequence") if key in "qkvc" else on(mesh))
+
+    kernel = ContextParallel("sequence", SMALL_BLOCKS) if kind == "automatic" else SMALL_BLOCKS
+    with using(mesh):
+        placed, given = {key: place(key, x) for key, x in arrays.items()}, place("c", cotangent)
+        if "mask" in fixed:
+            fixed["mask"] = jax.device_put(fixed["mask"], on(mesh))
+        rolled = jax.device_put(jnp.roll(arrays["k"].astype(np.float32), 8, axis=2), placed["k"].sharding)
+        program = compiled(partial(everything, kernel), placed, given)
+        found, swapped = (
+            {key: np.asarray(x) for key, x in program({**placed, "k": k}, given).items()} for k in (placed["k"], rolled)
+        )
+        sent = sent_by(compiled(partial(forward, kernel), placed)), sent_by(program)
+    fixed.update({"mask": jnp.asarray(np.asarray(fixed["mask"]))} if "mask" in fixed else {})
+    right = undivided(np.float64), undivided(np.float32)
+    return [told(found, *right), *sent, told(swapped, *right)]
+
+
+# ---- Layers ----------------------------------------------------------------------------------------------------------
+
+
+def judged():
+    """What `mha-parity run` says of cases whose tokens are divided: stages, and what failed."""
+    found = {}
+    width = parity.CASES["norm-width"]
+    width = replace(width, spec=replace(width.spec, fused_qkv=False, v_norm=Norm("layer", over="width", bias=True)))
+    for plan, case in (
+        (MeshPlan(tensor=2, sequence=3), width),
+        (MeshPlan(data=2, sequence=3, axes="explicit"), parity.CASES["norm-width"]),
+    ):
+        report = parity.run_cases([case], ["jax"], with_gradients=True, mesh=plan)
+        wrong = [f"{each.case} {each.stage}: {each.reason}" for each in report.failed]
+        wrong += [f"{each.case} {each.program}: {each.counted}" for each in report.needless]
+        found[f"{plan} {plan.axes}"] = [report.summary["passed"], wrong]
+    return found
+
+
+def generated(kind):
+    """A ragged prompt and 32 steps with a cache whose slots are divided: what is wrong, and what devices send."""
+    spec = AttentionSpec(64, 8, num_kv_heads=4, rope=Rope(10000.0), sinks=True, window_size=21)
+    mesh = mesh_of(kind, data=2, slots=4)
+    x = np.random.default_rng(0).standard_normal((4, 48, 64))
+    lengths = [np.array([16, 3, 9, 0], np.int32), *np.ones((32, 4), np.int32)]
+    sent, drawn = [], mha_jax.MultiHeadAttentionWithCache(spec, rngs=nnx.Rngs(0))
+
+    def outputs(dtype, place=None, place_input=jnp.asarray):
+        with jax.enable_x64(dtype == np.float64):
+            module = nnx.clone(drawn)
+            nnx.update(module, jax.tree.map(lambda x: x.astype(dtype), nnx.state(module, nnx.Param)))
+            module.kernel, cache = SMALL_BLOCKS, module.init_cache(4, 64)
+            if place is not None:
+                module, cache = place(module, cache)
+            graph, state = nnx.split(module)
+            programs = {}
+            found, begin = {}, 0
+            for index, new in enumerate(lengths):
+                end = begin + (16 if index == 0 else 1)
+                given = (state, place_input(x[:, begin:end].astype(dtype)), cache, place_input(new))
+                if end - begin not in programs:
+
+                    def call(state, x, cache, new, graph=graph):
+                        return nnx.merge(graph, state)(x, cache, new_lengths=new)
+
+                    programs[end - begin] = compiled(call, *given)
+                output, cache = programs[end - begin](*given)
+                found[f"step{index}"], begin = np.asarray(output), end
+            if place is not None:
+                sent.extend(map(sent_by, programs.values()))
+            return found | {"keys": np.asarray(cache.keys), "values": np.asarray(cache.values)}
+
+    def place(module, cache):
+        return parallel.shard(module, mesh, tokens="slots"), parallel.shard_cache(
+            cache, mesh, batch="data", slots="slots"
+        )
+
+    with using(mesh):
+        actual = outputs(np.float32, place, lambda x: jax.device_put(x, on(mesh, "data")))
+    return [told(actual, outputs(np.float64), outputs(np.float32)), *sent]
+
+
+def mapped():
+    """A ring in the user's own `shard_map`: the largest difference."""
+    mesh, spec = mesh_of("explicit", sequence=4), heads(4, 1)
+    q, k, v = (jax.random.normal(jax.random.key(i), (2, n, 32, 8)) for i, n in enumerate((4, 1, 1)))
+    attend = partial(mha_jax.fused.scaled_dot_product_attention, spec=spec, is_causal=True)
+    expected = jax.jit(attend)(q, k, v)[0]
+    spread = PartitionSpec(None, None, "sequence")
+
+    def own(*x):
+        return attend(*x, kernel=ContextParallel("sequence", SMALL_BLOCKS))[0]
+
+    mapped = jax.jit(jax.shard_map(own, mesh=mesh, in_specs=(spread,) * 3, out_specs=spread))
+    placed = (jax.device_put(x, NamedSharding(mesh, spread)) for x in (q, k, v))
+    return float(jnp.abs(np.asarray(mapped(*placed)) - expected).max())
+
+
+# ---- What it costs ---------------------------------------------------------------------------------------------------
+
+
+def grown():
+    """Temporary memory of a device, on 2 and on 8 of them; and what these send, in bytes, beside what formulas say."""
+    spec, found = AttentionSpec(256, 8, num_kv_heads=8), {}
+    for name, how, placement, passes in (
+        ("data", {}, ("x",), False),
+        ("tensor", {"heads": "x"}, (), False),
+        ("heads for tokens", {"tokens": "x"}, (None, "x"), False),
+        ("ring", {"tokens": "x"}, (None, "x"), True),
+    ):
+        batch, length = (8, 512) if name == "data" else (1, 2048)
+        rows = []
+        for count in (2, 8):
+            mesh = mesh_of("automatic", x=count)
+            layer = nnx.eval_shape(lambda: mha_jax.MultiHeadSelfAttention(spec, rngs=nnx.Rngs(0)))
+            graph, state = nnx.split(parallel.shard(layer, mesh, **how))
+
+            def forward(state, x, graph=graph, passes=passes):
+                layer = nnx.merge(graph, state)
+                blocks = FusedAttention(few_scores=0)
+                is_divided = isinstance(layer.kernel, ContextParallel)
+                layer.kernel = replace(layer.kernel, kernel=blocks, passes_keys=passes) if is_divided else blocks
+                return layer(x, is_causal=True)
+
+            x = jax.ShapeDtypeStruct((batch, length, 256), jnp.float32, sharding=on(mesh, *placement))
+            program = compiled(forward, state, x)
+            sent = [each for each in collectives_in(program.as_text()) if not each.is_of_flags]
+            expected = cost_of(spec, name, count, batch=batch, tokens=length, itemsize=4).forward
+            rows.append(
+                [
+                    program.memory_analysis().temp_size_in_bytes,
+                    sum(each.nbytes * each.times for each in sent),
+                    sum(each.nbytes * each.times for each in expected),
+                ]
+            )
+        found[name] = rows
+    return found
+
+
+def refused():
+    """What is said of tokens that cannot be divided."""
+    mesh, x = mesh_of("automatic", sequence=4), jnp.zeros((1, 4, 30, 8))
+    found = {}
+    for name, array, axis in (
+        ("uneven", jax.device_put(x, on(mesh)), "sequence"),
+        ("unknown", jax.device_put(x, on(mesh)), "tokens"),
+        ("undivided", x, "sequence"),
+    ):
+        try:
+            mha_jax.fused.scaled_dot_product_attention(array, array, array, kernel=ContextParallel(axis, SMALL_BLOCKS))
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    wanted = sys.argv[1:]
+    found = {
+        "attended": {name: attended(name) for name in ATTENTION if not wanted or name in wanted},
+    }
+    if not wanted:
+        found |= {"judged": judged(), "generated": {kind: generated(kind) for kind in KINDS}, "mapped": mapped()}
+        found |= {"grown": grown(), "refused": refused()}
+    print(json.dumps(found))

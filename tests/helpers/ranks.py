@@ -1,0 +1,62 @@
+"""What each rank of a divided layer computes in torch, and bugs to inject there."""
+
+import numpy as np
+import torch
+
+import mha_torch
+import parity
+from mha_spec import AttentionSpec, Gate, Rope
+from parity import Case, ShardPlan
+
+SPEC = AttentionSpec(32, 8, num_kv_heads=2, rope=Rope(), sinks=True, gate=Gate(per_head=True))
+
+
+def problem_of(spec, seq_len=8, **options):
+    return parity.make_problem(Case("ranks", spec, "", is_causal=True, seq_len=seq_len, **options), "float32")
+
+
+def computed(weights, spec, x, positions=None, q_norm=None):
+    """The stages of a layer in torch, without its mask: of a rank, or of the whole."""
+    weights = {name: torch.from_numpy(np.array(weight)) for name, weight in weights.items()}
+    x, found = torch.from_numpy(np.array(x)), {}
+    project = mha_torch.project_with(weights, spec)
+    named = project if q_norm is None else lambda name, y: q_norm[name] if name in q_norm else project(name, y)
+    q, k, v = mha_torch.project_qkv(named, x, x, x, spec, positions)
+    found |= {"q": q, "k": k, "v": v}
+    found["scores"] = mha_torch.attention_scores(q, k, None, spec)
+    hidden = torch.ones(found["scores"].shape[2:], dtype=torch.bool).triu(1)
+    found["attn_weights"] = mha_torch.masked_softmax(found["scores"], hidden, weights.get("sinks"))
+    found["context"] = mha_torch.attention_context(found["attn_weights"], v)
+    context = found["context"]
+    if spec.gate is not None:
+        found["gate"] = project("gate_proj", x)
+        context = mha_torch.apply_gate(context, found["gate"])
+    output = mha_torch.combine_heads(context)
+    return found | {"output": project("out_proj", output) if spec.out_proj else output}
+
+
+def of_heads(problem, size, inject=lambda rank, own, spec: (own, spec)):
+    """What each rank computes of its heads."""
+    found = []
+    for rank in range(size):
+        own, spec = parity.shard(problem.weights, problem.spec, ShardPlan(size), rank)
+        found.append(computed(*inject(rank, dict(own), spec), problem.inputs["query"]))
+    return found
+
+
+def cut(problem, *names):
+    """The first rows of weights that a rank has whole."""
+
+    def inject(rank, own, spec):
+        return {
+            name: problem.weights[name][: len(weight)] if name.partition(".")[0] in names else weight
+            for name, weight in own.items()
+        }, spec
+
+    return inject
+
+
+def of_tokens(stages, size, order=None):
+    """Parts of the stages of a layer, of each rank's tokens."""
+    rows = np.arange(stages["q"].shape[2]).reshape(size, -1) if order is None else order
+    return [{name: x[..., own, :] for name, x in stages.items()} for own in rows]

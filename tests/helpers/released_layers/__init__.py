@@ -1,0 +1,1 @@
+"""Released layers of transformers, and our specification of each: what its name stands for in tests."""

@@ -1,0 +1,356 @@
+"""Whole models of transformers, tiny and with random weights, and our layers beside each of their attention layers.
+
+What a layer is, whether it is causal, where its weights lie in a checkpoint and in which layout: all of it is taken
+from the configuration. Nothing is downloaded.
+"""
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import mha_torch
+from helpers.released import check_near
+from mha_spec import AttentionSpec
+from parity import ModelLayer, load_into, specs_of
+
+SMALL = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 24}
+SMALL |= {"vocab_size": 40, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model to be made.
+
+    Attributes:
+        family: its `model_type`.
+        options: of its configuration, beside those of `SMALL`, of which None takes one away.
+        inputs: what it is called with: `tokens`, these `masked` where without a mask it would not be causal, `pairs`
+            of them for encoder and decoder, `pixels`, `patches`, `wave`, `waves` for both, `mel`, `mel alone` for an
+            encoder, this `masked mel alone` where it asks for one, `frames`, `bins`, `states` or `places`.
+        module: the path of its attention modules in memory, by the part of the model, where it is not that of the
+            checkpoint.
+        output: the module whose output is that of attention, under its attention modules, where it is not theirs.
+        input: the module whose input is that of attention, likewise.
+        attention: its attention function.
+        class_name: its class in transformers, after the name of its folder where it is no public one:
+            `altclip.AltRobertaModel`.
+        dtype: of its weights.
+    """
+
+    family: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    inputs: str = "tokens"
+    module: Mapping[str, str] = field(default_factory=dict)
+    output: str = ""
+    input: str = ""
+    attention: str = "eager"
+    class_name: str = "AutoModel"
+    dtype: torch.dtype = torch.float64
+
+    def config(self) -> Any:
+        """Its configuration."""
+        options = {name: value for name, value in {**SMALL, **self.options}.items() if value is not LEFT_OUT}
+        return transformers.AutoConfig.for_model(self.family, **options)
+
+    def made(self, config: Any) -> Any:
+        """The model of a configuration."""
+        folder, _, name = self.class_name.rpartition(".")
+        module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}") if folder else transformers
+        kind = getattr(module, name)
+        return kind.from_config(config) if name == "AutoModel" else kind(config)
+
+
+PLACES = torch.arange(11)
+AXES = torch.stack([PLACES // 6, PLACES // 6 + PLACES % 6 // 3, PLACES // 6 + PLACES % 3])[:, None]
+"""Positions of 11 patches, in frames of 2 x 3: (3, 1, 11)."""
+
+LEFT_OUT = object()
+"""Of an option of `SMALL`: not given."""
+
+
+def check_model(model: Model, folder: Path, read: Callable[[Any], list[ModelLayer]] = specs_of) -> None:
+    """Our layers of the specifications give what the released ones give, with weights from their checkpoint."""
+    config = model.config()
+    config._attn_implementation = model.attention
+    config._experts_implementation = "eager"  # the others have no float64
+    released = model.made(config).to(model.dtype).eval()
+    draw(released)
+    layers = [layer for layer in read(config.to_dict()) if layer.spec is not None]
+    seen = run_released(released, model, layers)
+    released.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    beginnings, made = set(), {}
+    for index, layer in enumerate(layers):
+        beginning, found = _of_layer(tensors, layer)
+        beginnings.add(beginning)
+        assert layer.spec is not None
+        found |= _of_others(layer, layers, tensors)
+        given = canonical(layer.layout, found, layer.spec)
+        received = None if layer.kv_source is None else made[layer.part, layer.kv_source]
+        what = f"layer {index} of {model.family}, {layer.part} {layer.kind}"
+        made[layer.part, layer.index] = _check(layer, given, *seen[index], received=received, what=what)
+    assert len(beginnings) == 1, beginnings
+
+
+def draw(module: nn.Module) -> None:
+    """Learned parameters none of which is near 0, or near 1 in a norm."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if not parameter.requires_grad:  # RoFormer's sines and cosines
+                continue
+            values = torch.randn(parameter.shape, generator=generator)
+            is_matrix = parameter.ndim >= 2 and min(parameter.shape) > 8
+            parameter.copy_(values * 0.3 if is_matrix else values.sign() * (0.4 + 0.4 * values.abs()))
+
+
+def run_released(
+    released: nn.Module, model: Model, layers: list[ModelLayer]
+) -> list[tuple[Tensor, Tensor | None, Tensor]]:
+    """What each attention module was given and gave: its input, that of keys and values, and its output."""
+    modules = dict(released.named_modules())
+    held: list[dict[str, Any]] = [{} for _ in layers]
+    taken = []
+    for layer, into in zip(layers, held, strict=True):
+        path = model.module.get(layer.part, "").replace("{i}", str(layer.index)) or layer.path
+        names = [name for name in modules if name == path or name.endswith(f".{path}")]
+        assert len(names) == 1, f"{path} is the path of {names}"
+        name = names[0]
+        first, last = (modules[f"{name}.{each}".rstrip(".")] for each in (model.input, model.output))
+        taken.append(first.register_forward_pre_hook(_keep_input(into), with_kwargs=True))
+        taken.append(last.register_forward_hook(_keep_output(into)))
+    with torch.no_grad():
+        released(**_inputs(released, model))
+    for each in taken:
+        each.remove()
+    is_shared = len({layer.path for layer in layers}) < len(layers)  # one module, called once for each
+    calls = [layer.index if is_shared else 0 for layer in layers]
+    return [(each["x"][call], each["kv"][call], each["output"][call]) for each, call in zip(held, calls, strict=True)]
+
+
+def _keep_input(into: dict[str, Any]) -> Any:
+    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        named = (kwargs.get(name) for name in ("key_value_states", "encoder_hidden_states"))
+        into.setdefault("x", []).append(x)
+        into.setdefault("kv", []).append(next((each for each in named if each is not None), None))
+
+    return keep
+
+
+def _keep_output(into: dict[str, Any]) -> Any:
+    def keep(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        first, *others = output if isinstance(output, tuple | list) else (output,)
+        biases = [each for each in others if isinstance(each, nn.Parameter)]  # GPT-NeoX-Japanese adds it outside
+        into.setdefault("output", []).append(sum(biases, start=first))
+
+    return keep
+
+
+def _inputs(released: nn.Module, model: Model) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    config: Any = released.config
+
+    def tokens(length: int) -> Tensor:
+        return torch.randint(3, 40, (2, length), generator=generator)
+
+    def values(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(next(released.parameters()).dtype)
+
+    if model.inputs == "pairs":
+        return {"input_ids": tokens(11), "decoder_input_ids": tokens(7)}
+    if model.inputs == "pixels":
+        return {"pixel_values": values(2, 3, 6, 6)}
+    if model.inputs == "patches":  # 2 x 3 of them
+        shapes = torch.tensor([[2, 3], [2, 3]])
+        patches = values(2, 6, 3 * config.patch_size**2)
+        return {"pixel_values": patches, "pixel_attention_mask": torch.ones(2, 6), "spatial_shapes": shapes}
+    if model.inputs == "states":
+        return {"hidden_states": values(2, 11, config.hidden_size)}
+    if model.inputs == "masked":
+        return {"input_ids": tokens(11), "attention_mask": torch.ones(2, 11, dtype=torch.long)}
+    if model.inputs == "bins":
+        return {"input_values": values(2, config.max_length, config.num_mel_bins)}
+    if model.inputs == "wave":
+        return {"input_values": values(2, 4000)}
+    if model.inputs == "waves":
+        return {"input_values": values(2, 4000), "decoder_input_ids": tokens(7)}
+    if model.inputs.endswith("mel alone"):
+        mel = values(2, config.num_mel_bins, 2 * config.max_source_positions)
+        mask = {"input_features_mask": torch.ones(2, mel.shape[-1], dtype=torch.long)}
+        return {"input_features": mel, **(mask if "masked" in model.inputs else {})}
+    if model.inputs == "frames":
+        return {"input_features": values(2, 24, config.input_feat_per_channel), "decoder_input_ids": tokens(7)}
+    if model.inputs == "mel":
+        mel = values(2, config.num_mel_bins, 2 * config.max_source_positions)
+        return {"input_features": mel, "decoder_input_ids": tokens(7)}
+    if model.inputs == "places":  # on three axes
+        return {"inputs_embeds": values(2, 11, config.hidden_size), "position_ids": AXES.expand(-1, 2, -1)}
+    return {"input_ids": tokens(11)}
+
+
+def _of_layer(tensors: Mapping[str, Tensor], layer: ModelLayer) -> tuple[str, dict[str, Tensor]]:
+    """What comes before the path of a layer in a checkpoint, and its tensors by what follows it."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        before, path, after = name.rpartition(f"{layer.path}.")
+        if path and (not before or before.endswith(".")):
+            found.setdefault(before, {})[after] = tensor
+    assert len(found) == 1, f"no tensors of {layer.path} in {sorted(tensors)}"
+    return next(iter(found.items()))
+
+
+def _of_others(layer: ModelLayer, layers: list[ModelLayer], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The relative bias, which T5 keeps in the first layer of a stack, and MPNet and BEiT outside all layers."""
+    if layer.spec is None or layer.spec.relative_bias is None:
+        return {}
+    names = ("relative_attention_bias.weight", "relative_position_bias.relative_position_bias_table")
+    first = next(each for each in layers if (each.part, each.kind) == (layer.part, layer.kind))
+    own, shared = (
+        [tensor for name, tensor in _of_layer(tensors, each)[1].items() if name.endswith(names)]
+        for each in (layer, first)
+    )
+    common = [t for name, t in tensors.items() if name.endswith(tuple(f"encoder.{name}" for name in names))]
+    return {"relative_bias": [*own, *shared, *common][0]}
+
+
+def _check(
+    layer: ModelLayer,
+    weights: Mapping[str, Tensor],
+    x: Tensor,
+    kv: Tensor | None,
+    output: Tensor,
+    *,
+    received: tuple[Tensor, Tensor] | None,
+    what: str,
+) -> tuple[Tensor, Tensor]:
+    """Compare our layer with the released one, and return its keys and values."""
+    assert layer.spec is not None
+    assert (kv is not None) == (layer.kind == "cross_attention"), what
+    ours = mha_torch.MultiHeadAttention(layer.spec, dtype=torch.float64).eval()
+    load_into(ours, {name: weight.detach().double().numpy() for name, weight in weights.items()}, layer.spec)
+    given = {} if layer.spec.rope is None or layer.spec.rope.sections is None else {"positions": AXES}
+    of_keys = (None if kv is None else kv.double(),) if received is None else received
+    with torch.no_grad():
+        found, _ = ours(x.double(), *of_keys, is_causal=layer.is_causal, **given)
+        key, value = received or (x.double() if kv is None else kv.double(),) * 2
+        _, k, v = mha_torch.project_qkv(ours.project, x.double(), key, value, layer.spec, given.get("positions"))
+    check_near(found.numpy(), output.reshape(found.shape).numpy(), what)
+    return k, v
+
+
+# ---- Weights ---------------------------------------------------------------------------------------------------------
+
+SEPARATE = {
+    "canonical": ("q_proj", "k_proj", "v_proj", "out_proj"),
+    "transformers.LLaMA": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "transformers.BERT": ("self.query", "self.key", "self.value", "output.dense"),
+    "transformers.ALBERT": ("query", "key", "value", "dense"),
+    "transformers.DistilBERT": ("q_lin", "k_lin", "v_lin", "out_lin"),
+    "transformers.MPNet": ("attn.q", "attn.k", "attn.v", "attn.o"),
+    "transformers.ViT": ("attention.query", "attention.key", "attention.value", "output.dense"),
+    "transformers.T5": ("q", "k", "v", "o"),
+    "transformers.Phi": ("q_proj", "k_proj", "v_proj", "dense"),
+    "transformers.StableLM": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    **dict.fromkeys(("transformers.Flint", "transformers.MiMo-V2"), ("q_proj", "k_proj", "v_proj", "o_proj")),
+    "transformers.Qwen3-Next": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "transformers.BitNet": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "transformers.Kosmos-2": ("q_proj", "k_proj", "v_proj", "out_proj"),
+    "transformers.LFM2": ("q_proj", "k_proj", "v_proj", "out_proj"),
+    "transformers.HunYuan": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "transformers.Gemma4": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "transformers.ModernBERT-decoder": ("q_proj", "k_proj", "v_proj", "Wo"),
+    **dict.fromkeys(("transformers.DeepSeek", "transformers.LongCat"), ("q_proj", "", "", "o_proj")),
+}
+"""What the projections are called in a layout."""
+
+PACKED = {
+    "transformers.ModernBERT": ("Wqkv", "Wo", "rows"),
+    **dict.fromkeys(("transformers.MPT", "transformers.DBRX"), ("Wqkv", "out_proj", "rows")),
+    "transformers.GPT2": ("c_attn", "c_proj", "columns"),
+    "transformers.Phi3": ("qkv_proj", "o_proj", "rows"),
+    "transformers.GPT-NeoX": ("query_key_value", "dense", "groups"),
+    "transformers.GPT-NeoX-Japanese": ("query_key_value", "dense", "groups"),
+    "transformers.Falcon": ("query_key_value", "dense", "groups"),
+    "transformers.GPTBigCode": ("c_attn", "c_proj", "groups"),
+    "transformers.CodeGen": ("qkv_proj", "out_proj", "four"),
+}
+"""What the projections are called in a layout that has one for queries, keys and values, and how it is made of them:
+rows or columns of each in turn; the queries of a head of keys, that head and its values; queries, values and keys of a
+fourth of all heads."""
+
+
+BESIDE = {"q_norm": "q_norm", "k_norm": "k_norm", "q_layernorm": "q_norm", "k_layernorm": "k_norm"}
+BESIDE |= {"query_layernorm": "q_norm", "key_layernorm": "k_norm", "relative_bias": "relative_bias", "sinks": "sinks"}
+BESIDE |= {"attn_sub_norm": "context_norm", "inner_attn_ln": "context_norm"}
+BESIDE |= {"q_a_layernorm": "q_a_norm", "kv_a_layernorm": "kv_a_norm", "kv_a_proj_with_mqa": "kv_a_proj"}
+BESIDE |= {"softmax_offset": "sinks", "attention_sink_bias": "sinks", "dense_bias": "out_proj.bias"}
+BESIDE |= {name: name for name in ("q_a_proj", "q_b_proj", "kv_b_proj", "gate_proj")}
+"""What else is called so in every layout that has it."""
+
+
+def canonical(layout: str, tensors: Mapping[str, Tensor], spec: AttentionSpec) -> dict[str, Tensor]:
+    """The canonical weights of a layer, from its tensors in a layout."""
+    names = dict(BESIDE)
+    if layout in SEPARATE:
+        names |= dict(zip(SEPARATE[layout], ("q_proj", "k_proj", "v_proj", "out_proj"), strict=True))
+    else:
+        qkv, out, packing = PACKED[layout]
+        names |= {out: "out_proj", **{f"{each}_proj": f"{each}_proj" for each in "qkv"}}
+        tensors = {name: each.T if packing == "columns" and each.ndim == 2 else each for name, each in tensors.items()}
+        tensors = _unpacked(tensors, qkv, packing, spec)
+    found = {}
+    for name, tensor in tensors.items():
+        kind, _, leaf = name.rpartition(".")
+        ours = names.get(kind or leaf)
+        if ours is not None:
+            found[f"{ours}.{leaf}" if kind else ours] = tensor
+    return found | OWN.get(layout, lambda found, spec: {})(found, spec)
+
+
+def _gates(found: Mapping[str, Tensor], spec: AttentionSpec) -> dict[str, Tensor]:
+    """Of Qwen3-Next: q_proj has the queries of a head, and then its gate."""
+    parts = {}
+    for leaf in ("weight", "bias"):
+        if f"q_proj.{leaf}" in found:
+            q, gate = found[f"q_proj.{leaf}"].unflatten(0, (spec.num_heads, 2, spec.head_dim)).unbind(1)
+            parts |= {f"q_proj.{leaf}": q.flatten(0, 1), f"gate_proj.{leaf}": gate.flatten(0, 1)}
+    return parts
+
+
+def _keys_as_values(found: Mapping[str, Tensor], spec: AttentionSpec) -> dict[str, Tensor]:
+    """Of Gemma 4: values are made as keys are where there is no other projection."""
+    names = ("weight", "bias")
+    held = {f"v_proj.{leaf}": found[f"k_proj.{leaf}"] for leaf in names if f"k_proj.{leaf}" in found}
+    return {} if "v_proj.weight" in found else held
+
+
+OWN = {"transformers.Qwen3-Next": _gates, "transformers.Gemma4": _keys_as_values}
+"""What some layouts need beside names and packing."""
+
+
+def _unpacked(tensors: Mapping[str, Tensor], qkv: str, packing: str, spec: AttentionSpec) -> dict[str, Tensor]:
+    """The same with three projections in place of one."""
+    found = dict(tensors)
+    for leaf in ("weight", "bias"):
+        packed = found.pop(f"{qkv}.{leaf}", None)
+        if packed is None:
+            continue
+        if packing == "four":
+            q, v, k = packed.unflatten(0, (4, 3, -1)).unbind(1)
+            parts = [part.flatten(0, 1) for part in (q, k, v)]
+        elif packing == "groups":
+            group = spec.num_heads // spec.num_kv_heads
+            heads = packed.unflatten(0, (spec.num_kv_heads, group + 2, spec.head_dim))
+            parts = [part.flatten(0, 2) for part in heads.split((group, 1, 1), 1)]
+        else:
+            parts = packed.split((spec.q_width, spec.k_width, spec.v_width))
+        found |= {f"{each}_proj.{leaf}": part for each, part in zip("qkv", parts, strict=True)}
+    return found

@@ -1,0 +1,78 @@
+"""What devices hold and send on paper, and what is read of a compiled program."""
+
+import pytest
+from helpers.refusals import refuses
+
+from mha_spec import AttentionSpec
+from parity.sharding.hlo import Collective, collectives_in, counts_of, nbytes_of
+from parity_lab.costs import PLANS, cost_of
+
+LLAMA_70B = AttentionSpec(8192, 64, num_kv_heads=8, qkv_bias=False, out_bias=False)
+
+
+def test_what_a_device_holds_of_weights():
+    whole = 2 * (2 * 8192 * 8192 + 2 * 8192 * 1024)  # bfloat16
+    costs = {plan: cost_of(LLAMA_70B, plan, 8, batch=64, tokens=8192) for plan in PLANS}
+    held = {plan: cost.weights / whole for plan, cost in costs.items()}
+    assert held == {"data": 1, "fully sharded": 1 / 8, "tensor": 1 / 8, "heads for tokens": 1, "ring": 1}
+    of_64 = cost_of(LLAMA_70B, "tensor", 64, batch=64, tokens=8192)
+    assert of_64.weights == 2 * (2 * 8192 * 8192 / 64 + 2 * 8192 * 1024)  # keys and values whole
+    assert [sent.kind for sent in of_64.backward] == ["all-reduce", "all-reduce"]
+
+
+def test_one_device_sends_nothing_and_computes_all():
+    one, eight = (cost_of(LLAMA_70B, "data", devices, batch=64, tokens=8192) for devices in (1, 8))
+    assert (one.moved_forward, one.moved_backward, one.operations_per_byte) == (0, 0, float("inf"))
+    assert eight.operations == one.operations / 8
+    assert eight.moved_backward == 2 * 7 / 8 * one.weights
+
+
+def test_a_ring_sends_more_than_heads_for_tokens_where_there_are_many_devices():
+    ring, heads = (cost_of(LLAMA_70B, plan, 8, batch=1, tokens=131072) for plan in ("ring", "heads for tokens"))
+    assert ring.moved_forward > 2 * heads.moved_forward
+
+
+@pytest.mark.parametrize(
+    ("plan", "devices", "refusal"),
+    [
+        ("tensor", 128, refuses("devices", "64 query heads and devices=128")),
+        ("heads for tokens", 16, refuses("devices", "8 key/value heads and devices=16")),
+        ("data", 3, refuses("devices", "64 sequences and devices=3")),
+        ("pipeline", 2, refuses("plan", plan="pipeline")),
+        ("data", 0, refuses("devices", devices=0)),
+    ],
+)
+def test_what_cannot_be_divided_has_no_cost(plan, devices, refusal):
+    with refusal:
+        cost_of(LLAMA_70B, plan, devices, batch=64, tokens=8192)
+
+
+# ---- Compiled programs, read -----------------------------------------------------------------------------------------
+
+PROGRAM = """HloModule m
+
+%body (p: f32[4]) -> f32[4] {
+  %p = f32[4]{0} parameter(0)
+  ROOT %permute = f32[4]{0} collective-permute(%p), source_target_pairs={{0,1}}
+}
+
+%never (p: f32[4]) -> f32[4] {
+  ROOT %gather = f32[4]{0} all-gather(%p), dimensions={0}
+}
+
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %x = f32[4]{0} parameter(0)
+  %flags = pred[2,3]{1,0} all-reduce(%x), to_apply=%and
+  %sums = (bf16[8]{0}, /*index=1*/f32[2,2]{1,0}) all-reduce-start(%x, %x), to_apply=%add
+  %done = f32[4]{0} all-reduce-done(%sums)
+  ROOT %loop = f32[4]{0} while(%x), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"7"}}
+}
+"""
+
+
+def test_collectives_of_a_program_are_counted_with_their_loops():
+    found = collectives_in(PROGRAM)
+    permute, sums = Collective("collective-permute", False, 16, 7), Collective("all-reduce", False, 32, 1)
+    assert found == [Collective("all-reduce", True, 6, 1), sums, permute]
+    assert counts_of(found) == {"all-reduce": 1, "all-reduce of flags": 1, "collective-permute": 7}
+    assert nbytes_of(found) == 6 + 32 + 7 * 16

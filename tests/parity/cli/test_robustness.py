@@ -1,0 +1,258 @@
+"""What a command line meets: signals, places that take no file, absurd numbers, bugs of its own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from helpers.refusals import refuses
+from helpers.samples import sample
+
+import parity.cli.doctor
+from parity import AttentionSpec, random_weights, save
+from parity.cli.main import main
+
+CACHE_SIZE = ["cache-size", "--num-kv-heads", "1", "--head-dim", "1", "--capacity", "1"]
+MHA_PARITY = [sys.executable, "-m", "parity"]
+
+
+def refused(capsys, *arguments):
+    """The one line that a command says when it refuses."""
+    assert main([str(argument) for argument in arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("mha-parity: ")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+# ---- Places ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flag", ["--json", "--junit", "--html"])
+@pytest.mark.parametrize(
+    ("path", "got"),
+    [
+        ("/proc/x", "/proc/x: No such file or directory"),
+        ("loop", "loop: Too many levels of symbolic links"),
+        ("x" * 300, "File name too long"),
+        (".", ".: Is a directory"),
+        ("none/x", "none/x: No such file or directory"),
+        ("", "empty"),
+    ],
+)
+def test_a_report_that_cannot_be_written_is_refused_before_the_work(capsys, tmp_path, monkeypatch, flag, path, got):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("parity.running.run.run_cases", lambda *_, **__: pytest.fail("it began to work"))
+    os.symlink("loop", "loop")
+    said = refused(capsys, "run", "--cases", "textbook", flag, path)
+    assert refuses(flag, got).is_printed_in(said)
+    assert os.listdir() == ["loop"]
+
+
+@pytest.mark.parametrize(
+    ("path", "got"),
+    [
+        ("", "empty"),
+        ("/proc/x/y", "/proc/x/y: No such file"),
+        ("file", "file: Not a directory"),
+        ("file/x", "file/x: Not a directory"),
+    ],
+)
+def test_traces_that_cannot_be_saved_are_refused_before_the_work(capsys, tmp_path, monkeypatch, path, got):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    said = refused(capsys, "run", "--cases", "textbook", "--save-traces", path)
+    assert refuses("--save-traces", got).is_printed_in(said)
+
+
+@pytest.mark.parametrize("command", ["plot", "bench"])
+def test_a_picture_that_cannot_be_written_is_refused_before_the_work(capsys, command):
+    arguments = ["no.npz", "/proc/x.png"] if command == "plot" else ["--suites", "growth", "--plot", "/proc/x.png"]
+    assert refuses("DST" if command == "plot" else "--plot", "/proc/x.png: ").is_printed_in(
+        refused(capsys, command, *arguments)
+    )
+
+
+@pytest.mark.parametrize("arguments", [["compare", ""], ["inspect", ""], ["verify", "", "a"], ["convert", "a", ""]])
+def test_an_empty_name_is_not_the_folder_one_is_in(capsys, arguments):
+    to = ["--to", "ttnn"] if arguments[0] == "convert" else []
+    assert refuses("…", "empty").is_printed_in(refused(capsys, *arguments, *to))
+
+
+@pytest.mark.parametrize("path", ["-", "/dev/stdout"])
+def test_a_report_can_go_to_standard_output_and_the_rest_then_does_not(capsys, path):
+    assert main([*CACHE_SIZE, "--json", path]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) == {"schema": "mha-parity/cache-size", "version": 1, "nbytes": 4}
+    assert captured.err.startswith("2 x 1 sequences")
+
+
+def test_a_report_can_go_into_a_pipe():
+    command = [*MHA_PARITY, *CACHE_SIZE, "--json", "/dev/fd/2"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(result.stderr)["nbytes"] == 4
+    result = subprocess.run([*command[:-1], "-"], capture_output=True, text=True, check=True)
+    assert json.loads(result.stdout)["nbytes"] == 4
+
+
+def test_two_reports_do_not_both_go_to_standard_output(capsys):
+    said = refused(capsys, "run", "--cases", "textbook", "--json", "-", "--html", "-")
+    assert refuses("--json and --html").is_printed_in(said)
+
+
+def test_a_function_is_no_place(capsys):
+    for target in ([], ["torch.nn.functional:nothing"], ["none/x:nothing"]):
+        assert not refuses("DST").is_printed_in(refused(capsys, "conformance", *target))
+
+
+# ---- Numbers ---------------------------------------------------------------------------------------------------------
+
+
+def test_cases_drawn_at_random_are_not_drawn_for_ever(capsys):
+    assert refuses("--random", {"--random": 10**20 - 1}).is_printed_in(refused(capsys, "run", "--random", "9" * 20))
+
+
+@pytest.mark.parametrize("flag", ["--batch-size", "--num-kv-heads", "--head-dim", "--capacity", "--num-layers"])
+def test_a_size_that_no_array_has_is_refused(capsys, flag):
+    assert refuses(flag, {flag: 2**63}).is_printed_in(refused(capsys, *CACHE_SIZE, flag, str(2**63)))
+    assert refuses(flag).is_printed_in(refused(capsys, *CACHE_SIZE, flag, "9" * 400))
+    assert main([*CACHE_SIZE, flag, str(2**63 - 1)]) == 0
+
+
+# ---- Bugs of our own ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mistaken(monkeypatch):
+    """A command that fails in a way that nobody thought of."""
+
+    def fail(options):
+        raise KeyError("what?\nno")
+
+    monkeypatch.setattr(parity.cli.doctor, "run", fail)
+
+
+@pytest.mark.usefixtures("mistaken")
+def test_a_bug_of_ours_is_one_line_and_no_mismatch(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert main(["doctor"]) == 70
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1
+    assert captured.err.startswith("mha-parity: error: a bug in mha-parity, KeyError: ")
+    (file,) = tmp_path.iterdir()
+    assert captured.err.endswith(f"with {file}, which has the command and the traceback\n")
+    monkeypatch.setenv("MHA_PARITY_TRACEBACK", "1")
+    assert main(["doctor"]) == 70
+    assert "Traceback" in capsys.readouterr().err
+    assert [*tmp_path.iterdir()] == [file]
+
+
+# ---- Signals ---------------------------------------------------------------------------------------------------------
+
+CONVERT_AND_WAIT = """
+import signal, sys, time
+from parity.cli.main import main
+import parity.files.writing
+
+read = parity.files.writing.Tensors.read
+
+def wait(self, name):
+    print("begun", flush=True)
+    time.sleep(60)
+    return read(self, name)
+
+parity.files.writing.Tensors.read = wait
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell is born without it
+signal.signal(signal.SIGHUP, signal.SIG_IGN if sys.argv[1] == "nohup" else signal.SIG_DFL)  # whatever tests run in
+sys.argv = [each for each in sys.argv if each != "nohup"]
+sys.exit(main())
+"""
+
+
+@pytest.fixture
+def converting(tmp_path):
+    """A conversion that has begun to write."""
+    spec = AttentionSpec(8, 2)
+    save(tmp_path / "a.npz", random_weights(spec), spec)
+    started = []
+
+    def start(*extra):
+        command = [sys.executable, "-c", CONVERT_AND_WAIT, *extra, "convert", "a.npz", "b.npz", "--to", "ttnn"]
+        process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        assert len(os.listdir(tmp_path)) == 2
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_leaves_nothing_behind(tmp_path, converting, name):
+    process, number = converting(), getattr(signal, name)
+    process.send_signal(number)
+    by = "" if name == "SIGINT" else f" by {name}"
+    assert process.communicate()[1] == f"mha-parity: interrupted{by}\n"
+    assert process.returncode == 128 + number
+    assert os.listdir(tmp_path) == ["a.npz"]
+
+
+def test_signals_that_follow_do_not_disturb_the_cleaning(tmp_path, converting):
+    process = converting()
+    for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT, signal.SIGTERM):  # as a terminal that closes may
+        process.send_signal(number)
+    process.communicate()
+    assert process.returncode > 128
+    assert os.listdir(tmp_path) == ["a.npz"]
+
+
+def test_what_nohup_ignores_stays_ignored(tmp_path, converting):
+    process = converting("nohup")
+    process.send_signal(signal.SIGHUP)
+    time.sleep(0.2)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate()[1] == "mha-parity: interrupted by SIGTERM\n"
+
+
+@sample(delay=[0.2])
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells which signals a process handles")
+@pytest.mark.parametrize("delay", [0.0, 0.2, 1.0])
+def test_an_interrupt_at_any_moment_shows_no_traceback(tmp_path, delay):
+    command = [*MHA_PARITY, "run", "--backends", "torch"]  # every case, which takes far longer than the delay
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 60
+        while not handles(process.pid, signal.SIGTERM):  # until then, an interrupt is Python's
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        time.sleep(delay)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.communicate()
+    assert errors == "mha-parity: interrupted\n"
+    assert process.returncode == 130
+
+
+def handles(pid, number):
+    status = Path(f"/proc/{pid}/status").read_text()
+    (caught,) = (line.split()[1] for line in status.splitlines() if line.startswith("SigCgt"))
+    return int(caught, 16) >> (number - 1) & 1
+
+
+def test_handlers_are_as_they_were_after_a_command():
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    assert main(CACHE_SIZE) == 0
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before

@@ -1,0 +1,405 @@
+"""Canonical weights: what is refused, and files that are whole or not there."""
+
+import os
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from helpers.refusals import refuses, refuses_type
+from helpers.samples import sample
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import mha_jax
+import mha_torch
+import parity
+from mha_spec import Refusal, Rope
+from parity import AttentionSpec, check_weights, load_tensors, load_weights, random_weights, save_tensors, save_weights
+from parity.core.weights import pack_qkv, unpack_qkv
+
+SPEC = AttentionSpec(10, 6, num_kv_heads=2, head_dim=4, d_in=7)
+DTYPES = [np.float32, np.float16, np.float64, ml_dtypes.bfloat16]
+
+
+@pytest.fixture
+def weights():
+    return random_weights(SPEC, seed=1)
+
+
+def same_bits(a, b):
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+# ---- What is refused -------------------------------------------------------------------------------------------------
+
+
+def test_weights_of_the_spec_are_accepted(weights):
+    check_weights(weights, SPEC)
+
+
+def test_a_missing_and_an_unexpected_name_are_both_told(weights):
+    weights["o_proj.bias"] = weights.pop("out_proj.bias")
+    with refuses("weights", missing=["out_proj.bias"], unexpected=["o_proj.bias"]):
+        check_weights(weights, SPEC)
+
+
+def test_a_transposed_weight_is_refused_and_said_to_look_so(weights):
+    weights["q_proj.weight"] = weights["q_proj.weight"].T
+    with refuses("q_proj.weight", "q_proj.weight.shape=(7, 24); it looks transposed"):
+        check_weights(weights, SPEC)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_value_that_is_not_finite_is_refused(weights, value):
+    weights["k_proj.weight"][1, 2] = value
+    with refuses("k_proj.weight", "1 NaN or infinities"):
+        check_weights(weights, SPEC)
+
+
+@pytest.mark.parametrize("wrong", [np.zeros((8, 7), np.int32), [[0.0]], None])
+def test_an_entry_that_is_no_floating_point_array_is_refused(weights, wrong):
+    weights["k_proj.weight"] = wrong
+    with refuses_type("k_proj.weight"):
+        check_weights(weights, SPEC)
+
+
+def test_weights_of_any_framework_become_numpys(weights):
+    for of_framework in (parity.to_torch, parity.to_jax):
+        found = check_weights({name: of_framework(x) for name, x in weights.items()}, SPEC)
+        assert found.keys() == weights.keys()
+        assert all(same_bits(found[name], weights[name]) for name in weights)
+
+
+def test_mixed_dtypes_are_refused(weights):
+    weights["k_proj.weight"] = weights["k_proj.weight"].astype(np.float16)
+    with refuses_type("weights", "['float16', 'float32']"):
+        check_weights(weights, SPEC)
+
+
+# ---- In and out of modules -------------------------------------------------------------------------------------------
+
+
+@sample(12, jax=1)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("fused_qkv", [False, True])
+@pytest.mark.parametrize("kind", ["MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache"])
+def test_weights_survive_a_module_bit_for_bit(sibling, kind, fused_qkv, dtype):
+    spec = AttentionSpec(10, 6, num_kv_heads=2, head_dim=4, d_in=7, fused_qkv=fused_qkv)
+    weights = {name: weight.astype(dtype) for name, weight in random_weights(spec, seed=2).items()}
+    module = parity.load_into(new_module(sibling, kind, spec, dtype), weights, spec)
+    back = parity.weights_of(module)
+    assert list(back) == list(weights)
+    assert all(same_bits(back[name], weights[name]) for name in weights)
+
+
+BAD_LOADS = {
+    "missing": refuses("weights", missing=["out_proj.bias"], unexpected=[]),
+    "unexpected": refuses("weights", missing=[], unexpected=["in_proj.bias"]),
+    "transposed": refuses("out_proj.weight", "out_proj.weight.shape=(24, 10); it looks transposed"),
+    "nan": refuses("out_proj.bias", "1 NaN or infinities"),
+    "dtype": refuses_type("weights", "float16 and "),
+}
+
+
+@pytest.mark.parametrize("change", BAD_LOADS)
+def test_a_refused_load_leaves_the_module_as_it_was(sibling, weights, change):
+    module = new_module(sibling, "MultiHeadAttention", SPEC, "float32")
+    before = parity.weights_of(module)
+    if change == "missing":
+        del weights["out_proj.bias"]
+    elif change == "unexpected":
+        weights["in_proj.bias"] = weights["out_proj.bias"]
+    elif change == "transposed":
+        weights["out_proj.weight"] = weights["out_proj.weight"].T
+    elif change == "nan":
+        weights["out_proj.bias"][0] = np.nan
+    else:
+        weights = {name: weight.astype(np.float16) for name, weight in weights.items()}
+    with BAD_LOADS[change]:
+        parity.load_into(module, weights, SPEC)
+    after = parity.weights_of(module)
+    assert all(same_bits(before[name], after[name]) for name in before)
+
+
+def test_weights_of_are_a_copy(sibling, weights):
+    module = parity.load_into(new_module(sibling, "MultiHeadAttention", SPEC, "float32"), weights, SPEC)
+    parity.weights_of(module)["q_proj.weight"][:] = 0.0
+    assert same_bits(parity.weights_of(module)["q_proj.weight"], weights["q_proj.weight"])
+
+
+def test_a_subclass_of_a_users_own_is_known(sibling, weights):
+    base = getattr(sibling.package, "MultiHeadAttention")  # noqa: B009  (a name that pyright cannot follow)
+    module = new_module(sibling, "MultiHeadAttention", SPEC, "float32")
+    module.__class__ = type("Mine", (base,), {"__module__": "elsewhere"})
+    parity.load_into(module, weights, SPEC)
+    assert same_bits(parity.weights_of(module)["q_proj.weight"], weights["q_proj.weight"])
+
+
+@sample(jax=1)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_of_any_framework_are_loaded_bit_for_bit(sibling, weights, dtype):
+    weights = {name: weight.astype(dtype) for name, weight in weights.items()}
+    for of_framework in (parity.to_torch, parity.to_jax):
+        module = new_module(sibling, "MultiHeadAttention", SPEC, dtype)
+        parity.load_into(module, {name: of_framework(x) for name, x in weights.items()}, SPEC)
+        assert all(same_bits(x, weights[name]) for name, x in parity.weights_of(module).items())
+
+
+def test_a_module_is_filled_from_another_one_bit_for_bit():
+    jax_layer = mha_jax.MultiHeadAttention(SPEC, rngs=nnx.Rngs(0))
+    for source in (
+        mha_torch.MultiHeadSelfAttention(replace(SPEC, fused_qkv=True)),
+        mha_jax.MultiHeadAttentionWithCache(SPEC, rngs=nnx.Rngs(1)),
+    ):
+        parity.load_into(jax_layer, source)
+        expected = parity.weights_of(source)
+        assert all(same_bits(x, expected[name]) for name, x in parity.weights_of(jax_layer).items())
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (AttentionSpec(10, 4, head_dim=6, num_kv_heads=2, d_in=7), "num_heads=6"),
+        (replace(SPEC, rope=Rope(10000.0)), "rope=Rope(theta=10000.0)"),
+    ],
+)
+def test_weights_of_a_layer_that_computes_something_else_are_refused(sibling, weights, other, message):
+    module = parity.load_into(new_module(sibling, "MultiHeadAttention", SPEC, "float32"), weights, SPEC)
+    layer = mha_torch.MultiHeadAttention(other)
+    with refuses("the module", message):
+        parity.load_into(module, layer)
+    with refuses("the module", message):
+        parity.load_into(module, random_weights(other), other)
+    assert all(same_bits(x, weights[name]) for name, x in parity.weights_of(module).items())
+
+
+def test_four_heads_do_not_pass_for_eight_of_the_same_width(sibling):
+    four, eight = AttentionSpec(16, 4), AttentionSpec(16, 8)
+    module = new_module(sibling, "MultiHeadAttention", eight, "float32")
+    with refuses("the module"):
+        parity.load_into(module, random_weights(four), four)
+    with refuses("the module"):
+        parity.load_into(module, torch.nn.MultiheadAttention(16, 4))
+
+
+@pytest.mark.parametrize("kind", ["MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache"])
+def test_weights_without_a_spec_are_refused(kind, sibling, weights):
+    module = new_module(sibling, kind, replace(SPEC, d_kv=SPEC.d_in), "float32")
+    held = parity.weights_of(module)
+    with refuses_type("spec", spec=None):
+        parity.load_into(module, random_weights(module.spec))
+    assert all(same_bits(x, held[name]) for name, x in parity.weights_of(module).items())
+
+
+@sample(jax=1)
+@pytest.mark.parametrize("kind", ["MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache"])
+def test_the_specification_of_a_module_is_told(sibling, kind):
+    spec = AttentionSpec(10, 6, num_kv_heads=2, head_dim=4, d_in=7, fused_qkv=True, rope=Rope(500.0), dropout=0.25)
+    assert parity.spec_of(new_module(sibling, kind, spec, "float32")) == spec
+
+
+def test_the_specification_of_other_libraries_modules_is_told():
+    layer = torch.nn.MultiheadAttention(16, 4, kdim=8, vdim=8, bias=False)
+    assert parity.spec_of(layer) == AttentionSpec(16, 4, d_kv=8, qkv_bias=False, out_bias=False)
+    layer = nnx.MultiHeadAttention(4, 16, qkv_features=24, decode=False, rngs=nnx.Rngs(0))
+    assert parity.spec_of(layer) == AttentionSpec(16, 4, head_dim=6)
+
+
+def test_a_wrapped_projection_is_named(sibling, weights):
+    module = new_module(sibling, "MultiHeadAttention", SPEC, "float32")
+    if sibling.name == "torch":
+        module.q_proj = torch.nn.Sequential(module.q_proj)
+        missing, unexpected = "q_proj.weight", "q_proj.0.weight"
+    else:
+        module.q_proj = nnx.LoRA(7, 2, 24, base_module=module.q_proj, rngs=nnx.Rngs(0))
+        missing, unexpected = "q_proj.weight", "q_proj.base_module.weight"
+    for call in (lambda: parity.weights_of(module), lambda: parity.load_into(module, weights, SPEC)):
+        refusal = refuses("module", missing=..., unexpected=...)
+        with refusal:
+            call()
+        assert missing in refusal.value.got["missing"]
+        assert unexpected in refusal.value.got["unexpected"]
+
+
+def test_a_module_of_somebody_else_is_refused():
+    with refuses_type("module", "dict"):
+        parity.load_into({}, {})
+
+
+@pytest.mark.parametrize("spec", [SPEC, AttentionSpec(8, 2, qkv_bias=False, out_proj=False), AttentionSpec(9, 3)])
+def test_packing_and_unpacking_gives_the_weights_back(spec):
+    weights = random_weights(spec, seed=3)
+    back = unpack_qkv(pack_qkv(weights), spec)
+    assert list(back) == list(weights)
+    assert all(same_bits(back[name], weights[name]) for name in weights)
+
+
+# ---- Files -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_survive_a_file_bit_for_bit(tmp_path, weights, dtype):
+    weights = {name: weight.astype(dtype) for name, weight in weights.items()}
+    save_weights(tmp_path / "w.safetensors", weights, SPEC)
+    back, spec = load_weights(tmp_path / "w.safetensors")
+    assert spec == SPEC
+    assert back.keys() == weights.keys()
+    assert all(same_bits(back[name], weights[name]) for name in weights)
+
+
+# The folder is made once for all examples, and each overwrites its file.
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    array=hnp.arrays(
+        st.sampled_from([np.float32, np.float16, np.float64, np.int32, np.bool_]),
+        hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4),
+    ),
+    order=st.sampled_from(["C", "transposed", "reversed"]),
+)
+def test_any_array_survives_a_file_whatever_its_memory_order(tmp_path, array, order):
+    array = {"C": array, "transposed": array.T, "reversed": array[..., ::-1] if array.ndim else array}[order]
+    save_tensors(tmp_path / "a.safetensors", {"a": array}, {})
+    back, _ = load_tensors(tmp_path / "a.safetensors")
+    assert same_bits(back["a"], np.ascontiguousarray(array).reshape(array.shape))
+
+
+def test_a_file_depends_on_nothing_but_its_content(tmp_path, weights):
+    metadata = {name: name for name in "zyxwvutsrq"}
+    save_tensors(tmp_path / "a", weights, metadata)
+    save_tensors(tmp_path / "b", weights, dict(reversed(metadata.items())))
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_metadata_survives_a_file(tmp_path):
+    save_tensors(tmp_path / "a", {"a": np.zeros(1)}, {"what": "ein Maß, 测量"})
+    assert load_tensors(tmp_path / "a")[1] == {"what": "ein Maß, 测量"}
+
+
+@pytest.mark.parametrize("culprit", ["pathlib.Path.replace", "os.fsync", "parity.core.weights.load_tensors"])
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, weights, culprit):
+    path = tmp_path / "w.safetensors"
+    save_tensors(path, {"old": np.ones(1)}, {})
+    old = path.read_bytes()
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(culprit, fail)
+    with pytest.raises(OSError, match="No space left"):
+        save_weights(path, weights, SPEC)
+    assert os.listdir(tmp_path) == ["w.safetensors"]
+    assert path.read_bytes() == old
+
+
+def test_a_file_of_another_format_is_neither_written_nor_replaced(tmp_path, weights):
+    with refuses("…/w.npz", "that of npz"):
+        save_weights(tmp_path / "w.npz", weights, SPEC)
+    (tmp_path / "w.safetensors").write_text("Dear diary")
+    with refuses("…/w.safetensors", "one that begins with b'Dear dia'"):
+        save_weights(tmp_path / "w.safetensors", weights, SPEC)
+    assert (tmp_path / "w.safetensors").read_text() == "Dear diary"
+    assert os.listdir(tmp_path) == ["w.safetensors"]
+
+
+def test_a_write_that_does_not_read_back_is_an_error(tmp_path, monkeypatch, weights):
+    def misread(_):
+        return {name: weight * 2 for name, weight in weights.items()}, {}
+
+    monkeypatch.setattr("parity.core.weights.load_tensors", misread)
+    with pytest.raises(OSError, match=r"w\.safetensors"):
+        save_weights(tmp_path / "w.safetensors", weights, SPEC)
+    assert os.listdir(tmp_path) == []
+
+
+def test_weights_that_do_not_fit_are_not_written(tmp_path, weights):
+    del weights["out_proj.bias"]
+    with refuses("weights", missing=["out_proj.bias"], unexpected=[]):
+        save_weights(tmp_path / "w.safetensors", weights, SPEC)
+    assert os.listdir(tmp_path) == []
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=200)
+@given(part=st.floats(0.0, 1.0, exclude_max=True))
+def test_a_file_cut_off_anywhere_is_refused(tmp_path, part):
+    save_weights(tmp_path / "w", random_weights(SPEC), SPEC)
+    whole = (tmp_path / "w").read_bytes()
+    (tmp_path / "cut").write_bytes(whole[: int(part * len(whole))])
+    with refuses("…/cut"):
+        load_weights(tmp_path / "cut")
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=300)
+@given(position=st.integers(0, 10_000), byte=st.integers(0, 255))
+def test_a_damaged_header_never_raises_anything_but_a_refusal(tmp_path, position, byte):
+    path = tmp_path / "w"
+    save_weights(path, random_weights(SPEC), SPEC)
+    data = bytearray(path.read_bytes())
+    data[position % (8 + int.from_bytes(data[:8], "little"))] = byte
+    path = tmp_path / "damaged"
+    path.write_bytes(data)
+    try:
+        found, spec = load_weights(path)
+    except Refusal:
+        return
+    check_weights(found, spec)  # what is not refused must be whole
+
+
+def test_header_with_a_new_dropout_loads(tmp_path, weights):
+    """The control of the test above: not every change of a header is refused."""
+    save_weights(tmp_path / "w", weights, SPEC)
+    written = (tmp_path / "w").read_bytes()
+    edited = written.replace(b'"dropout\\": 0.0', b'"dropout\\": 0.1')
+    (tmp_path / "edited").write_bytes(edited)
+    found, spec = load_weights(tmp_path / "edited")
+    assert spec == replace(SPEC, dropout=0.1)
+    assert all(same_bits(found[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize("spec", ["[" * 100_000, "7", '{"d_model": "8", "num_heads": 2}'])
+def test_a_hostile_spec_is_refused(tmp_path, weights, spec):
+    save_tensors(tmp_path / "w", weights, {"format": "1", "spec": spec})
+    with refuses("…/w"):
+        load_weights(tmp_path / "w")
+
+
+def test_weights_of_another_dtype_are_refused_and_not_narrowed(sibling, weights):
+    module = new_module(sibling, "MultiHeadAttention", SPEC, "float32")
+    with refuses_type("weights"):
+        parity.load_into(module, {name: weight.astype(np.float64) for name, weight in weights.items()}, SPEC)
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff" * 8, b"\xff" * 64, b"PK\x03\x04" + bytes(100), bytes(4096)])
+def test_a_file_of_another_kind_is_refused(tmp_path, data):
+    (tmp_path / "w").write_bytes(data)
+    with refuses("…/w"):
+        load_weights(tmp_path / "w")
+
+
+def test_a_safetensors_file_without_a_spec_is_refused(tmp_path, weights):
+    save_tensors(tmp_path / "w", weights, {"format": "1"})
+    with refuses("…/w", format="1", metadata=["format"]):
+        load_weights(tmp_path / "w")
+
+
+def test_a_file_of_a_later_format_is_refused(tmp_path, weights):
+    save_tensors(tmp_path / "w", weights, {"format": "2", "spec": SPEC.to_json()})
+    with refuses("…/w", format="2", metadata=["format", "spec"]):
+        load_weights(tmp_path / "w")
+
+
+def test_a_file_that_is_not_there_is_an_os_error(tmp_path):
+    with pytest.raises(OSError, match="nowhere"):
+        load_weights(tmp_path / "nowhere")
+
+
+def test_random_weights_have_biases_that_are_not_zero(weights):
+    assert all(np.count_nonzero(weight) == weight.size for weight in weights.values())
+
+
+def new_module(sibling, kind, spec, dtype):
+    keyword = "dtype" if sibling.name == "torch" else "param_dtype"
+    return sibling.module(kind, spec, **{keyword: sibling.array(np.zeros(1, dtype)).dtype})

@@ -1,0 +1,213 @@
+"""Lost precision and rows without a key: what is named, from stages and from the output alone, and what is not."""
+
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers.samples import sample
+
+from mha_spec import AttentionSpec
+from parity import CASES, Case, diagnose, make_problem, random_weights
+from parity.backends.record import record
+from parity.core.reference.arithmetic import MANTISSA
+from parity.core.stages import run_steps, stage_named
+from parity.core.trace import Reference
+from parity.core.weights import dtype_named
+from parity.diagnosis.bugs import bugs_for, low_products, wrong_layer
+from parity_lab.injections import products_of
+from parity_lab.selftest import SELFTEST_CASES, inject
+
+CASE_OF = {case.name: case for case in SELFTEST_CASES}
+LOSSES = {
+    bug.name: case
+    for case in ("cached", "cross", "gqa-rope-causal", "mha")
+    for bug in bugs_for(CASE_OF[case])
+    if bug.is_loss
+}
+
+
+def exactly(problem, bugs=()):
+    """The stages of the reference with bugs in it, in float64, then rounded to float32."""
+    with np.errstate(all="ignore"):
+        values = run_steps(wrong_layer(problem, "float64", bugs).steps())
+    return {name: x if stage_named(name).is_exact else x.astype(np.float32) for name, x in values.items()}
+
+
+def outputs(stages):
+    """The output of every call, alone."""
+    return {name: x for name, x in stages.items() if stage_named(name).kind == "output"}
+
+
+def known(case, name):
+    return next(bug for bug in bugs_for(case) if bug.name == name)
+
+
+def names_of(diagnosis):
+    return [name for explanation in diagnosis.explanations for name in explanation.bugs]
+
+
+# ---- One part in a narrower dtype ------------------------------------------------------------------------------------
+
+
+@sample(12)
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_is_rounded_is_named_from_the_output_alone(name):
+    case = CASE_OF[LOSSES[name]]
+    problem = make_problem(case, "float32", random_weights(case.spec, 3))
+    made = known(case, name)
+    diagnosis = diagnose(outputs(exactly(problem, [made])), problem, seconds=60.0)
+    (explanation,) = diagnosis.explanations
+    assert explanation.bugs == (name,) or made.about in explanation.others  # which leaves as little
+    assert diagnosis.kind == "precision"
+
+
+@pytest.mark.parametrize("only", [dict, outputs])
+@pytest.mark.parametrize("projection", ["", "k_proj", "out_proj"])
+def test_weights_that_are_rounded_without_their_biases_are_named(projection, only):
+    problem = make_problem(CASE_OF["gqa-rope-causal"], "float32")
+    are_rounded = [name for name in problem.weights if name.startswith(projection) and name.endswith("weight")]
+    rounded = {name: problem.weights[name].astype(ml_dtypes.bfloat16).astype(np.float32) for name in are_rounded}
+    diagnosis = diagnose(only(exactly(replace(problem, weights={**problem.weights, **rounded}))), problem)
+    (explanation,) = diagnosis.explanations
+    assert explanation.bugs == ("-".join(filter(None, [projection, "weights-bfloat16"])),)
+    assert explanation.about.endswith(f"rounded to bfloat16, but not {'its bias' if projection else 'the biases'}")
+
+
+@pytest.mark.parametrize("name", ["weights-bfloat16", "scores-float16"])
+def test_lost_precision_is_named_beside_another_bug(name):
+    case = CASE_OF["gqa-rope-causal"]
+    problem = make_problem(case, "float32")
+    diagnosis = diagnose(exactly(problem, [known(case, "causal-off-by-one"), known(case, name)]), problem)
+    assert sorted(names_of(diagnosis)) == sorted(["causal-off-by-one", name])
+    assert diagnosis.kind == "structure"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_scores_in_the_dtype_of_a_narrow_problem_are_no_bug(dtype):
+    problem = make_problem(CASES["rope-gqa"], dtype)
+    stages = record("torch", Reference(problem)).accumulated
+    narrow = {**stages, "scores": stages["scores"].astype(dtype_named(dtype))}
+    kept = {name: x for name, x in narrow.items() if name in ("mask", "q", "k", "v", "scores")}
+    assert diagnose(kept, problem).kind == "none"
+
+
+@pytest.mark.parametrize("kind", ["tf32", "bfloat16", "lofi"])
+@pytest.mark.parametrize("case", ["full", "causal"])
+def test_products_that_lose_too_much_are_named_from_the_output_alone(case, kind):
+    problem = make_problem(CASES[case], "float32")
+    with inject(products_of(MANTISSA[kind]), problem, "torch") as given:
+        stages = record("torch", Reference(problem), given).accumulated
+    diagnosis = diagnose({"output": stages["output"]}, problem)
+    assert (diagnosis.kind, names_of(diagnosis)) == ("precision", [f"precision-{kind}"])
+    assert diagnosis.explanations[0].ratio <= 1.0
+
+
+SCALED = make_problem(CASES["causal"], "float32")
+"""A head dimension of 8: it matters whether the queries are scaled or the products, since other bits are lost."""
+
+FORMS = list(low_products(SCALED.case))
+
+
+@pytest.mark.parametrize("form", FORMS, ids=[f"{form.name}-{place % 4}" for place, form in enumerate(FORMS)])
+def test_each_form_of_low_products_is_named(form):
+    diagnosis = diagnose(exactly(SCALED, [form]), SCALED)
+    assert (diagnosis.kind, names_of(diagnosis)) == ("precision", [form.name])
+
+
+@pytest.mark.parametrize("gain", [1.0003, 1.003, 1.01])
+def test_a_gain_on_the_output_is_no_lost_precision(gain):
+    problem = make_problem(CASES["rope-gqa"], "float32")
+    output = exactly(problem)["output"] * np.float32(gain)
+    assert diagnose({"output": output}, problem).kind == "law"
+
+
+# ---- The whole layer in a narrower dtype -----------------------------------------------------------------------------
+
+
+def narrow(problem, dtype):
+    """The problem rounded to a narrower dtype."""
+
+    def rounded(values):
+        return {name: x if x.dtype == bool else x.astype(dtype_named(dtype)) for name, x in values.items()}
+
+    return replace(problem, dtype=dtype, weights=rounded(problem.weights), inputs=rounded(problem.inputs))
+
+
+@pytest.mark.parametrize("only", [False, True], ids=["stages", "output"])
+@pytest.mark.parametrize("is_cast", [False, True], ids=["as-it-is", "cast-back"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_layer_in_a_narrower_dtype_is_told(dtype, is_cast, only):
+    problem = make_problem(CASES["causal"], "float32")
+    stages = record("torch", Reference(narrow(problem, dtype))).accumulated
+    if is_cast:
+        stages = {name: x if stage_named(name).is_exact else x.astype(np.float32) for name, x in stages.items()}
+    stages = {"output": stages["output"]} if only else stages
+    diagnosis = diagnose(stages, problem)
+    assert (diagnosis.kind, names_of(diagnosis)) == ("precision", [f"layer-in-{dtype}"])
+    last = str(diagnosis).splitlines()[-1]
+    if is_cast:
+        assert "Dtype" not in last
+    elif only:
+        assert last == f"Dtype: output is {dtype} in a float32 problem"
+    else:
+        assert last == f"Dtype: q, k, v and {len(diagnosis.dtypes) - 3} more are {dtype} in a float32 problem"
+
+
+def test_a_float64_layer_in_float32_is_told():
+    problem = make_problem(CASES["causal"], "float64")
+    stages = record("torch", Reference(narrow(problem, "float32"))).accumulated
+    assert names_of(diagnose({"output": stages["output"].astype(np.float64)}, problem)) == ["layer-in-float32"]
+
+
+def test_another_bug_in_a_narrower_dtype_is_not_called_precision():
+    problem = make_problem(CASES["causal"], "float32")
+    output = exactly(problem, [known(CASES["causal"], "mask-ignored")])["output"]
+    coarse = (1.5 * output).astype(ml_dtypes.bfloat16)
+    diagnosis = diagnose({"output": coarse}, problem)
+    assert (diagnosis.kind, names_of(diagnosis)) == ("unknown", [])
+    assert "Dtype: output is bfloat16 in a float32 problem" in str(diagnosis)
+
+
+# ---- Rows without a key ----------------------------------------------------------------------------------------------
+
+EMPTY = Case("layer", AttentionSpec(32, 4), "an empty sequence", is_causal=True, key_padding_lengths=(0, 4))
+
+
+@pytest.mark.parametrize("only", [False, True], ids=["stages", "output"])
+@pytest.mark.parametrize("name", ["empty-row-nan", "empty-row-mean", "empty-row-unmasked"])
+def test_rows_without_a_key_are_named(name, only):
+    problem = make_problem(EMPTY, "float32")
+    stages = exactly(problem, [known(EMPTY, name)])
+    assert names_of(diagnose(outputs(stages) if only else stages, problem)) == [name]
+
+
+@sample(case=["causal"])
+@pytest.mark.parametrize("name", ["empty-row-nan", "empty-row-mean", "empty-row-unmasked"])
+@pytest.mark.parametrize("mask", ["mask-flipped", "causal-excludes-self"])
+@pytest.mark.parametrize("case", ["causal", "rope-gqa"])
+def test_rows_that_a_wrong_mask_empties_are_named_with_its_bug(case, mask, name):
+    problem = make_problem(CASES[case], "float32")
+    stages = exactly(problem, [known(CASES[case], mask), known(CASES[case], name)])
+    diagnosis = diagnose(stages, problem, seconds=60.0)
+    assert (diagnosis.kind, set(names_of(diagnosis))) == ("structure", {mask, name})
+
+
+@pytest.mark.parametrize("name", ["empty-row-nan", "empty-row-mean", "empty-row-unmasked"])
+def test_of_an_output_alone_two_bugs_are_named_only_if_one_leaves_its_mark(name):
+    problem = make_problem(CASES["causal"], "float32")
+    stages = exactly(problem, [known(CASES["causal"], "mask-flipped"), known(CASES["causal"], name)])
+    diagnosis = diagnose(outputs(stages), problem)
+    leaves_its_mark = name == "empty-row-nan"
+    assert set(names_of(diagnosis)) == ({"mask-flipped", name} if leaves_its_mark else set())
+    assert diagnosis.kind == ("structure" if leaves_its_mark else "unknown")
+
+
+def test_nan_of_another_pattern_is_unknown_and_told_with_its_place():
+    problem = make_problem(CASES["causal"], "float32")
+    stages = {name: x.copy() for name, x in exactly(problem).items() if name in ("mask", "q", "k", "v", "context")}
+    stages["context"][1, 2, 3] = np.nan
+    diagnosis = diagnose(stages, problem)
+    assert (diagnosis.kind, diagnosis.unexplained) == ("unknown", "context")
+    told = str(diagnosis)
+    assert all(words in told for words in ("NaN", "sequence 1", "head 2", "position 3"))

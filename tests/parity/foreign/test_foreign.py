@@ -1,0 +1,378 @@
+"""Layers of other libraries: made of a specification, filled, read, and judged by the float64 reference."""
+
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+
+import equinox
+import flax.linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from helpers import ROOT
+from helpers.refusals import refuses, refuses_type
+from helpers.samples import sample
+
+import mha_torch
+import parity
+from mha_spec import Rope
+from parity import AttentionSpec, Case, random_weights
+from parity.core.arrays import to_jax, to_torch
+from parity.core.weights import dtype_named
+from parity.foreign import LAYERS, load_adapter
+
+with pytest.MonkeyPatch.context() as _environment, tempfile.TemporaryDirectory() as _home:
+    _environment.setenv("KERAS_BACKEND", "torch")  # on JAX it would not run under conftest's strict promotion
+    _environment.setenv("KERAS_HOME", _home)  # where it writes its settings
+    import keras
+
+SQUARE = AttentionSpec(24, 4)
+CROSS = AttentionSpec(10, 4, head_dim=3, d_in=18, d_kv=15)  # nothing equals anything
+GROUPED = AttentionSpec(18, 6, num_kv_heads=2, head_dim=4, d_kv=15)
+NO_BIASES = {"qkv_bias": False, "out_bias": False}
+
+SPECS = {
+    "torch.nn.MultiheadAttention": [SQUARE, replace(SQUARE, d_kv=15)],
+    "flax.nnx.MultiHeadAttention": [CROSS, GROUPED],
+    "flax.linen.MultiHeadDotProductAttention": [CROSS],
+    "keras.layers.MultiHeadAttention": [CROSS],
+    "keras.layers.GroupQueryAttention": [replace(CROSS, d_model=18), GROUPED],
+    "equinox.nn.MultiheadAttention": [CROSS, replace(CROSS, qkv_bias=False)],
+}
+LAYERS_OF = [(name, spec) for name, specs in SPECS.items() for spec in specs]
+LAYERS_OF += [(name, replace(specs[0], **NO_BIASES)) for name, specs in SPECS.items()]
+every_layer = pytest.mark.parametrize(
+    ("name", "spec"),
+    LAYERS_OF,
+    ids=[f"{name}-{spec.num_kv_heads}-{spec.d_kv}-{spec.qkv_bias}" for name, spec in LAYERS_OF],
+)
+every_library = pytest.mark.parametrize(
+    ("name", "spec"), [(name, specs[0]) for name, specs in SPECS.items()], ids=list(SPECS)
+)
+
+
+def made(name, spec, dtype="float32", **options):
+    """A layer of the library, with its own weights."""
+    return load_adapter(name).make(spec, dtype, **options)
+
+
+def bits(weights):
+    return {name: (x.dtype, x.shape, x.tobytes()) for name, x in weights.items()}
+
+
+def as_given(name, x):
+    """An array as the library takes it; Keras runs on torch here."""
+    return (to_torch if name.startswith(("torch", "keras")) else to_jax)(x)
+
+
+def output_of(name, layer, problem, hidden=None, **options):
+    """What a layer gives for the inputs of a problem; `hidden` is (B or 1, 1, T, S), True = masked."""
+    adapter = load_adapter(name)
+    if hidden is not None:
+        options["mask"] = as_given(name, hidden if adapter.mask_true == "hides" else ~hidden)
+    query = problem.inputs["query"]
+    key = as_given(name, problem.inputs.get("key", query))
+    output, _ = adapter.call(layer, as_given(name, query), key, key, **options)
+    return output
+
+
+def problem_of(spec, **case):
+    return parity.make_problem(Case("foreign", spec, "another library's layer", seq_len=7, **case), "float32")
+
+
+# ---- Weights in, output out ------------------------------------------------------------------------------------------
+
+
+def test_every_layer_is_tested():
+    assert list(SPECS) == list(LAYERS)
+
+
+@every_layer
+def test_a_filled_layer_gives_what_the_reference_gives(name, spec):
+    problem = problem_of(spec, seq_len_k=9)
+    layer = parity.load_into(made(name, spec), problem.weights, problem.spec)
+    parity.assert_parity(output_of(name, layer, problem), problem=problem, stage="module.output")
+
+
+@every_layer
+def test_a_mask_hides_in_a_filled_layer_what_it_hides_in_the_reference(name, spec):
+    problem = problem_of(spec, seq_len_k=9, key_padding_lengths=(9, 4))
+    layer = parity.load_into(made(name, spec), problem.weights, problem.spec)
+    hidden = np.broadcast_to((np.arange(9) >= np.array([[9], [4]]))[:, None, None], (2, 1, 7, 9))
+    parity.assert_parity(output_of(name, layer, problem, hidden), problem=problem, stage="module.output")
+    with pytest.raises(AssertionError):  # the control
+        parity.assert_parity(output_of(name, layer, problem), problem=problem, stage="module.output")
+
+
+@every_layer
+def test_a_filled_layer_is_causal_by_a_mask_and_by_its_flag(name, spec):
+    problem = problem_of(replace(spec, d_kv=spec.d_in), is_causal=True)
+    layer = parity.load_into(made(name, problem.case.spec), problem.weights, problem.spec)
+    causal = ~np.tri(7, dtype=bool)[None, None]
+    parity.assert_parity(output_of(name, layer, problem, causal), problem=problem, stage="module.output")
+    if name.startswith(("keras", "flax.nnx")):
+        output = output_of(name, layer, problem, is_causal=True)
+        parity.assert_parity(output, problem=problem, stage="module.output")
+
+
+def test_a_layer_of_torch_may_have_the_batch_second():
+    problem = problem_of(SQUARE, seq_len_k=9)
+    name = "torch.nn.MultiheadAttention"
+    layer = parity.load_into(torch.nn.MultiheadAttention(24, 4), problem.weights, problem.spec)
+    parity.assert_parity(output_of(name, layer, problem), problem=problem, stage="module.output")
+
+
+@every_layer
+def test_weights_come_back_bit_for_bit(name, spec):
+    weights = random_weights(spec, seed=1)
+    assert bits(parity.weights_of(parity.load_into(made(name, spec), weights, spec))) == bits(weights)
+
+
+@sample(dtype=["bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@every_library
+def test_weights_of_half_precision_come_back_bit_for_bit(name, spec, dtype):
+    weights = {key: x.astype(dtype_named(dtype)) for key, x in random_weights(spec, seed=1).items()}
+    layer = parity.load_into(made(name, spec, dtype), weights, spec)
+    assert bits(parity.weights_of(layer)) == bits(weights)
+
+
+@every_layer
+def test_the_specification_comes_back(name, spec):
+    spec = replace(spec, dropout=0.25)
+    assert parity.spec_of(made(name, spec)) == spec
+
+
+@every_library
+def test_a_layer_takes_the_weights_of_a_module_and_gives_them_to_one(name, spec):
+    source = mha_torch.MultiHeadAttention(spec)
+    layer = parity.load_into(made(name, spec), source)
+    target = parity.load_into(mha_torch.MultiHeadAttention(spec), layer)
+    assert bits(parity.weights_of(target)) == bits(parity.weights_of(source))
+
+
+@pytest.mark.parametrize("name", ["flax.linen.MultiHeadDotProductAttention", "equinox.nn.MultiheadAttention"])
+def test_what_cannot_change_stays_as_it_was(name):
+    layer = made(name, CROSS)
+    before = bits(parity.weights_of(layer))
+    filled = parity.load_into(layer, random_weights(CROSS, seed=1), CROSS)
+    assert filled is not layer
+    assert type(filled) is type(layer)
+    assert bits(parity.weights_of(layer)) == before
+    assert bits(parity.weights_of(filled)) == bits(random_weights(CROSS, seed=1))
+
+
+def test_a_filled_module_of_linen_gives_its_parameters():
+    weights = random_weights(CROSS)
+    module = flax.linen.MultiHeadAttention(4, qkv_features=12, out_features=10)  # by its other name
+    x, key = jnp.ones((1, 2, 18)), jnp.ones((1, 3, 15))
+    variables = module.init(jax.random.key(0), x, key)
+    filled = parity.load_into(module.bind(variables), weights, CROSS)
+    params = filled.variables["params"]
+    assert jax.tree.structure(params) == jax.tree.structure(variables["params"])
+    assert (module.apply({"params": params}, x, key) == filled(x, key)).all()
+    assert (module.apply({"params": params}, x, key) != module.apply(variables, x, key)).any()
+
+
+def test_a_layer_inside_a_model_of_keras_is_reached():
+    x = keras.Input((7, 24))
+    layer = keras.layers.MultiHeadAttention(4, 6)
+    keras.Sequential([x, keras.layers.Dense(24)]).name = "outer"
+    model = keras.Model(x, layer(x, x))
+    parity.load_into(model.layers[-1], random_weights(SQUARE), SQUARE)
+    assert bits(parity.weights_of(layer)) == bits(random_weights(SQUARE))
+
+
+def test_a_layer_is_saved_with_its_specification(tmp_path):
+    layer = parity.load_into(made("equinox.nn.MultiheadAttention", CROSS), random_weights(CROSS), CROSS)
+    parity.save(tmp_path / "a.npz", layer)
+    weights, spec = parity.load(tmp_path / "a.npz")
+    assert spec == CROSS
+    assert bits(weights) == bits(random_weights(CROSS))
+
+
+# ---- What is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changed", [{"rope": Rope(10000.0)}, {"output_dropout": 0.1}], ids=["rope", "output_dropout"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_what_no_library_computes_is_not_made(name, changed):
+    with refuses("the spec of a …Attention", changed):
+        made(name, replace(SQUARE, **changed))
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "refusal"),
+    [
+        ("torch.nn.MultiheadAttention", GROUPED, refuses("the layer")),
+        ("torch.nn.MultiheadAttention", CROSS, refuses("the layer")),
+        ("torch.nn.MultiheadAttention", replace(SQUARE, out_bias=False), refuses("the layer")),
+        ("flax.nnx.MultiHeadAttention", replace(SQUARE, out_proj=False), refuses("the layer")),
+        ("flax.linen.MultiHeadDotProductAttention", GROUPED, refuses("the layer")),
+        ("keras.layers.MultiHeadAttention", GROUPED, refuses("the layer")),
+        (
+            "keras.layers.GroupQueryAttention",
+            CROSS,
+            refuses("a keras.layers.GroupQueryAttention", {"spec.d_model": 10, "spec.d_in": 18}),
+        ),
+        ("equinox.nn.MultiheadAttention", GROUPED, refuses("the layer")),
+    ],
+)
+def test_what_a_library_cannot_compute_is_not_made(name, spec, refusal):
+    with refusal:
+        made(name, spec)
+
+
+def doubled(weights):
+    return {name: np.concatenate([x, x]) if name == "k_proj.weight" else x for name, x in weights.items()}
+
+
+def halved(weights):
+    return {name: x.astype(np.float16) for name, x in weights.items()}
+
+
+def lacking(weights):
+    return {name: x for name, x in weights.items() if name != "v_proj.bias"}
+
+
+@every_library
+def test_weights_of_other_heads_are_refused(name, spec):
+    """The shapes of torch, equinox and canonical weights do not show the heads."""
+    layer = made(name, spec)
+    before = bits(parity.weights_of(layer))
+    heads, size = spec.num_heads // 2, 2 * spec.head_dim
+    other = replace(spec, num_heads=heads, num_kv_heads=heads, head_dim=size, value_head_dim=size)
+    weights = random_weights(other, seed=1)
+    assert {key: x.shape for key, x in weights.items()} == {key: x[1] for key, x in before.items()}
+    with refuses_type("spec", spec=None):
+        parity.load_into(layer, weights)
+    with refuses("the module"):
+        parity.load_into(layer, weights, other)
+    assert bits(parity.weights_of(layer)) == before
+
+
+def spoiled(weights):
+    return {name: np.full_like(x, np.nan) if name == "q_proj.bias" else x for name, x in weights.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "refusal"),
+    [
+        (doubled, refuses("k_proj.weight")),
+        (halved, refuses_type("…bias")),
+        (lacking, refuses("weights", missing=..., unexpected=[])),
+        (spoiled, refuses("q_proj.bias")),
+    ],
+)
+@every_library
+def test_weights_that_do_not_fit_are_refused_and_nothing_changes(name, spec, change, refusal):
+    layer = made(name, spec)
+    before = bits(parity.weights_of(layer))
+    with refusal:
+        parity.load_into(layer, change(random_weights(spec, seed=1)), spec)
+    assert bits(parity.weights_of(layer)) == before
+
+
+@every_library
+def test_a_layer_of_other_heads_is_refused_and_nothing_changes(name, spec):
+    layer, other = made(name, spec), replace(spec, num_heads=2, num_kv_heads=2, head_dim=2 * spec.head_dim)
+    before = bits(parity.weights_of(layer))
+    with refuses("the module", "num_heads=4"):
+        parity.load_into(layer, random_weights(other), other)
+    assert bits(parity.weights_of(layer)) == before
+
+
+def built(layer):
+    layer.build((None, 7, 24), (None, 7, 24))
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("make", "refusal"),
+    [
+        (
+            lambda: torch.nn.MultiheadAttention(24, 4, add_bias_kv=True),
+            refuses("module", add_bias_kv=True, add_zero_attn=False),
+        ),
+        (lambda: torch.nn.MultiheadAttention(24, 4, kdim=8, vdim=9), refuses("module", kdim=8, vdim=9)),
+        (
+            lambda: made("flax.nnx.MultiHeadAttention", SQUARE, normalize_qk=True),
+            refuses("…Attention", normalize_qk=True),
+        ),
+        (
+            lambda: made("flax.linen.MultiHeadDotProductAttention", SQUARE, normalize_qk=True),
+            refuses("…Attention", normalize_qk=True),
+        ),
+        (
+            lambda: flax.linen.MultiHeadDotProductAttention(4),
+            refuses("a module of flax.linen", "an unbound MultiHeadDotProductAttention"),
+        ),
+        (lambda: keras.layers.MultiHeadAttention(4, 6), refuses("a keras.layers.MultiHeadAttention")),
+        (
+            lambda: built(keras.layers.MultiHeadAttention(4, 6, sliding_window=3)),
+            refuses("a keras.layers.MultiHeadAttention", sliding_window=3),
+        ),
+        (
+            lambda: built(keras.layers.MultiHeadAttention(4, 6, value_dim=5)),
+            refuses("a keras.layers.MultiHeadAttention", value_dim=5),
+        ),
+        (
+            lambda: built(keras.layers.GroupQueryAttention(6, 4, 2, use_gate=True)),
+            refuses("a keras.layers.GroupQueryAttention", use_gate=True),
+        ),
+        (lambda: made("equinox.nn.MultiheadAttention", SQUARE, vo_size=5), refuses("module", qk_size=6, vo_size=5)),
+        (
+            lambda: made("equinox.nn.MultiheadAttention", SQUARE, use_key_bias=False),
+            refuses("q_proj, k_proj and v_proj", "['q_proj.bias', 'v_proj.bias']"),
+        ),
+    ],
+)
+def test_a_layer_that_no_specification_describes_is_refused(make, refusal):
+    layer = make()
+    for function in (
+        parity.spec_of,
+        parity.weights_of,
+        lambda layer: parity.load_into(layer, random_weights(SQUARE), SQUARE),
+    ):
+        with refusal:
+            function(layer)
+
+
+def test_a_projection_of_flax_that_is_wrapped_is_named():
+    module = made("flax.nnx.MultiHeadAttention", SQUARE)
+    module.query = nnx.LoRA(24, 2, 24, base_module=module.query, rngs=nnx.Rngs(0))
+    with refuses("tensors", "query.kernel"):
+        parity.load_into(module, random_weights(SQUARE), SQUARE)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: torch.nn.Linear(3, 3), lambda: equinox.nn.Linear(3, 3, key=jax.random.key(0)), lambda: 3]
+)
+def test_other_modules_are_refused_with_those_that_are_known(make):
+    with refuses_type("module"):
+        parity.weights_of(make())
+
+
+def test_an_unknown_layer_has_no_adapter():
+    with refuses("a layer", "'nope'"):
+        load_adapter("nope")
+
+
+@pytest.mark.thorough
+def test_only_the_library_of_a_module_is_imported():
+    program = """
+import sys
+import torch
+import parity
+
+layer = torch.nn.MultiheadAttention(8, 2)
+parity.load_into(layer, parity.weights_of(layer), parity.spec_of(layer))
+imported = {"jax", "flax", "keras", "equinox"} & set(sys.modules)
+assert not imported, imported
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,421 @@
+"""The main job: every case on every backend, stage by stage, in every dtype, gradients included."""
+
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import zlib
+
+import numpy as np
+import pytest
+import xmlschema
+from helpers import DATA
+from helpers.refusals import refuses
+from helpers.samples import sample
+
+import mha_jax
+import parity.backends.torch
+import parity.running.run
+from mha_jax.kernels.fused import FusedAttention
+from mha_spec import Alibi, Gate, Norm, RelativeBias, Temperature
+from parity import CASES, AttentionSpec, Case, make_problem, random_case, run_cases
+from parity.backends import BACKENDS, backend_of, driver, load_backend
+from parity.backends import jax as jax_backend
+from parity.backends import torch as port
+from parity.backends.numerics import environment, on_device
+from parity.backends.record import record
+from parity.cli.main import main
+from parity.core.cases import QUICK
+from parity.core.stages import run_steps, stage_named
+from parity.core.trace import Reference, judge
+from parity.reporting.html import html_page
+from parity.reporting.junit import junit_xml
+from parity.running.report import SkippedCase
+
+
+def failures(case, backend, dtype, with_gradients):
+    expected = Reference(make_problem(case, dtype), with_gradients=with_gradients and case.has_gradients)
+    return [str(comparison) for comparison in judge(record(backend, expected), expected) if not comparison.passed]
+
+
+# Compiling gradients takes as long as all else. JAX derives all but those of attention in blocks, which depend on
+# scores and masks: cases in which these differ are differentiated.
+IN_BLOCKS = {
+    "window-far",
+    "chunk-both-ways",
+    "soft-cap-bias",
+    "sinks",
+    "alibi",
+    "relative-bias",
+    "value-head-dim",
+    "cross",
+}
+
+FINITE = [name for name, case in CASES.items() if case.not_finite is None]
+NAN_CASES = [name for name in CASES if name not in FINITE]
+"""test_nan_is_where_it_belongs runs them."""
+
+
+# JAX compiles each stage of each case. `make parity`, which CI runs as well, has a case for each thing that a layer may
+# have; here several are in one layer, and gradients are those of the cases that say most.
+MANY_AT_ONCE = {
+    "masks-and-scores": AttentionSpec(
+        32,
+        4,
+        num_kv_heads=2,
+        value_head_dim=12,
+        window_size=3,
+        alibi=Alibi(),
+        soft_cap=3.0,
+        sinks=True,
+        temperature=Temperature(2, 0.5),
+        clip_qkv=1.0,
+        qk_norm=Norm(over="width"),
+        gate=Gate(),
+    ),
+    "packed": AttentionSpec(32, 4, fused_qkv=True, out_proj=False, chunk_size=3, relative_bias=RelativeBias(8, 8)),
+}
+IN_JAX = {"causal-padding-empty", "latent", "decode-gqa-rope"}
+DIFFERENTIATED = {"bias-causal", "rope-gqa", "qk-norm"}
+
+
+@pytest.mark.parametrize("name", sorted(IN_JAX | DIFFERENTIATED))
+def test_jax_agrees_with_the_reference(name):
+    assert failures(CASES[name], "jax", "float32", with_gradients=name in DIFFERENTIATED) == []
+
+
+@pytest.mark.parametrize("name", MANY_AT_ONCE)
+def test_jax_agrees_on_layers_with_many_parts(name):
+    case = Case(name, MANY_AT_ONCE[name], "many parts at once", seq_len=7, is_causal=True)
+    assert failures(case, "jax", "float32", with_gradients=False) == []
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", sorted(IN_BLOCKS))
+def test_jax_agrees_with_the_reference_in_gradients(name):
+    assert failures(CASES[name], "jax", "float32", with_gradients=True) == []
+
+
+# Steps that depend on positions in a way of their own. The others are as they are without a cache.
+DECODE = {"decode-dynamic", "decode-chunk", "decode-relative-bias", "decode-temperature", "decode-latent-yarn"}
+
+
+def is_computed_elsewhere(name):
+    """Tell cases that another test or `make parity` computes, and steps that are as they are without a cache."""
+    others = IN_JAX | DIFFERENTIATED | IN_BLOCKS | QUICK.keys()
+    return CASES[name].trained is not None or name in others or (name.startswith("decode-") and name not in DECODE)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", [name for name in FINITE if not is_computed_elsewhere(name)][::3])  # torch runs all
+def test_jax_agrees_with_the_reference_in_further_cases(name):
+    assert failures(CASES[name], "jax", "float32", with_gradients=False) == []
+
+
+@pytest.mark.thorough
+def test_jax_agrees_on_a_trained_layer_compiled_as_users_have_it(tmp_path):
+    # Compiled quickly, as conftest says, a product is a sum from its first term to its last; in wide layers that shows.
+    path, case = tmp_path / "results.json", "trained-smollm2-causal"
+    command = ["-m", "parity", "run", "--backends", "jax", "--cases", case, "--grad", "--json", path]
+    subprocess.run([sys.executable, *command], env=os.environ | {"XLA_FLAGS": ""}, check=True, capture_output=True)
+    results = json.loads(path.read_text())["results"]
+    assert {(each["case"], each["status"]) for each in results} == {(case, "passed")}
+
+
+# Compiling takes most of JAX's time, so that its other dtypes run a choice of cases: the narrow ones those in which
+# little is left of large numbers, or of many terms; float64 those in which something may be computed in less.
+IN_DTYPES = {
+    "bfloat16": ["causal-padding-empty", "bias-causal", "cross", "rope-gqa", "large-logits", "ragged"],
+    "float16": ["causal-padding-empty", "large-logits", "trained-anarcii-cross"],
+    "float64": ["bias-causal", "cross", "rope-gqa", "ragged", "trained-anarcii-cross"],
+}
+
+
+@sample(where=lambda dtype, name: (dtype, name) in [(dtype, names[0]) for dtype, names in IN_DTYPES.items()])
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [(dtype, name) for dtype, names in IN_DTYPES.items() for name in names[:3]],
+)
+def test_jax_agrees_with_the_reference_in_other_dtypes(name, dtype):
+    assert failures(CASES[name], "jax", dtype, with_gradients=name == IN_DTYPES[dtype][0]) == []
+
+
+# All in float32, and each in one more dtype, which its name draws.
+IN_TORCH = [("float32", name) for name in CASES] + [(dtype, name) for dtype in IN_DTYPES for name in IN_DTYPES[dtype]]
+IN_TORCH += [(case.dtype, name) for name, case in CASES.items() if case.dtype is not None]
+IN_TURN = [([*IN_DTYPES][zlib.crc32(name.encode()) % len(IN_DTYPES)], name) for name in CASES]
+
+
+@sample(where=lambda dtype, name: (dtype, name) in IN_TORCH)
+@pytest.mark.parametrize(("dtype", "name"), list(dict.fromkeys([*IN_TORCH, *IN_TURN])))
+def test_torch_agrees_with_the_reference(name, dtype):
+    assert failures(CASES[name], "torch", dtype, with_gradients=True) == []
+
+
+@pytest.mark.parametrize("seed", range(6, 26))
+def test_torch_agrees_on_more_random_cases(seed):
+    assert failures(random_case(seed), "torch", "float32", with_gradients=True) == []
+
+
+def test_every_stage_of_a_case_is_compared():
+    report = run_cases([CASES["bias-causal"]], ["torch"], with_gradients=True)
+    stages = {comparison.stage for comparison in report.comparisons}
+    forward = {"mask", "q", "k", "v", "scores", "attn_weights", "context", "output"}
+    modules = {"module.attn_weights", "module.output", "fused.output"}
+    weights = {f"{name}_proj.{leaf}" for name in ("q", "k", "v", "out") for leaf in ("weight", "bias")}
+    gradients = {f"{path}grad.{name}" for path in ("", "fused.") for name in {*weights, "query", "bias"}}
+    assert stages == forward | modules | gradients
+
+
+def test_every_step_of_a_cached_case_is_compared():
+    report = run_cases([CASES["decode"]], ["torch"])
+    stages = {comparison.stage for comparison in report.comparisons}
+    per_step = {"mask", "q", "k", "v", "cache.keys", "cache.values", "cache.lengths", "scores", "attn_weights"}
+    per_step |= {"context", "output", "module.output"}
+    per_step |= {"module.cache.keys", "module.cache.values", "module.cache.lengths"}
+    assert stages == {f"step{index}.{stage}" for index in range(4) for stage in per_step}
+
+
+BLOCKS = {
+    "bias-causal": {"blocks.output", "blocks.grad.query"},
+    "decode": {"step0.blocks.output", "step3.blocks.output"},
+}
+
+
+@pytest.mark.parametrize("seed", [370, 514, 937])
+def test_gradients_of_heads_of_two_features_are_within_the_budget(seed):
+    """Their scores are large, and sums of two terms: summed again they differ by the order of factors alone."""
+    case = random_case(seed)
+    assert case.spec.head_dim == 2
+    assert failures(case, "torch", "float64", with_gradients=True) == []
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_jax_is_also_judged_in_small_blocks(name):
+    report = run_cases([CASES[name]], ["jax", "torch"], with_gradients=True)
+    stages = {library: {c.stage for c in report.comparisons if c.backend == library} for library in ("jax", "torch")}
+    assert stages["jax"] - stages["torch"] == {stage for stage in stages["jax"] if "blocks." in stage}
+    assert stages["jax"] - stages["torch"] >= BLOCKS[name]
+    assert stages["torch"] < stages["jax"]
+
+
+def test_the_fused_path_of_jax_is_judged_with_the_blocks_that_users_get(monkeypatch):
+    taken, original = [], FusedAttention.__call__
+
+    def note(kernel, *arrays):
+        taken.append(kernel)
+        return original(kernel, *arrays)
+
+    monkeypatch.setattr(FusedAttention, "__call__", note)
+    problem = make_problem(CASES["causal"], "float32")
+    run_steps(driver.steps(jax_backend, problem))
+    driver.gradients(jax_backend, problem)
+    assert taken == 2 * [mha_jax.fused.attend, jax_backend.SMALL_BLOCKS]
+
+
+def test_a_trace_of_jax_without_its_small_blocks_is_a_failure():
+    expected = Reference(make_problem(CASES["full"], "float32"))
+    trace = record("jax", expected)
+    del trace.accumulated["blocks.output"]
+    (failed,) = (comparison for comparison in judge(trace, expected) if not comparison.passed)
+    assert (failed.stage, failed.reason) == ("blocks.output", "the trace lacks this stage")
+
+
+def test_what_is_compared_in_a_cache_is_not_empty():
+    expected = Reference(make_problem(CASES["ragged"], "float32")).accumulated
+    assert np.count_nonzero(expected["step0.cache.keys"]) > 0
+    assert expected["step3.cache.lengths"].tolist() == [6, 7, 4]
+
+
+def test_the_record_of_a_backend_is_true_of_it(sibling):
+    known, port = BACKENDS[sibling.name], load_backend(sibling.name)
+    assert known.sibling == port.SIBLING.__name__
+    assert all(hasattr(importlib.import_module(known.arrays), name) for name in ("where", "triu", "ones"))
+    with_cache, without = (make_problem(name, "float32") for name in ("decode", "textbook"))
+    stages = [*record(known.name, Reference(with_cache)).local, *record(known.name, Reference(without)).local]
+    assert {stage_named(stage).path for stage in stages} == {"", *known.paths}
+    assert {"module", *port.GRADIENT_PATHS} == {"", *known.paths}
+
+
+def test_a_value_of_a_sibling_tells_its_backend(sibling):
+    module = sibling.module("MultiHeadAttention", AttentionSpec(8, 2))
+    derived = type("Mine", (type(module),), {})
+    assert backend_of(module) == sibling.name
+    assert backend_of(object.__new__(derived)) == sibling.name
+    assert backend_of(np.ones(3)) is None
+
+
+def test_a_backend_that_is_missing_is_skipped_with_its_reason(let_need):
+    let_need("tt", "a_package_that_is_not_there")
+    report = run_cases([CASES["textbook"]])
+    assert report.skipped == {"tt": "tt needs a_package_that_is_not_there, not installed here"}
+    assert report.summary["skipped"] == 1
+
+
+def test_a_backend_asked_for_by_name_must_be_there(let_need):
+    let_need("tt", "a_package_that_is_not_there")
+    with pytest.raises(ModuleNotFoundError, match="tt needs a_package_that_is_not_there"):
+        run_cases([CASES["textbook"]], ["jax", "tt"])
+
+
+@pytest.fixture
+def poor_torch(monkeypatch):
+    """A torch without gradients and without float16."""
+    monkeypatch.setattr(
+        parity.backends.torch, "why_skipped", lambda case, dtype: "no such dtype" if dtype == "float16" else None
+    )
+    monkeypatch.setattr(parity.backends.torch, "GRADIENT_PATHS", ())
+
+
+@pytest.mark.usefixtures("poor_torch")
+def test_a_case_that_a_backend_cannot_run_is_skipped_with_its_reason():
+    report = run_cases([CASES["textbook"]], ["jax", "torch"], ["float32", "float16"])
+    assert report.skipped_cases == [SkippedCase("textbook", "float16", "torch", "no such dtype")]
+    assert report.summary == {"passed": 35, "failed": 0, "skipped": 1, "missing": 0}
+    assert report.to_dict()["results"][-1] == {
+        "case": "textbook",
+        "backend": "torch",
+        "dtype": "float16",
+        "stage": None,
+        "status": "skipped",
+        "reason": "no such dtype",
+    }
+
+
+@pytest.mark.usefixtures("poor_torch")
+def test_skipped_backends_and_cases_are_counted_together(let_need):
+    let_need("tt", "a_package_that_is_not_there")
+    assert run_cases([CASES["textbook"]], dtypes=["float16"]).summary["skipped"] == 2
+
+
+@pytest.mark.usefixtures("poor_torch")
+def test_a_backend_asked_for_by_name_must_have_something_to_run(monkeypatch):
+    monkeypatch.setattr(parity.running.run, "record", None)  # nothing may run before
+    with refuses("torch", "no such dtype"):
+        run_cases([CASES["textbook"], CASES["large-logits-float16"]], ["jax", "torch"], ["float16"])
+
+
+@pytest.mark.usefixtures("poor_torch")
+def test_without_gradients_the_other_stages_are_compared_and_that_is_said_once():
+    report = run_cases([CASES["textbook"], CASES["full"]], ["jax", "torch"], with_gradients=True)
+    assert not report.failed
+    assert {c.backend for c in report.comparisons if "grad." in c.stage} == {"jax"}
+    assert sum(c.backend == "torch" for c in report.comparisons) == 2 * 11
+    whose = [(each.case, each.backend, each.reason, each.stage) for each in report.skipped_cases]
+    assert whose == [(case, "torch", "torch has no gradients", "gradients") for case in ("textbook", "full")]
+    (entry,) = report.not_compared
+    assert entry.what == "torch, gradients of 2 cases in float32"
+    assert report.status == 2
+
+
+def test_gradients_that_should_be_there_and_are_not_are_failures(monkeypatch):
+    monkeypatch.setattr(driver, "gradients", lambda *problem: {})
+    report = run_cases([CASES["textbook"]], ["torch"], with_gradients=True)
+    assert {c.reason for c in report.failed} == {"the trace lacks this stage"}
+    assert all("grad." in c.stage for c in report.failed)
+
+
+def test_ttnn_that_is_not_here_is_said_to_have_wheels_elsewhere(monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ttnn" else find_spec(name))
+    reason = "tt needs ttnn, not installed here; it has wheels for CPython 3.10 and 3.12 on x86-64 Linux"
+    assert parity.backends.why_missing("tt") == reason
+
+
+def test_a_backend_that_raises_fails_its_case_and_no_other(monkeypatch):
+    original = parity.running.run.record
+
+    def record_or_raise(backend, reference):
+        if reference.problem.case.name == "full":
+            raise RuntimeError("out of something")
+        return original(backend, reference)
+
+    monkeypatch.setattr(parity.running.run, "record", record_or_raise)
+    report = run_cases([CASES["full"], CASES["causal"]], ["torch"])
+    assert [(c.case, c.stage, c.reason) for c in report.failed] == [("full", "run", "RuntimeError: out of something")]
+    assert report.summary["passed"] == 11
+
+
+@pytest.mark.parametrize(
+    ("arguments", "refusal"),
+    [
+        ({"cases": []}, refuses("there", "0 cases on ['jax', 'torch'] in ['float32']")),
+        ({"dtypes": ["int8"]}, refuses("dtype", dtype="int8")),
+        ({"dtypes": []}, refuses("there", "136 cases on ['jax', 'torch'] in []")),
+        ({"backends": ["numpy"]}, refuses("backend", backend="numpy")),
+    ],
+)
+def test_nothing_to_run_is_an_error_and_no_success(arguments, refusal):
+    with refusal:
+        run_cases(**arguments)
+
+
+# Of a narrow dtype JAX compiles a case of each kind.
+NARROW_IN_JAX = "nan-visible-causal", "nan-hidden-norm", "nan-hidden-decode"
+
+
+@sample(jax=0)
+@pytest.mark.parametrize("name", NAN_CASES)
+def test_nan_is_where_it_belongs(name, sibling):
+    dtypes = ["float32", "bfloat16"] if sibling.name == "torch" or name in NARROW_IN_JAX else ["float32"]
+    report = run_cases([CASES[name]], [sibling.name], dtypes, with_gradients=True)
+    assert {each.dtype for each in report.comparisons} == set(dtypes)
+    assert report.failed == []
+    json.dumps(report.to_dict(), allow_nan=False)
+
+
+def test_a_nan_that_a_backend_swallows_fails_and_is_named(monkeypatch):
+    original = parity.running.run.record
+
+    def record(backend, reference):
+        trace = original(backend, reference)
+        trace.accumulated["fused.output"] = np.nan_to_num(trace.accumulated["fused.output"])
+        return trace
+
+    monkeypatch.setattr(parity.running.run, "record", record)
+    report = run_cases([CASES["nan-visible-causal"]], ["torch"])
+    (failed,) = report.failed
+    assert (failed.stage, failed.reason) == ("fused.output", "96 elements are not NaN where the reference is")
+    content = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert [each["status"] for each in content["results"]].count("failed") == 1
+    xmlschema.XMLSchema(DATA / "junit.xsd").validate(junit_xml(report).decode())
+    assert b"96 elements are not NaN" in html_page(report)
+
+
+def test_gradients_that_are_not_compared_are_told():
+    report = run_cases([CASES["nan-visible-causal"], CASES["nan-hidden-cross"]], ["torch"], with_gradients=True)
+    (entry,) = report.not_compared
+    words = (entry.what, entry.reason, entry.labels)
+    assert words == ("gradients of 1 case", "if a query is NaN, all of them are NaN", ["nan-visible-causal"])
+    assert report.status == 0  # there is nothing to compare
+    assert {c.case for c in report.comparisons if "grad." in c.stage} == {"nan-hidden-cross"}
+
+
+def test_arrays_and_modules_of_torch_lie_on_the_device_of_a_run():
+    problem = make_problem(CASES["textbook"], "float32")
+    with on_device("meta"):
+        assert port.from_numpy(np.ones(2, np.float32)).is_meta
+        assert {x.device.type for x in port.filled(problem).module.parameters()} == {"meta"}
+        assert environment(["torch"])["backends"]["torch"]["device"] == "meta"
+    assert not port.from_numpy(np.ones(2, np.float32)).is_meta
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--backends", "torch", "--device", "cuda:9"], ("one that torch has here", "cuda:9")),
+        (["--backends", "torch", "--device", "gpu"], ("one that torch has here", "gpu")),
+        (["--backends", "jax", "--device", "cuda"], ("without the backend torch",)),
+        (["--backends", "torch", "--mesh", "data=2", "--virtual-devices", "2", "--device", "cuda"], ("with a mesh",)),
+    ],
+    ids=["absent", "unknown", "not-torch", "mesh"],
+)
+def test_a_device_that_is_not_there_is_refused_before_anything_runs(capsys, options, words):
+    assert main(["run", "--cases", "textbook", *options]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert len(err.splitlines()) == 1
+    for word in words:
+        assert word in err

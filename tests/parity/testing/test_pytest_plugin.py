@@ -1,0 +1,612 @@
+"""What other people's tests get: `assert_parity`, its fixture, and `--parity-report`, also from an installed wheel."""
+
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from xml.etree import ElementTree
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from helpers import ROOT
+from helpers.refusals import refuses, refuses_type
+from helpers.samples import sample
+from helpers.shell import NO_HYPOTHESIS
+
+import parity.reporting.html
+import parity.reporting.junit  # pytester forgets what its runs import, so both are imported before
+import parity.testing.assertion
+from parity import CASES, assert_parity, make_problem
+from parity.backends.record import record
+from parity.core.stages import stage_named
+from parity.core.trace import Reference
+from parity.core.weights import dtype_named
+from parity.testing.assertion import NEXT
+
+FROM_NUMPY = {
+    "numpy": np.asarray,
+    "torch": lambda x: torch.tensor(x, requires_grad=True),
+    "jax": jnp.asarray,
+}
+
+
+@pytest.fixture
+def pytester(pytester, monkeypatch):
+    monkeypatch.setenv("PYTEST_ADDOPTS", NO_HYPOTHESIS)
+    return pytester
+
+
+@pytest.fixture
+def x(rng):
+    return rng.standard_normal((2, 3, 4, 5)).astype(np.float32)
+
+
+def why(*args, **options):
+    """The message of the failure, which there must be."""
+    with pytest.raises(AssertionError) as caught:
+        assert_parity(*args, **options)
+    return str(caught.value)
+
+
+# ---- The assertion ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("of", FROM_NUMPY)
+@pytest.mark.parametrize("to", FROM_NUMPY)
+def test_arrays_of_all_frameworks_are_compared(x, of, to):
+    assert_parity(FROM_NUMPY[of](x), FROM_NUMPY[to](x))
+    assert "1 / 120" in why(FROM_NUMPY[of](x + (np.arange(120) == 7).reshape(x.shape)), FROM_NUMPY[to](x))
+
+
+def test_bfloat16_of_all_frameworks_is_compared(x):
+    assert_parity(torch.tensor(x, dtype=torch.bfloat16), jnp.asarray(x, jnp.bfloat16))
+    assert_parity(torch.tensor(x, dtype=torch.bfloat16), x.astype(ml_dtypes.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "passes", "fails"),
+    [("float64", 3e-15, 4e-15), ("float32", 1.5e-6, 2.5e-6), ("float16", 0.0035, 0.0045), ("bfloat16", 0.025, 0.04)],
+)
+def test_without_the_noise_some_units_of_rounding_are_allowed(rng, dtype, passes, fails):
+    x = rng.standard_normal((2, 3, 4, 5))
+    assert_parity((x * (1 + passes)).astype(dtype_named(dtype)), x)
+    assert "units of rounding" in why((x * (1 + fails)).astype(dtype_named(dtype)), x)
+
+
+def test_the_narrowest_dtype_of_all_arrays_decides(x):
+    rounded = x.astype(ml_dtypes.bfloat16)
+    assert_parity({"q": rounded, "scores": x * np.float32(1.01)}, {"q": x, "scores": x})
+    assert "/scores" in why({"q": x, "scores": x * np.float32(1.01)}, {"q": x, "scores": x})
+
+
+def test_a_dtype_that_no_array_shows_can_be_told(x):
+    assert_parity(x * np.float32(1.01), x, dtype="bfloat16")
+
+
+# JAX compiles a case anew for a dtype.
+@sample(where=lambda case, dtype: (case, dtype) in [("rope-far", "float32"), ("large-logits", "bfloat16")])
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        ("causal", "float32"),
+        ("gqa", "bfloat16"),
+        ("rope-far", "float32"),
+        ("wide", "bfloat16"),
+        ("large-logits", "float32"),
+        ("large-logits", "bfloat16"),
+        ("decode-gqa-rope", "bfloat16"),
+    ],
+)
+def test_correct_implementations_stay_within_what_is_allowed_without_the_noise(case, dtype):
+    reference = Reference(make_problem(CASES[case], dtype))
+    stages = {name: record(name, reference).accumulated for name in ("torch", "jax")}
+    shared = {name: x for name, x in stages["jax"].items() if stage_named(name).path != "blocks"}  # torch has none
+    assert_parity(stages["torch"], shared)
+
+
+def test_the_error_of_the_same_precision_is_the_noise(x):
+    expected = x.astype(np.float64)
+    noisy = x * np.float32(1.001)
+    assert_parity(x * np.float32(1.003), expected, same_precision=noisy)
+    assert "beyond 4.13 times the error of same_precision" in why(x * np.float32(1.006), expected, same_precision=noisy)
+    assert "/output" in why(x * np.float32(1.0001), expected, same_precision=x)
+
+
+def test_the_noise_of_float64_is_that_of_float64(x):
+    expected = x.astype(np.float64)
+    noisy = expected * (1 + 1e-12)
+    assert_parity(expected * (1 + 3e-12), expected, same_precision=noisy)
+    assert "/output" in why(expected * (1 + 6e-12), expected, same_precision=noisy)
+
+
+def test_a_problem_gives_what_is_expected_and_its_noise(sibling):
+    reference = Reference(make_problem(CASES["causal"], "bfloat16"), with_gradients=True)
+    stages = record(sibling.name, reference).accumulated
+    assert_parity({name: sibling.array(value) for name, value in stages.items()}, problem=reference.problem)
+    assert_parity(stages["output"], problem=reference.problem)
+    assert_parity(stages["grad.query"], problem=reference.problem, stage="grad.query")
+    text = why(stages["scores"] * np.float32(1.01), problem=reference.problem, stage="scores")
+    assert "parity/scores: actual differs from the reference (bfloat16)" in text
+    assert "beyond 4.08 times the error of the same-precision reference" in text
+
+
+def test_a_stage_that_the_reference_lacks_is_a_failure(x):
+    text = why({"hidden": x}, problem=make_problem(CASES["causal"], "float32"))
+    assert "parity/hidden" in text
+    assert "the reference has no such stage, only mask, q, k, v, scores" in text
+
+
+ONE = np.ones((2, 3), np.float32)
+FAILURES = {
+    "another shape": (ONE[:1], ONE, r"shape \(1, 3\), expected \(2, 3\)"),
+    "another rank": (ONE[None], ONE, r"shape \(1, 2, 3\), expected \(2, 3\)"),
+    "empty": (ONE[:0], ONE[:0], "there are no elements to compare"),
+    "NaN": (ONE * np.float32("nan"), ONE, "6 elements are NaN or infinite"),
+    "infinity on both sides": (
+        ONE * np.float32("inf"),
+        ONE * np.float32("inf"),
+        "6 elements of expected are NaN or inf",
+    ),
+    "NaN on both sides": (
+        ONE * np.float32("nan"),
+        ONE * np.float32("nan"),
+        "6 elements of expected are NaN or infinite",
+    ),
+    "integers": (ONE.astype(np.int32), ONE, "dtype int32, expected float32"),
+    "a mask of numbers": (ONE, ONE > 0, "dtype float32, expected bool"),
+    "complex": (
+        ONE.astype(np.complex64),
+        ONE.astype(np.complex64),
+        "complex64",
+    ),
+    "objects": (ONE.astype(object), ONE, "dtype object"),
+    "masks": (ONE > 0, ONE < 0, "mismatched +6 / 6"),
+    "lengths": (np.array([3, 4]), np.array([3, 5], np.int32), "mismatched +1 / 2"),
+    "large integers": (np.array([2**53 + 1]), np.array([2**53]), "integers beyond 9007199254740992 cannot be compared"),
+    "no stages": ({}, {}, "there are no stages to compare"),
+    "a missing stage": ({"q": ONE}, {"q": ONE, "k": ONE}, r"(?s)/k: .*reason +actual "),
+    "an additional stage": ({"q": ONE, "k": ONE}, {"q": ONE}, r"(?s)/k: .*reason +expected "),
+}
+
+
+@pytest.mark.parametrize("what", FAILURES)
+def test_nothing_passes_silently(what):
+    actual, expected, words = FAILURES[what]
+    assert re.search(words, why(actual, expected))
+
+
+@pytest.mark.parametrize(
+    ("same_precision", "words"),
+    [
+        (ONE[:1], r"same_precision has shape \(1, 3\), expected \(2, 3\)"),
+        (ONE.astype(np.float16), "dtype float32, that of same_precision is float16"),
+        (ONE * np.float32("nan"), "6 elements of same_precision are NaN or infinite"),
+    ],
+)
+def test_a_same_precision_that_tells_no_noise_fails(same_precision, words):
+    assert re.search(words, why(ONE.copy(), ONE.astype(np.float64), same_precision=same_precision))
+
+
+def test_a_stage_that_same_precision_lacks_is_a_failure():
+    text = why({"q": ONE, "k": ONE}, {"q": ONE, "k": ONE}, same_precision={"q": ONE.copy()})
+    assert "/k: " in text
+    assert re.search("reason +same_precision ", text)
+
+
+@pytest.mark.parametrize("equal", [ONE > 0, np.array([1, 2]), np.zeros((2, 2), np.float32), np.float32(3.0)], ids=repr)
+def test_what_is_equal_passes(equal):
+    assert_parity(equal, equal)
+
+
+@pytest.mark.parametrize(
+    ("options", "refusal"),
+    [
+        ({}, refuses_type("one of expected and problem", "neither")),
+        ({"expected": ONE, "problem": 1}, refuses_type("one of expected and problem", "both")),
+        ({"problem": "causal"}, refuses_type("problem", "str")),
+        ({"expected": {"q": ONE}}, refuses_type("actual, expected", "actual=ndarray, expected=dict")),
+        ({"expected": [1.0]}, refuses_type("expected", "list")),
+        ({"expected": ONE, "same_precision": ONE}, refuses_type("same_precision", "the arrays of actual")),
+        ({"expected": ONE, "dtype": "float8"}, refuses("dtype", dtype="float8")),
+    ],
+)
+def test_arguments_that_do_not_go_together_are_refused(options, refusal):
+    with refusal:
+        assert_parity(ONE, **options)
+
+
+def test_there_is_no_absolute_tolerance():
+    with pytest.raises(TypeError, match="atol"):
+        assert_parity(ONE, expected=ONE, atol=1e-3)
+
+
+@pytest.mark.parametrize("options", [{"expected": ONE}, {"problem": parity.make_problem("full", "float32")}])
+def test_a_function_that_returns_nothing_is_told(options):
+    with refuses_type("actual", "None: is there a return missing?"):
+        assert_parity(None, **options)
+
+
+def test_the_message_says_what_where_and_how_much(x):
+    actual = x.copy()
+    actual[1, 2, 3, 4] = 7.0
+    lines = why(actual, x, stage="context", name="layer 3").splitlines()
+    assert lines[0] == "layer 3/context: actual differs from expected (float32)"
+    assert lines[1] == "  shape       (B N T H) = (2, 3, 4, 5)"
+    assert lines[2] == "  mismatched  1 / 120 (0.8%)"
+    assert lines[3].endswith(f"at (b=1, n=2, t=3, h=4): 7, expected {x[1, 2, 3, 4]:.6g}")
+    assert lines[4].startswith("  allowed ")
+    assert lines[5].startswith("  reason      beyond 16 units of rounding")
+
+
+@pytest.mark.parametrize(
+    ("stage", "shape", "place"),
+    [
+        ("hidden", (3,), "(axis0=0)"),
+        ("hidden", (2, 3), "(axis0=0, axis1=0)"),
+        ("output", (2, 3), "(axis0=0, axis1=0)"),  # not the axes of an output
+        ("step3.output", (2, 1, 3), "(b=0, t=0, e=0)"),
+        ("layers.0.q_proj.weight", (2, 3), "(out=0, in=0)"),
+    ],
+)
+def test_the_place_is_told_by_the_letters_of_the_stage_if_it_has_any(stage, shape, place):
+    assert f"at {place}: 2, expected 1" in why(np.full(shape, 2.0), np.ones(shape), stage=stage)
+
+
+def test_the_message_leads_with_the_first_stage_of_the_data_flow_that_differs():
+    right = dict.fromkeys(["attn_weights", "k", "output", "q", "scores"], ONE)  # sorted by name, as jax.jit gives them
+    wrong = {**right, "attn_weights": 2 * ONE, "output": 2 * ONE, "scores": 2 * ONE}
+    lines = why(wrong, right).splitlines()
+    assert lines[0] == "parity/scores: actual differs from expected (float32)"
+    assert lines[-3:-1] == ["  agree       q, k", "  also differ attn_weights, output"]
+    assert NEXT in lines[-1]
+
+
+def test_steps_come_one_after_the_other():
+    stages = [f"step{step}.{stage}" for step in (10, 2) for stage in ("output", "q")]
+    right = dict.fromkeys(stages, ONE)
+    text = why(dict.fromkeys(stages, 2 * ONE), right)
+    assert text.startswith("parity/step2.q")
+    assert "step2.output, step10.q, step10.output\n" in text
+
+
+def test_stages_of_other_names_stay_in_the_order_of_expected():
+    right = dict.fromkeys(["norm", "v", "q"], ONE)
+    text = why(dict.fromkeys(["q", "v", "norm"], 2 * ONE), right)
+    assert text.startswith("parity/norm")
+    assert "also differ v, q\n" in text
+
+
+# ---- The fixture -----------------------------------------------------------------------------------------------------
+
+PORTS = """
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+values = np.random.default_rng(0).standard_normal((2, 3, 4, 5)).astype(np.float32)
+
+
+@pytest.mark.parametrize("port", [np.asarray, torch.tensor, jnp.asarray], ids=["numpy", "torch", "jax"])
+@pytest.mark.parametrize("scale", [1.0, 1.01], ids=["right", "wrong"])
+def test_port(assert_parity, port, scale):
+    assert_parity(port(values) * scale, values, stage="context")
+"""
+
+# Of NumPy only, as processes of pytest-xdist import it again.
+TWO_TESTS = """
+import numpy as np
+
+
+def test_right(assert_parity):
+    assert_parity(np.ones(3), np.ones(3), stage="hidden")
+
+
+def test_wrong(assert_parity):
+    assert_parity({"q": np.ones(3), "k": np.ones(4)}, {"q": np.ones(3), "k": np.zeros(4)}, name="layer 3")
+"""
+
+NO_COMPARISON = "def test_nothing(): pass"
+
+
+def results(path):
+    return [(each["case"], each["stage"], each["status"]) for each in json.loads(path.read_text())["results"]]
+
+
+RESULTS_OF_TWO_TESTS = [
+    ("test_two.py::test_right", "hidden", "passed"),
+    ("test_two.py::test_wrong layer 3", "q", "passed"),
+    ("test_two.py::test_wrong layer 3", "k", "failed"),
+]
+
+
+@pytest.fixture
+def run_two_tests(pytester):
+    pytester.makepyfile(test_two=TWO_TESTS)
+    return pytester.runpytest_inprocess
+
+
+def test_tests_of_ports_pass_and_fail(pytester):
+    pytester.makepyfile(test_ports=PORTS)
+    result = pytester.runpytest_inprocess()
+    result.assert_outcomes(passed=3, failed=3)
+    for port in ("numpy", "torch", "jax"):
+        title = f"E*test_ports.py::test_port[[]wrong-{port}[]]/context: actual differs from expected (float32)"
+        result.stdout.fnmatch_lines([title, "E*(B N T H) = (2, 3, 4, 5)", "E*mismatched  120 / 120 (100.0%)"])
+
+
+def test_the_traceback_ends_in_the_test(run_two_tests):
+    result = run_two_tests()
+    result.stdout.fnmatch_lines([">*assert_parity({*", "test_two.py:9: AssertionError"])
+    result.stdout.no_fnmatch_line("*pytest_plugin.py:*")
+    result.stdout.no_fnmatch_line("*assertion.py:*")
+
+
+def test_the_report_has_every_comparison(run_two_tests, pytester):
+    result = run_two_tests("--parity-report", "report.json")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["*parity report: */report.json (3 comparisons, 1 failed)*"])
+    report = json.loads((pytester.path / "report.json").read_text())
+    assert report["summary"] == {"passed": 2, "failed": 1, "skipped": 0, "missing": 0}
+    assert report["environment"]["packages"]["numpy"] == np.__version__
+    assert results(pytester.path / "report.json") == RESULTS_OF_TWO_TESTS
+
+
+def test_the_report_of_several_processes_has_every_comparison(run_two_tests, pytester):
+    result = run_two_tests("-n", "2", "--parity-report", "report.json")
+    result.assert_outcomes(passed=1, failed=1)
+    assert results(pytester.path / "report.json") == RESULTS_OF_TWO_TESTS
+
+
+def test_the_report_says_which_process_was_lost(pytester):
+    pytester.makepyfile("def test_crash(): import os; os._exit(1)")
+    result = pytester.runpytest_inprocess("-n", "1", "--max-worker-restart", "0", "--parity-report", "report.json")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    report = json.loads((pytester.path / "report.json").read_text())
+    assert report["warnings"] == ["worker gw0 went down: its comparisons are missing"]
+
+
+@pytest.mark.parametrize("processes", ["0", "1"])
+def test_a_report_of_no_comparison_is_a_report(pytester, processes):
+    pytester.makepyfile(NO_COMPARISON)
+    result = pytester.runpytest_inprocess("-n", processes, "--parity-report", "report.json")
+    assert result.ret == pytest.ExitCode.OK
+    assert results(pytester.path / "report.json") == []
+
+
+def test_the_report_may_be_junit_xml(run_two_tests, pytester):
+    run_two_tests("--parity-report", "report.xml")
+    root = ElementTree.parse(pytester.path / "report.xml").getroot()
+    assert root.attrib["failures"] == "1"
+    tests = [(test.get("classname"), test.get("name")) for test in root.iter("testcase")]
+    assert sorted(tests) == [("test_two", "test_right-float64"), ("test_two", "test_wrong layer 3-float64")]
+    assert "test_two.py::test_wrong layer 3/k" in "".join(root.itertext())
+
+
+TESTS_WITH_STAGES = """
+import numpy as np
+import parity
+from parity.core.stages import run_steps
+from parity.diagnosis.bugs import bugs_for, wrong_layer
+
+CASE = parity.CASES["causal"]
+
+
+def stages(*names):
+    problem = parity.make_problem(CASE, "float32")
+    known = {each.name: each for each in reversed(bugs_for(CASE))}
+    values = run_steps(wrong_layer(problem, "float32", [known[name] for name in names]).steps())
+    recorded = {name: values[name].swapaxes(1, 2) for name in ("q", "k", "v", "context")}
+    scores = np.where(values["mask"], np.float32(-1e9), values["scores"])
+    return problem, {**recorded, "scores": scores, "output": values["output"]}
+
+
+def test_right(assert_parity):
+    problem, values = stages()
+    assert_parity(values, problem=problem)
+
+
+def test_wrong(assert_parity):
+    problem, values = stages("fused-qkv-read-per-head", "out_proj-bias-missing")
+    assert_parity(values, problem=problem)
+"""
+
+
+NAMES = ("fused-qkv-read-per-head", "out_proj-bias-missing")
+
+
+@pytest.mark.parametrize(("suffix", "processes"), [("json", "1"), ("xml", "0"), ("html", "0")])
+def test_every_report_has_the_diagnosis(pytester, suffix, processes):
+    """Of a layer whose stages have other axes; a worker sends it on."""
+    pytester.makepyfile(test_stages=TESTS_WITH_STAGES)
+    result = pytester.runpytest_inprocess("-W", "ignore", "-n", processes, "--parity-report", f"report.{suffix}")
+    result.assert_outcomes(passed=1, failed=1)
+    text = (pytester.path / f"report.{suffix}").read_text("utf-8")
+    assert all(f"{number} of 2: {name}" in text for number, name in enumerate(NAMES, 1))
+    if suffix == "json":
+        report = json.loads(text)
+        right, wrong = report["diagnoses"]
+        assert (right["kind"], wrong["kind"], wrong["stage"]) == ("convention", "structure", "q")
+        assert wrong["text"].count("Likely bug ") == 2
+        assert (wrong["likely_bug"], wrong["first_wrong_stage"]) == (NAMES[0], "q")
+        assert all(each["ratio"] is not None for each in report["results"])
+        assert all(each["ratio"] <= 1.0 for each in report["results"] if each["case"].endswith("test_right"))
+    if suffix == "xml":
+        (failure,) = ElementTree.fromstring(text.encode()).iter("failure")
+        assert failure.get("message").startswith("fused-qkv-read-per-head: ")
+    if suffix == "html":
+        assert "<p><strong>fused-qkv-read-per-head: " in text
+        assert "∞" not in text
+
+
+TESTS_IN_CLASSES = """
+import numpy as np
+import pytest
+
+
+class TestPort:
+    class TestLayer:
+        @pytest.mark.parametrize("what", ["a::b", "c[d]"])
+        def test_it(self, assert_parity, what):
+            assert_parity(np.ones(3), np.ones(3), name="e::f")
+"""
+
+
+@pytest.mark.parametrize("processes", ["0", "1"])
+def test_junit_names_a_test_as_pytest_does(pytester, processes):
+    pytester.mkdir("ports").joinpath("test_port.py").write_text(TESTS_IN_CLASSES)
+    reports = ("--parity-report", "ours.xml", "--junit-xml", "pytest.xml")
+    pytester.runpytest_inprocess("-n", processes, *reports).assert_outcomes(passed=2)
+    ours, theirs = (
+        sorted((test.get("classname"), test.get("name")) for test in ElementTree.parse(name).getroot().iter("testcase"))
+        for name in (pytester.path / "ours.xml", pytester.path / "pytest.xml")
+    )
+    assert ours == [(classname, f"{name} e::f-float64") for classname, name in theirs]
+    assert theirs[0] == ("ports.test_port.TestPort.TestLayer", "test_it[a::b]")
+
+
+@pytest.mark.parametrize("name", ["report.html", "REPORT.HTML"])
+def test_the_report_may_be_a_page(run_two_tests, pytester, name):
+    run_two_tests("--parity-report", name)
+    assert "test_two.py::test_wrong layer 3" in (pytester.path / name).read_text()
+
+
+@pytest.mark.parametrize(
+    ("path", "refusal"),
+    [
+        ("report.txt", refuses("--parity-report", "/report.txt")),
+        ("nowhere/report.json", refuses("--parity-report", "/nowhere/report.json")),
+        ("/proc/report.json", refuses("--parity-report", "/proc/report.json: No such file or directory")),
+    ],
+)
+def test_a_report_that_cannot_be_written_is_told_before_any_test_runs(run_two_tests, path, refusal):
+    result = run_two_tests("--parity-report", path)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert refusal.is_printed_in(result.stderr.str())
+    result.stderr.fnmatch_lines(["ERROR: --parity-report *"])
+    result.stdout.no_fnmatch_line("*collected*")
+
+
+def test_a_report_whose_library_is_missing_is_told_before_any_test_runs(run_two_tests, monkeypatch):
+    monkeypatch.setattr("parity.core.packages.is_installed", lambda package: package != "jinja2")
+    result = run_two_tests("--parity-report", "report.html")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: an HTML report *jinja2, not installed here*"])
+    result.stdout.no_fnmatch_line("*collected*")
+
+
+def test_a_page_needs_no_library_of_pictures_for_it_holds_none(run_two_tests, monkeypatch):
+    monkeypatch.setattr("parity.core.packages.is_installed", lambda package: package != "pillow")
+    result = run_two_tests("--parity-report", "report.html")
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["*parity report: *report.html (* comparisons, 1 failed)*"])
+
+
+def test_a_report_that_can_no_longer_be_written_is_an_error(pytester):
+    pytester.mkdir("reports")
+    pytester.makepyfile("def test_it(): import shutil; shutil.rmtree('reports')")
+    result = pytester.runpytest_inprocess("--parity-report", "reports/report.json")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stdout.fnmatch_lines(["ERROR: --parity-report cannot be written: *", "*1 passed*"])
+
+
+def test_the_plugin_can_be_switched_off(run_two_tests):
+    result = run_two_tests("-p", "no:mha_parity")
+    result.assert_outcomes(errors=2)
+    result.stdout.fnmatch_lines(["*fixture 'assert_parity' not found"])
+
+
+# ---- Installed -------------------------------------------------------------------------------------------------------
+
+
+def run(*command, cwd=ROOT, status=0):
+    """What a command prints."""
+    words = [str(word) for word in command]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=cwd)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_loading_the_plugin_imports_nothing_but_pytest():
+    program = """
+import sys, pytest
+before = set(sys.modules)
+import parity.testing.pytest_plugin
+print(*sorted(set(sys.modules) - before))
+"""
+    loaded = run(sys.executable, "-c", program).split()
+    assert loaded[:3] == ["parity", "parity.core", "parity.core.libraries"]
+    assert loaded[3:] == ["parity.testing", "parity.testing.pytest_plugin"]
+
+
+def test_every_public_name_is_there_and_needs_no_framework():
+    program = """
+import sys
+import parity
+names = {name: getattr(parity, name) for name in parity.__all__}
+assert set(parity.__all__) <= set(dir(parity))
+assert not {"jax", "torch", "ttnn"} & set(sys.modules)
+"""
+    run(sys.executable, "-c", program)
+
+
+def test_no_public_name_is_that_of_a_module_or_a_room():  # which would take its place once it is imported
+    assert not [name for name in parity.__all__ if importlib.util.find_spec(f"parity.{name}")]
+
+
+def test_an_unknown_name_is_an_error():
+    with pytest.raises(AttributeError, match="module 'parity' has no attribute 'nothing'"):
+        parity.nothing  # noqa: B018
+
+
+@pytest.fixture
+def python_with_the_wheel(tmp_path):
+    """The Python of a fresh environment that has the wheel; what the wheel needs is that of this environment."""
+    for package in ("parity", "mha_spec", "mha_jax", "mha_torch", "mha_tt"):
+        shutil.copytree(ROOT / package, tmp_path / "source" / package, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, tmp_path / "source")
+    pip = (sys.executable, "-m", "pip")
+    build = ("wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", tmp_path)
+    run(*pip, *build, tmp_path / "source")
+    (wheel,) = tmp_path.glob("mha_parity-*.whl")
+    venv.create(tmp_path / "venv", symlinks=True)
+    python = tmp_path / "venv/bin/python"
+    run(*pip, "--python", python, "install", "--quiet", "--no-deps", "--no-index", wheel)
+    (site,) = (tmp_path / "venv/lib").glob("python*/site-packages")
+    (site / "borrowed.pth").write_text(sysconfig.get_path("purelib"))
+    return python
+
+
+@pytest.mark.thorough
+def test_the_plugin_of_an_installed_wheel_works_in_a_fresh_environment(python_with_the_wheel, tmp_path):
+    port = """
+import numpy as np
+import parity
+
+
+def test_right(assert_parity):
+    assert "venv" in parity.__file__ and "site-packages" in parity.__file__
+    assert_parity(np.ones((2, 5, 8)), np.ones((2, 5, 8)))
+
+
+def test_wrong(assert_parity):
+    assert_parity(np.ones((2, 5, 8)), np.zeros((2, 5, 8)))
+"""
+    folder = tmp_path / "port"
+    folder.mkdir()
+    (folder / "test_port.py").write_text(port)
+    report = ("--parity-report", "report.json")
+    out = run(python_with_the_wheel, "-m", "pytest", *NO_HYPOTHESIS.split(), *report, cwd=folder, status=1)
+    assert re.search("^plugins: .*mha-parity", out, re.MULTILINE)
+    assert "1 failed, 1 passed" in out
+    assert "AssertionError: test_port.py::test_wrong/output: actual differs from expected (float64)" in out
+    assert "(B T E) = (2, 5, 8)" in out
+    assert [status for _, _, status in results(folder / "report.json")] == ["passed", "failed"]

@@ -1,0 +1,189 @@
+"""`@sample`: which rows of a test exist, and that every row exists with `SAMPLES=all`."""
+
+import sys
+
+import pytest
+
+CONFTEST = """
+import pytest
+
+pytest_plugins = ["helpers.samples"]
+
+@pytest.fixture(params=["jax", "torch"])
+def sibling(request):
+    return request.param
+"""
+
+
+@pytest.fixture
+def suite(pytester, monkeypatch):
+    """A folder with tests of one file; its rows are those that a run collects."""
+    monkeypatch.delenv("SAMPLES", raising=False)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # files of one second and size would share it
+    pytester.makeini("[pytest]\nmarkers =\n    thorough: all the rest")
+    pytester.makeconftest(CONFTEST)
+    return pytester
+
+
+def rows_of(suite, source, *arguments):
+    """Return the rows of the tests, and those that are thorough."""
+    source = f"import pytest\nfrom helpers.samples import sample\nparametrize = pytest.mark.parametrize\n{source}"
+    suite.makepyfile(test_it=source)
+    items, _ = suite.inline_genitems(*arguments)
+    rows = [item.name for item in items]
+    return rows, [item.name for item in items if item.get_closest_marker("thorough")]
+
+
+PRODUCT = """
+@sample({sample})
+@parametrize("letter", "abc")
+@parametrize("number", [1, 2, 3])
+def test_product(letter, number, sibling): pass
+"""
+
+
+def test_a_value_restricts_the_rows(suite):
+    rows, _ = rows_of(suite, PRODUCT.format(sample='letter=["b"], number=[1, 3]'))
+    assert sorted(rows) == [f"test_product[{name}-{n}-b]" for name in ("jax", "torch") for n in (1, 3)]
+
+
+def test_a_function_restricts_the_rows(suite):
+    rows, _ = rows_of(suite, PRODUCT.format(sample="where=lambda number, letter: letter * number == 'cc'"))
+    assert sorted(rows) == ["test_product[jax-2-c]", "test_product[torch-2-c]"]
+
+
+def test_jax_has_as_many_rows_as_asked(suite):
+    rows, _ = rows_of(suite, PRODUCT.format(sample="jax=2"))
+    in_jax = [row for row in rows if "jax" in row]
+    assert (len(in_jax), len(rows)) == (2, 11)
+    rows, _ = rows_of(suite, PRODUCT.format(sample="5, jax=0"))
+    assert len(rows) == 5
+    assert "jax" not in "".join(rows)
+
+
+def test_a_number_of_rows_covers_all_pairs(suite):
+    """Nine rows are the fewest in which every letter meets every number; each meets both siblings, too."""
+    rows, _ = rows_of(suite, PRODUCT.format(sample="9"))
+    parts = [row.removeprefix("test_product[").rstrip("]").split("-") for row in rows]
+    assert len(parts) == 9
+    assert len({(number, letter) for _, number, letter in parts}) == 9
+    assert len({(sibling, number) for sibling, number, _ in parts}) == 6
+    assert len({(sibling, letter) for sibling, _, letter in parts}) == 6
+
+
+def test_few_rows_cover_every_value(suite):
+    rows, _ = rows_of(suite, PRODUCT.format(sample="3"))
+    assert all(value in "".join(rows) for value in ("jax", "torch", "1", "2", "3", "-a", "-b", "-c"))
+
+
+VALUES = {"letter": list("abcd"), "number": [1, 2, 3, 4]}
+REVERSED = {name: values[::-1] for name, values in VALUES.items()}
+
+
+def four_rows(suite, test, names, values):
+    """Return the four rows of a test with this name, whose decorators are in this order, as sets of values."""
+    decorators = "\n".join(f"@parametrize({name!r}, {values[name]})" for name in names)
+    rows, _ = rows_of(suite, f"@sample(4)\n{decorators}\ndef {test}(letter, number): pass")
+    assert len(rows) == 4
+    return {frozenset(row.rstrip("]").partition("[")[2].split("-")) for row in rows}
+
+
+@pytest.mark.parametrize(
+    ("test", "names", "values"),
+    [
+        ("test_renamed", ["letter", "number"], VALUES),
+        ("test_it", ["number", "letter"], VALUES),
+        ("test_it", ["letter", "number"], REVERSED),
+    ],
+    ids=["name", "decorators", "values"],
+)
+def test_nothing_else_changes_the_choice(suite, test, names, values):
+    """Neither the name of the test, nor the order of its decorators or of their values."""
+    assert four_rows(suite, test, names, values) == four_rows(suite, "test_it", ["letter", "number"], VALUES)
+
+
+def test_a_seed_changes_the_choice(suite):
+    seeds = {tuple(rows_of(suite, PRODUCT.format(sample=f"4, seed={seed}"))[0]) for seed in range(4)}
+    assert len(seeds) == 4
+
+
+def test_all_rows_exist_and_the_rest_is_thorough(suite, monkeypatch):
+    sampled, thorough = rows_of(suite, PRODUCT.format(sample="4"))
+    assert (len(sampled), thorough) == (4, [])
+    monkeypatch.setenv("SAMPLES", "all")
+    rows, thorough = rows_of(suite, PRODUCT.format(sample="4"))
+    assert len(rows) == 18
+    assert set(rows) - set(thorough) == set(sampled)
+
+
+def test_a_row_that_is_named_runs(suite):
+    sampled, _ = rows_of(suite, PRODUCT.format(sample='letter=["b"]'))
+    name = "test_product[jax-2-a]"
+    assert name not in sampled
+    assert rows_of(suite, PRODUCT.format(sample='letter=["b"]'), f"test_it.py::{name}")[0] == [name]
+
+
+@pytest.mark.parametrize(
+    ("sampled", "problem"),
+    [
+        ('color=["red"]', "no such parameters: ['color']"),
+        ("where=lambda color: True", "no such parameters: ['color']"),
+        ('letter=["b", "z"]', "letter is never ['z']"),
+        ("where=lambda letter: False", "no row is left"),
+        ("18", "the number is 18, of 18 rows"),
+        ("jax=9", "jax is 9, of 9 rows"),
+    ],
+)
+def test_a_sample_that_cannot_be_is_an_error(suite, sampled, problem):
+    """A value that was renamed would otherwise leave its rows to nobody."""
+    source = f"import pytest\nfrom helpers.samples import sample\nparametrize = pytest.mark.parametrize\n{PRODUCT}"
+    suite.makepyfile(test_it=source.format(sample=sampled))
+    result = suite.runpytest()
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    assert f"@sample of test_product: {problem}" in result.stdout.str()
+
+
+def test_a_thorough_row_of_a_sampled_test_is_an_error(suite):
+    """Whether it runs would be said in two places."""
+    suite.makepyfile(
+        test_it="""
+        import pytest
+        from helpers.samples import sample
+
+        @sample(2)
+        @pytest.mark.parametrize("x", [1, 2, pytest.param(3, marks=pytest.mark.thorough)])
+        def test_x(x): pass
+        """
+    )
+    result = suite.runpytest()
+    assert "@sample of test_x: a row of it is marked thorough" in result.stdout.str()
+
+
+def test_two_samples_of_a_test_are_an_error(suite):
+    suite.makepyfile(
+        test_it="""
+        import pytest
+        from helpers.samples import sample
+
+        @sample(x=[1])
+        @sample(1)
+        @pytest.mark.parametrize("x", [1, 2])
+        def test_x(x): pass
+        """
+    )
+    result = suite.runpytest()
+    assert "@sample of test_x: a test has one @sample" in result.stdout.str()
+
+
+def test_the_number_of_rows_left_out_is_printed(suite):
+    rows_of(suite, PRODUCT.format(sample="4"))
+    result = suite.runpytest()
+    result.stdout.fnmatch_lines(["samples: the rows of each test's @sample*", "14 rows are outside of samples"])
+    result.assert_outcomes(passed=4)
+
+
+def test_another_value_of_the_variable_is_an_error(suite, monkeypatch):
+    monkeypatch.setenv("SAMPLES", "9")
+    suite.makepyfile("def test_x(): pass")
+    result = suite.runpytest()
+    assert "SAMPLES is 'all' or not set, not '9'" in result.stderr.str()

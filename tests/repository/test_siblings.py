@@ -1,0 +1,515 @@
+"""Tests that the implementations agree: in files, names, order, parameters and summaries, in each framework's terms.
+
+They are compared as source code, because no environment has all three frameworks.
+"""
+
+import ast
+import re
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from helpers import ROOT
+
+import mha_jax
+import mha_torch
+
+NAMES = ["jax", "torch", "tt"]
+PACKAGES = {"jax": mha_jax, "torch": mha_torch}  # installed in one environment
+
+# ---- Differences between the implementations: the complete list ------------------------------------------------------
+
+FRAMEWORK = {"jax": {"jax", "flax"}, "torch": {"torch"}, "tt": {"ttnn"}}
+
+LAZY_IMPORTS = {
+    ("tt", "mock/shadows.py"): {"torch"},
+    ("tt", "mock/goldens.py"): {"torch"},
+}  # ttnn's golden functions are written in it; without values it is not needed
+
+WORDS = {
+    "jax": {"JAX": "the framework", "jnp.": "xp.", "jax.": "xp."},
+    "torch": {"PyTorch": "the framework", "torch.": "xp."},
+    "tt": {"TTNN": "the framework", "ttnn.": "xp."},
+}
+
+EXTRA_FILES = {  # and folders
+    "jax": {
+        "kernels/blockwise.py",  # the fused CPU kernel, which the other frameworks provide,
+        "kernels/blocks.py",  # how it divides its work,
+        "kernels/windows.py",  # and where it skips most keys
+        "kernels/whole.py",  # its form for few scores
+        "kernels/library.py",  # the framework's own kernel, for other devices,
+        "kernels/splash.py",  # and the one for TPUs
+        "kernels/nonfinite.py",  # keeps non-finite values in visible positions, around kernels that do not
+        "compiled.py",  # compiles once for callers who do not
+        "parallel/heads.py",  # heads sharded over the devices of a mesh, in the framework's terms
+        "parallel/sharding.py",  # how arrays are sharded among devices, according to their types
+        "parallel/tokens.py",  # tokens sharded over the devices of a mesh: heads are distributed for them,
+        "parallel/ring.py",  # or keys and values circulate
+    },
+    "torch": {
+        "kernels/flex.py",  # a second kernel of the framework's own, for CUDA
+        "kernels/sdpa.py",  # the first one, with the cheapest form of a mask,
+        "kernels/windows.py",  # and a few queries at a time within windows
+        "kernels/nonfinite.py",  # keeps non-finite values in visible positions, around a kernel that does not
+        "parallel/heads.py",  # heads sharded over processes, in the framework's terms
+        "parallel/local.py",  # and the part that one of these holds
+        "parallel/ring.py",  # tokens sharded over processes
+    },
+    "tt": {
+        "device.py",  # opens it, and transfers arrays and weights to and from it
+        "layout.py",  # how the features of heads are ordered and padded there
+        "recording.py",  # operations recorded on a device, replayed without one
+        "mock/",  # simulated boards and the results of operations on them
+        "kernels/nonfinite.py",  # keeps non-finite values in visible positions, around kernels that do not
+        "parallel/heads.py",  # heads sharded over the chips of a mesh, in the framework's terms
+        "parallel/local.py",  # and the part that one of these holds
+        "decode/",  # a step that runs without the host, and a paged cache
+    },
+}
+
+EXTRA_PARAMETERS = {
+    "jax": {
+        "rngs",  # randomness is explicit,
+        "rng",
+        "dropout_rng",
+        *("dtype", "param_dtype"),  # flax's names for the dtypes of computation and of weights;
+        "kernel",  # of `fused`: the CPU kernel is its own and has options for dividing its work
+    },
+    "torch": {"device", "dtype"},  # placement of tensors, and torch's name for a dtype
+    "tt": {
+        "device",  # placement of tensors; there is no default device
+        "dtype",  # of inputs and outputs, and of a module's cache,
+        "weight_dtype",  # which differ: weights may be bfloat8_b if inputs are not
+        "compute_kernel_config",  # the arithmetic of the device is chosen per operation
+        "rng",  # of NumPy: draws weights and seeds,
+        "seed",  # because the device draws from a seed
+        "slots",  # of `apply_norm`, and
+        "head_dim",  # of `apply_rope`: heads are padded to whole tiles, so their shape does not determine it
+        *("page_size", "page_table"),  # of a paged cache and its kernel
+    },
+}
+
+COMMON_PARAMETERS = {  # some of these words mean the same in all implementations
+    "multi_head_attention": {"kernel"},
+    "multi_head_attention_with_cache": {"kernel"},
+    "multi_head_attention_with_static_cache": {"kernel"},
+    "multi_head_latent_attention": {"kernel"},
+    "Cache.with_slots": {"slots"},
+    "init_cache": {"dtype", "head_dim"},
+    "init_latent_cache": {"dtype"},
+    "MultiHeadAttentionWithCache.init_cache": {"dtype"},
+    "MultiHeadLatentAttention.init_cache": {"dtype"},
+    "kv_cache_nbytes": {"dtype", "head_dim"},
+}
+
+OTHER_DEFAULTS = {  # accepted by the fused kernels; the others have float32
+    ("tt", "init_cache", "dtype"): "xp.bfloat16",
+    ("tt", "init_latent_cache", "dtype"): "xp.bfloat16",
+}
+
+OTHER_AXES = {"kv_rank N*(H+Hv)": "N*(H+Hv) kv_rank"}  # torch keeps weights as (out, in), the others as (in, out)
+
+CACHE_PARTS = {  # arguments from a cache, whose lengths are known elsewhere: on the host, in a graph, or not
+    "jax": {"append_checked", "num_added", "token_positions", "has_room"},
+    "torch": {"append_checked", "has_room", "Mask.block", "Scores.block", "block_of"},
+    "tt": {"append_checked", "num_added", "write_rows", "Scores.block", "block_of"},
+}
+
+EXTRA_NAMES = {
+    "jax": {
+        "to_scores_rank",  # strict rank promotion is kept, so ranks are aligned by hand
+        "Projection",  # nnx.Linear rounds to the narrow dtype before it adds the bias, torch's after
+        "FusedAttention",  # the default kernel with custom block sizes
+        "attend_without_weights",  # compiled by itself, an unused result would be stored
+        "AttentionLayer.dropout_rng",  # torch draws from a global generator instead
+        *("FunctionalLayer.dropout_rng", "Scores.dropout_rng"),
+        "Scores.has_dropout",  # no kernel supports it
+        "Mask.as_arrays",  # arguments of compiled functions
+        "Mask.is_trivial",  # hidden positions get no gradient
+        "cast",  # torch has autocast
+        "platform_of",  # arrays have one platform, or none yet while traced
+        "linear",  # sums in float32, also with a bias
+        "NormLayer",  # a module that holds the parameters of a norm
+        "MultiHeadLatentAttention.kv_b_proj",  # a type for an attribute that its base sets by name
+        *CACHE_PARTS["jax"],
+    },
+    "torch": {
+        "AttentionLayer.reset_parameters",  # torch's hook to redraw the weights; nnx builds a new module
+        "AttentionLayer.extra_repr",  # torch's hook into its own `__repr__`, which documents it
+        "NormLayer",  # a module that holds the parameters of a norm
+        *("values_of", "is_graph"),  # known or not by more than a type
+        "constant",  # a copy to a GPU waits for it
+        "is_transformed",  # vmap and fake tensors have no values
+        "without_autocast",  # which would sum in half precision
+        "is_autocast_on",  # and narrowed or not by more than their own dtype
+        *("Rotation", "rotation_of"),  # JAX's compiler shares the common computations of queries and keys
+        *("is_distributed", "replicate_like"),  # a tensor may be a DTensor,
+        "needs_gradient",  # or require a gradient,
+        "check_features",  # and a projection may return one, or some of its features
+        *("AttentionLayer.find_nonfinite", "FunctionalLayer.find_nonfinite"),  # on any process
+        "apply_norm_by_mean",  # over all processes
+        "hooks_of",  # a module may do more than its weights determine
+        "check_device",  # tensors lie on several devices,
+        "as_lengths",  # and lengths are moved to theirs
+        "Mask.is_trivial",  # hidden positions get no gradient
+        "cache_dtype",  # under autocast it differs from the weights' dtype
+        "MultiHeadLatentAttention.kv_b_proj",  # a type for an attribute that its base sets by name
+        *CACHE_PARTS["torch"],
+    },
+    "tt": {
+        "as_dtype",  # converts on the device
+        "MASKED",  # stands for -inf, which the kernel turns into NaN,
+        "LOWEST_BIAS",  # and the lower limit of a user's bias, to stay above it
+        "DeviceMask",  # masks are built on the host, and uploaded once for many calls,
+        "on_host",
+        "on_device",  # or for one
+        "bias_on_device",
+        "CausalMask",
+        "Rotation",  # rotations are computed on the host, in float64, and uploaded once for many calls
+        "rotation_of",
+        "positions_and_rotation",  # for all projections in a call,
+        *("rotated_head", "cos_and_sin"),  # or as a table that the device indexes
+        *("HeadWeights", "weights_of_heads"),  # a weight is split once for many calls
+        "project_absorbed",  # and queries are combined once
+        "sinks_of_step",  # computed once for many steps
+        "attend_to_cache",  # one new token per sequence has its own kernel
+        *("LARGEST_CHUNK", "WIDE"),  # of the fused kernel, which has options for dividing its work
+        *("HALF_TILE", "STEP_FEATURES"),  # limits of the step kernel: for its approximation, and for correct results
+        *("FusedAttention", "attend"),  # a kernel is built for an arithmetic of the device,
+        *("supports", "step_supports"),  # and the framework's do not support every call
+        "may_zero_rows",  # True if the prompt kernel does so, at logits of tens of thousands
+        "MOST_KV_HEADS",  # more would be written incorrectly, without an error
+        "AttentionLayer.load_weights",  # torch's state dict and nnx's state do this,
+        "AttentionLayer.train",  # and their modules have these two
+        "AttentionLayer.eval",
+        "check_on_device",  # several operations crash on a tensor on the host,
+        "check_input_dtype",  # distinguishes the dtype of inputs from that of weights, which differ here,
+        "check_dtype",  # only three dtypes are supported,
+        "check_head_dim",  # padding of heads counts as features,
+        *("check_heads", "check_pair_order"),  # whose order depends on the layer,
+        "check_cache_holds",  # writing into a cache precedes any other sign that it belongs to another layer,
+        "check_cached_step",  # and one new token per sequence has its own kernel
+        "Cache.places",  # counted on the device
+        *("Cache.pages", "Cache.page_table", "Cache.is_within"),  # a cache may be paged
+        "PagedKVCache",
+        *("KVCache.capacity", "LatentCache.capacity"),  # the slots are padded: their shape does not determine it
+        "AttentionLayer.check_input",  # an input has the dtype of the module; dropout is drawn in bfloat16 only,
+        "drop",  # for both attention weights and outputs,
+        *("Scores.seed", "FunctionalLayer.seed"),  # from a seed
+        "FunctionalLayer.compute_kernel_config",  # the arithmetic of the device is chosen per layer
+        "FunctionalLayer.kept",  # steps keep their results,
+        *("AttentionLayer.plain_weights", "FunctionalLayer.plain_weights"),  # such as the unmodified weights
+        "upload_weights",  # weights are padded during upload
+        "download_weights",
+        *CACHE_PARTS["tt"],
+    },
+}
+
+OTHERWISE = {
+    ("jax", "attend"),  # of `fused`, a kernel with the default block sizes
+    ("jax", "Mask.check"),  # arrays are whole sequences on one mesh
+    ("tt", "Cache.capacity"),  # the slots are padded to whole tiles, so their shape does not determine it
+    *(("tt", "Mask.check"), ("tt", "Scores.check")),  # a mask is on the host, and a bias is converted
+    ("tt", "Mask.to_bool"),  # returns a mask with its forms on the device
+}
+
+OTHER_SUMMARIES = {("tt", "check_bias")}  # a bias of any floating dtype is converted, on the host or on the device
+
+CALL = {"__call__": "call", "forward": "call"}
+
+
+# ---- Reading the source code -----------------------------------------------------------------------------------------
+
+
+def folder(name):
+    return ROOT / f"mha_{name}"
+
+
+@cache
+def paths_of(name):
+    """Return the paths of an implementation's files, including those in folders, relative to it."""
+    paths = [path for path in sorted(folder(name).rglob("*")) if path.is_file() and path.parent.name != "__pycache__"]
+    return {path.relative_to(folder(name)).as_posix(): path for path in paths}
+
+
+@cache
+def parse(name, file):
+    return ast.parse(paths_of(name)[file].read_text())
+
+
+def files_of(name):
+    return sorted(file for file in paths_of(name) if file.endswith(".py"))
+
+
+def is_shared(name, file):
+    """Return True if the others must also have the file, unlike listed files and the `__init__.py` of a folder."""
+    return not file.endswith("/__init__.py") and not any(_is_in(file, extra) for extra in EXTRA_FILES[name])
+
+
+def _is_in(file, place):
+    """Return True if a path is a file, or a folder that contains it."""
+    return file == place or (place.endswith("/") and file.startswith(place))
+
+
+def all_of(name):
+    """Return the public names that a package lists."""
+    return next(
+        ast.literal_eval(node.value)
+        for node in parse(name, "__init__.py").body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+
+
+def is_public(name):
+    return not name.startswith("_") or name in ("__init__", "__call__")
+
+
+def targets(node):
+    """Return the names that a statement binds itself."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return [node.name]
+    found = [*getattr(node, "targets", []), getattr(node, "target", None)]
+    return [target.id for target in found if isinstance(target, ast.Name)]
+
+
+@cache
+def definitions(name, file):
+    """Return the public functions, classes, constants, methods and fields of a file by name, in order.
+
+    Both `forward` and `__call__` are named `call`.
+    """
+    found = {}
+    for node in parse(name, file).body:
+        found |= {public: node for public in targets(node) if is_public(public)}
+        for member in node.body if isinstance(node, ast.ClassDef) and is_public(node.name) else []:
+            found |= {f"{node.name}.{CALL.get(own, own)}": member for own in targets(member) if is_public(own)}
+    return found
+
+
+def functions(name, file):
+    return {public: node for public, node in definitions(name, file).items() if isinstance(node, ast.FunctionDef)}
+
+
+def is_extra(name, public):
+    """Return True if a name, its class or its file is in the list."""
+    own = EXTRA_NAMES[name].union(*(definitions(name, file) for file in files_of(name) if not is_shared(name, file)))
+    return not own.isdisjoint({public, public.partition(".")[0]})
+
+
+def constructor(name, kind):
+    """Return the constructor of a class, its own or inherited."""
+    found = definitions(name, "mha.py") | definitions(name, "cache_mha.py")
+    while f"{kind}.__init__" not in found:
+        kind = found[kind].bases[0].id
+    return found[f"{kind}.__init__"]
+
+
+def parameters(name, public, function):
+    """Return the common parameters in order, each as (kind, name, default, axes of its annotation)."""
+    arguments = function.args
+    positional, keyword = [*arguments.posonlyargs, *arguments.args], arguments.kwonlyargs
+    defaults = [None] * (len(positional) - len(arguments.defaults)) + arguments.defaults + arguments.kw_defaults
+    kinds = ["positional"] * len(positional) + ["keyword"] * len(keyword)
+    extra = EXTRA_PARAMETERS[name] - COMMON_PARAMETERS.get(public, set())
+    return [
+        (kind, argument.arg, default and in_neutral_words(name, ast.unparse(default)), axes(argument.annotation))
+        for kind, argument, default in zip(kinds, [*positional, *keyword], defaults, strict=True)
+        if argument.arg not in extra
+    ]
+
+
+def with_other_defaults(name, public, expected):
+    """Return parameters with the implementation's own defaults."""
+    others = {argument: default for (*where, argument), default in OTHER_DEFAULTS.items() if where == [name, public]}
+    return [(kind, argument, others.get(argument, default), axes) for kind, argument, default, axes in expected]
+
+
+def axes(annotation):
+    """Return the axis strings of an annotation, such as `B N T H`."""
+    if annotation is None or isinstance(annotation, ast.Constant):  # a class in quotes has none
+        return []
+    found = re.findall(r"'([^']*)'", ast.unparse(annotation))
+    return [OTHER_AXES.get(named, named) for named in found]
+
+
+def in_neutral_words(name, text):
+    for word, neutral in WORDS[name].items():
+        text = text.replace(word, neutral)
+    return text
+
+
+def summary(name, node):
+    """Return the first line of a docstring."""
+    return in_neutral_words(name, (ast.get_docstring(node) or "").partition("\n")[0])
+
+
+def imports(tree):
+    """Return the packages that a file imports at import time, and those that it imports later or never."""
+    late = set()
+    for node in ast.walk(tree):
+        is_for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        if is_for_types or isinstance(node, ast.FunctionDef):
+            late |= set(ast.walk(node))
+    at_once, lazily = set(), set()
+    for node in ast.walk(tree):
+        found = lazily if node in late else at_once
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            found.add(node.module.partition(".")[0])
+    return at_once - sys.stdlib_module_names, lazily - sys.stdlib_module_names
+
+
+FILES = [file for file in files_of("torch") if is_shared("torch", file)]
+OWN_FILES = [(name, file) for name in NAMES for file in files_of(name)]
+OTHERS = [name for name in NAMES if name != "torch"]  # the others are compared with torch
+
+
+def shared_definitions(name, file):
+    """Return torch's functions and classes in a file that the implementation must also have, by name."""
+    shared = {}
+    for public, node in definitions("torch", file).items():
+        is_definition = isinstance(node, ast.FunctionDef | ast.ClassDef)
+        if is_definition and not is_extra("torch", public) and (name, public) not in OTHERWISE:
+            shared[public] = node
+    return shared
+
+
+def shared_functions(name, file):
+    """Return those that are functions, without checks, which users do not call."""
+    shared = shared_definitions(name, file)
+    return {
+        public: node
+        for public, node in shared.items()
+        if isinstance(node, ast.FunctionDef) and not public.startswith("check_")
+    }
+
+
+PAIRS = [(name, file) for file in FILES for name in OTHERS]
+
+every_sibling = pytest.mark.parametrize("name", NAMES)
+every_other = pytest.mark.parametrize("name", OTHERS)
+every_file = pytest.mark.parametrize("file", FILES)
+every_file_of_functions = pytest.mark.parametrize(("name", "file"), [pair for pair in PAIRS if shared_functions(*pair)])
+every_file_of_definitions = pytest.mark.parametrize(
+    ("name", "file"), [pair for pair in PAIRS if shared_definitions(*pair)]
+)
+every_own_file = pytest.mark.parametrize(("name", "file"), OWN_FILES)
+
+
+# ---- Files and names -------------------------------------------------------------------------------------------------
+
+
+@every_other
+def test_implementations_have_same_files(name):
+    shared = {sibling: {file for file in paths_of(sibling) if is_shared(sibling, file)} for sibling in NAMES}
+    assert shared[name] == shared["torch"]
+    assert [extra for extra in EXTRA_FILES[name] if not any(_is_in(file, extra) for file in paths_of(name))] == []
+
+
+@every_other
+def test_implementations_have_same_public_names(name):
+    extra = {Path(file).stem for file in [*EXTRA_FILES[name], *files_of(name)] if not is_shared(name, file)}
+    assert [public for public in all_of(name) if public not in extra and not is_extra(name, public)] == all_of("torch")
+
+
+@every_sibling
+def test_public_names_are_defined_in_imported_modules(name):
+    imported = set()
+    for node in parse(name, "__init__.py").body:
+        if isinstance(node, ast.ImportFrom):
+            imported |= {alias.name for alias in node.names}
+            place = "/".join(node.module.split(".")[1:])
+            inside = folder(name) / place
+            there = {path.stem for path in inside.iterdir()} if inside.is_dir() else definitions(name, f"{place}.py")
+            assert not [alias.name for alias in node.names if alias.name not in there]
+    assert imported == set(all_of(name))
+
+
+@every_other
+@every_file
+def test_definitions_have_same_names_and_order(name, file):
+    names = {
+        sibling: [public for public in definitions(sibling, file) if not is_extra(sibling, public)] for sibling in NAMES
+    }
+    assert names[name] == names["torch"]
+
+
+@every_sibling
+def test_listed_names_exist(name):
+    found = [definitions(name, file) for file in files_of(name)]
+    arguments = {
+        argument.arg
+        for nodes in found
+        for node in nodes.values()
+        if isinstance(node, ast.FunctionDef)
+        for argument in [*node.args.args, *node.args.kwonlyargs]
+    }
+    assert EXTRA_NAMES[name] <= set().union(*found)
+    assert EXTRA_PARAMETERS[name] <= arguments
+
+
+# ---- Parameters ------------------------------------------------------------------------------------------------------
+
+
+@every_file_of_functions
+def test_parameters_have_same_names_kinds_defaults_and_axes(name, file):
+    found, expected = {}, {}
+    for public, node in shared_functions(name, file).items():
+        found[public] = parameters(name, public, functions(name, file)[public])
+        expected[public] = with_other_defaults(name, public, parameters("torch", public, node))
+    assert found == expected
+
+
+@every_file_of_functions
+def test_results_have_same_axes(name, file):
+    found, expected = {}, {}
+    for public, node in shared_functions(name, file).items():
+        found[public] = axes(functions(name, file)[public].returns)
+        expected[public] = axes(node.returns)
+    assert found == expected
+
+
+# ---- Docstrings ------------------------------------------------------------------------------------------------------
+
+
+@every_other
+@every_file
+def test_files_have_same_summary(name, file):
+    assert summary(name, parse(name, file)) == summary("torch", parse("torch", file))
+
+
+@every_file_of_definitions
+def test_definitions_have_same_summary(name, file):
+    found, expected = {}, {}
+    for public, node in shared_definitions(name, file).items():
+        if (name, public) not in OTHER_SUMMARIES:
+            found[public] = summary(name, definitions(name, file)[public])
+            expected[public] = summary("torch", node)
+    assert found == expected
+
+
+@every_own_file
+def test_every_public_definition_has_a_docstring(name, file):
+    bare = [
+        public
+        for public, node in definitions(name, file).items()
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        and not public.endswith(("__init__", "extra_repr"))  # the class documents its constructor, and torch the hook
+        and not ast.get_docstring(node)
+    ]
+    assert not bare
+
+
+# ---- Imports ---------------------------------------------------------------------------------------------------------
+
+
+@every_own_file
+def test_implementation_imports_only_its_framework_numpy_and_itself(name, file):
+    at_once, lazily = imports(parse(name, file))
+    allowed = FRAMEWORK[name] | {f"mha_{name}", "mha_spec", "numpy", "jaxtyping"}
+    assert at_once <= allowed
+    assert lazily <= allowed | LAZY_IMPORTS.get((name, file), set())

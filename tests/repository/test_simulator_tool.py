@@ -1,0 +1,170 @@
+"""`tools/tt-simulator`: what it refuses, what it prints, and what it makes of the packages that it takes apart."""
+
+import hashlib
+import importlib.machinery
+import importlib.util
+import io
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+from helpers import ROOT
+from helpers.refusals import refuses
+
+TOOL = ROOT / "tools" / "tt-simulator"
+ELF = b"\x7fELF and so on"
+
+needs_zstd = pytest.mark.skipif(shutil.which("zstd") is None, reason="zstd unpacks the compiler")
+
+
+@pytest.fixture
+def tool(monkeypatch):
+    monkeypatch.setattr("sys.dont_write_bytecode", True)
+    loader = importlib.machinery.SourceFileLoader("tt_simulator", str(TOOL))
+    spec = importlib.util.spec_from_loader("tt_simulator", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def library(tmp_path):
+    path = tmp_path / "libttsim_bh.so"
+    path.write_bytes(ELF)
+    return path
+
+
+@pytest.fixture
+def python(tmp_path):
+    """An interpreter in whose environment ttnn lies."""
+    ttnn = tmp_path / "site" / "ttnn"
+    for folder in ("tt_metal/soc_descriptors", "ttnn", "runtime/hw"):
+        (ttnn / folder).mkdir(parents=True)
+    for name in ("blackhole_140_arch", "wormhole_b0_80_arch"):
+        (ttnn / "tt_metal" / "soc_descriptors" / f"{name}.yaml").write_text(name)
+    path = tmp_path / "python"
+    path.write_text(f"#!/bin/sh\necho {ttnn}\n")
+    path.chmod(0o755)
+    return path
+
+
+def refused(capsys, tool, *arguments):
+    assert tool.main([str(argument) for argument in arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""  # nothing that a shell would take for an environment
+    return printed.err.splitlines()[-1]
+
+
+def test_another_name_is_refused(capsys, tool, tmp_path):
+    (tmp_path / "libttsim.so").write_bytes(ELF)
+    message = refused(capsys, tool, tmp_path / "libttsim.so")
+    assert refuses("the simulator", "libttsim.so'").is_printed_in(message)
+    assert [name for name in ("libttsim_bh.so", "libttsim_wh.so", "wolfpine") if name not in message] == []
+
+
+def test_a_file_that_is_not_there_is_refused(capsys, tool, tmp_path):
+    assert refuses("the simulator", "libttsim_wh.so'").is_printed_in(refused(capsys, tool, tmp_path / "libttsim_wh.so"))
+
+
+def test_what_is_no_library_is_refused(capsys, tool, library):
+    library.write_text("<html>not found</html>")
+    assert refuses("the simulator", str(library)).is_printed_in(refused(capsys, tool, library))
+
+
+def test_another_sha256_is_refused(capsys, tool, library):
+    found = hashlib.sha256(ELF).hexdigest()
+    message = refused(capsys, tool, library, "--sha256", "0" * 64)
+    assert refuses("the simulator", found, where="tt-simulator").is_printed_in(message)
+    assert "0" * 64 in message
+
+
+def test_options_of_the_other_simulator_are_refused(capsys, tool, library):
+    assert refuses("--arch", "wh").is_printed_in(refused(capsys, tool, library, "--arch", "wh"))
+    assert refuses("--sha256", "wolfpine").is_printed_in(refused(capsys, tool, "wolfpine", "--sha256", "0" * 64))
+
+
+def test_an_environment_without_ttnn_is_refused(capsys, tool, library, tmp_path):
+    (tmp_path / "python").write_text("#!/bin/sh\necho\n")
+    (tmp_path / "python").chmod(0o755)
+    for name in ("python", "none"):
+        message = refused(capsys, tool, library, "--python", tmp_path / name)
+        assert refuses("--python", str(tmp_path / name)).is_printed_in(message)
+
+
+@pytest.mark.parametrize(("chip", "arch"), [("bh", "blackhole"), ("wh", "wormhole")])
+def test_a_library_gets_a_place_and_an_environment(capsys, tool, library, python, tmp_path, chip, arch):
+    library = library.rename(tmp_path / f"libttsim_{chip}.so")
+    folder = tmp_path / "a folder"
+    (folder / "sfpi").mkdir(parents=True)  # the compiler was set up before
+    sha256 = hashlib.sha256(ELF).hexdigest()
+    assert tool.main([str(library), "--folder", str(folder), "--python", str(python), "--sha256", sha256]) == 0
+    printed = capsys.readouterr()
+    shell = subprocess.run(["sh", "-c", f"{printed.out}env"], capture_output=True, text=True, check=True, env={})
+    environment = dict(line.split("=", 1) for line in shell.stdout.splitlines())
+    placed = Path(environment["TT_METAL_SIMULATOR"])
+    assert placed == folder / arch / library.name
+    assert placed.read_bytes() == ELF
+    assert (placed.parent / "soc_descriptor.yaml").read_text().startswith(arch)
+    root = Path(environment["TT_METAL_RUNTIME_ROOT"])
+    assert all((root / link).is_dir() for link in ("tt_metal", "ttnn", "runtime/hw", "runtime/sfpi"))
+    assert environment["TT_METAL_CACHE"] == f"{folder}/kernels/{arch}/"
+    assert f"sha256 {sha256}, as given" in printed.err
+
+
+def test_a_wheel_with_another_sha256_is_refused(tool, tmp_path):
+    (tmp_path / "a.whl").write_bytes(b"another")
+    with pytest.raises(tool.Refused, match=r"a\.whl.*1f25.*"):
+        tool.check_sha256(tmp_path / "a.whl", tool.WOLFPINE[2])
+
+
+def archive(**files):
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w") as tar:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name.replace("__", "/"))
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return made.getvalue()
+
+
+def compressed(content):
+    return subprocess.run(["zstd", "--quiet", "--stdout"], input=content, capture_output=True, check=True).stdout
+
+
+@needs_zstd
+def test_the_compiler_is_found_behind_other_frames(tool, tmp_path):
+    name = "runtime__sfpi__compiler__bin__riscv-tt-elf-g++"
+    frames = [b"not an archive", archive(runtime__other=b"1"), archive(**{name: b"the compiler"})]
+    tool.unpack(b"\0" * 100 + b"x".join(map(compressed, frames)) + b"\0" * 100, tmp_path)
+    assert (tmp_path / "runtime/sfpi/compiler/bin/riscv-tt-elf-g++").read_bytes() == b"the compiler"
+    assert not (tmp_path / "runtime/other").exists()
+
+
+@needs_zstd
+def test_a_library_without_the_compiler_is_refused(tool, tmp_path):
+    with pytest.raises(tool.Refused, match="compiler"):
+        tool.unpack(compressed(archive(runtime__other=b"1")), tmp_path)
+
+
+def test_division_is_that_of_risc_v(tool):
+    namespace = {}
+    exec(f"class Divider:{tool.DIVISION}", namespace)
+    divided = namespace["Divider"]._divided
+    assert [divided(*pair) for pair in ((7, 2), (-7, 2), (7, -2), (-7, -2))] == [(3, 1), (-3, -1), (-3, 1), (3, -1)]
+    assert divided(5, 0) == (-1, 5)
+    assert divided(2**62 + 1, 1) == (2**62 + 1, 0)  # exact, where a float is not
+
+
+def test_a_module_that_divides_otherwise_is_refused(tool):
+    assert "_divided" in tool.with_division("\n".join(tool.REPLACED))
+    with pytest.raises(tool.Refused, match="wolfpine"):
+        tool.with_division("result = rs1_val // rs2_val")
+
+
+def test_help_says_what_is_trusted():
+    shown = subprocess.run([sys.executable, TOOL, "--help"], capture_output=True, text=True, check=True).stdout
+    assert [word for word in ("jax-tt-plugin", "wolfpine", "neither a license", "sha256") if word not in shown] == []

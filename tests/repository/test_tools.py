@@ -1,0 +1,384 @@
+"""The scripts that `make` uses."""
+
+import importlib.machinery
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from helpers import ROOT
+
+FIND = ROOT / "tools" / "find-python312"
+
+needs_linux = pytest.mark.skipif(
+    (platform.system(), platform.machine()) != ("Linux", "x86_64"), reason="ttnn has wheels for x86-64 Linux only"
+)
+
+
+def put_python(path, says="cpython 3 12 ok", status=0):
+    """A Python that says of itself what it is told to."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\necho {says}\nexit {status}\n")
+    path.chmod(0o755)
+    return path
+
+
+def find(path, home):
+    result = subprocess.run(
+        [FIND], capture_output=True, text=True, check=True, env={"PATH": f"{path}:{os.defpath}", "HOME": str(home)}
+    )
+    return result.stdout.strip()
+
+
+@needs_linux
+def test_python312_is_found_on_the_path(tmp_path):
+    python = put_python(tmp_path / "bin" / "python3.12")
+    assert find(tmp_path / "bin", tmp_path) == str(python)
+
+
+@needs_linux
+@pytest.mark.parametrize("says", ["cpython 3 11", "pypy 3 12", ""])
+def test_a_python_of_that_name_that_is_another_or_does_not_run_is_not_chosen(tmp_path, says):
+    put_python(tmp_path / "bin" / "python3.12", says, status=0 if says else 127)
+    python = put_python(tmp_path / ".pyenv" / "versions" / "3.12.9" / "bin" / "python")
+    assert find(tmp_path / "bin", tmp_path) == str(python)
+
+
+@needs_linux
+def test_a_shim_does_not_hide_a_python_further_down_the_path(tmp_path):
+    put_python(tmp_path / "shims" / "python3.12", "", status=127)
+    python = put_python(tmp_path / "bin" / "python3.12")
+    assert find(f"{tmp_path / 'shims'}:{tmp_path / 'bin'}", tmp_path) == str(python)
+
+
+# ---- fuzz-cli --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def fuzz():
+    path = str(ROOT / "tools" / "fuzz-cli")
+    loader = importlib.machinery.SourceFileLoader("fuzz_cli", path)
+    spec = importlib.util.spec_from_loader("fuzz_cli", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.dont_write_bytecode", True)
+        patch.setattr("sys.path", [*sys.path])
+        loader.exec_module(module)
+    return module
+
+
+def test_commands_drawn_at_random_lose_nothing_and_say_why_they_refuse(fuzz, tmp_path):
+    assert list(fuzz.fuzz_commands(tmp_path, 60, seed=0)) == []
+
+
+def test_hostile_files_do_no_harm(fuzz, tmp_path):
+    assert list(fuzz.fuzz_hostile(tmp_path, 15, seed=0)) == []
+
+
+def paint(arguments):
+    sys.stdout.write("\x9b2J")
+    return 0
+
+
+def chatter(arguments):
+    sys.stdout.write("x" * 200_000)
+    return 0
+
+
+def crash_as_70(arguments):
+    return 70
+
+
+@pytest.mark.parametrize(
+    ("fault", "finding"),
+    [(paint, "control"), (chatter, "200000 and 0 characters"), (crash_as_70, "exit status 70")],
+)
+def test_every_harm_is_found(fuzz, tmp_path, monkeypatch, fault, finding):
+    monkeypatch.setattr("parity.cli.main.main", fault)
+    monkeypatch.setattr(fuzz, "good_files", lambda folder: {})
+    monkeypatch.setattr(fuzz, "hostile", lambda draw, good: ({}, ["inspect", "a.npz"]))
+    (told, *_) = fuzz.fuzz_hostile(tmp_path, 1, seed=0)
+    assert finding in told
+
+
+def test_time_and_memory_are_harm(fuzz):
+    assert list(fuzz.harm(["inspect"], 0, "", "", 11.0, 600 << 20)) == ["11 seconds", "600 MiB more memory"]
+    assert list(fuzz.harm(["inspect"], 0, "", "", 9.0, 500 << 20)) == []
+
+
+def lose(arguments):
+    os.unlink("a.npz")
+    return 0
+
+
+def spoil(arguments):
+    Path("r.json").write_text('{"half": ')
+    return 2
+
+
+def leave(arguments):
+    Path(".b.npz.0.mha-parity").mkdir()
+    return 0
+
+
+def complain(arguments):
+    sys.stderr.write("Traceback (most recent call last):\n")
+    return 2
+
+
+def crash(arguments):
+    raise KeyError("what?")
+
+
+@pytest.mark.parametrize(
+    ("fault", "finding"),
+    [
+        (lose, "lost though not named: a.npz"),
+        (spoil, "changed or written with exit status 2: r.json"),
+        (spoil, "r.json is not whole"),
+        (leave, "left: .b.npz.0.mha-parity"),
+        (complain, "a traceback"),
+        (crash, "exit status exception: Traceback"),
+        (lambda arguments: 3, "exit status 3"),
+        (lambda arguments: 2, "no line that says why"),
+        (lambda arguments: 1, "exit status 1 of a command that compares nothing"),
+        (lambda arguments: time.sleep(10), "exit status hang"),
+    ],
+)
+def test_every_fault_is_found(fuzz, tmp_path, monkeypatch, fault, finding):
+    monkeypatch.setattr("parity.cli.main.main", fault)
+    monkeypatch.setattr(fuzz.call, "__defaults__", (1,))
+    monkeypatch.setattr(fuzz, "draw", lambda rng: (["inspect", "a.npz"], []))
+    (told, *_) = [told for told in fuzz.fuzz_commands(tmp_path, 1, seed=0) if finding in told]
+    assert told.startswith("0: mha-parity 'inspect' 'a.npz'")
+
+
+# ---- check-html ------------------------------------------------------------------------------------------------------
+
+CLEAN = {"requests": [], "errors": [], "violations": [], "views": [{"view": "400-dark", "overflow": 0}], "status": 0}
+FAULTS = {
+    "requests": ["http://127.0.0.1:9/x.png"],
+    "errors": ["Error: oops"],
+    "violations": [{"id": name, "view": "400-dark", "first": "<p>"} for name in ("image-alt", "color-contrast")],
+    "views": [{"view": "400-dark", "overflow": 1}],
+    "status": 1,
+}
+
+
+@pytest.fixture
+def check_html(monkeypatch):
+    path = ROOT / "tools" / "check-html" / "check.py"
+    spec = importlib.util.spec_from_file_location("check_html", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "make_pages", lambda folder: None)
+    return module
+
+
+@pytest.fixture
+def browser(check_html, monkeypatch, tmp_path):
+    """What Node.js is made to say: of `npm`, and of `node` for each page."""
+    says = {"npm": (0, ""), "failed.html": CLEAN, "hostile.html": CLEAN, "control.html": FAULTS, "index.html": CLEAN}
+    monkeypatch.setattr(check_html, "SITE", tmp_path)
+    monkeypatch.setattr(check_html, "PAGES", ("index",))
+
+    def run(tool, arguments, folder):
+        if tool == "npm":
+            return subprocess.CompletedProcess(arguments, says["npm"][0], "", says["npm"][1])
+        found = [says[page.rpartition("/")[2]] for page in arguments[1:]]  # of the site, addresses
+        if None in found:
+            return subprocess.CompletedProcess(arguments, 3, "", "Chromium does not start here: why\n")
+        return subprocess.CompletedProcess(arguments, 0, "\n".join(map(json.dumps, found)), "")
+
+    monkeypatch.setattr(check_html, "run", run)
+    return says
+
+
+def test_pages_without_a_fault_pass(check_html, browser, tmp_path):  # the control of the tests below
+    assert check_html.main(tmp_path) == 0
+
+
+@pytest.mark.parametrize("page", ["failed", "hostile"])
+@pytest.mark.parametrize("of", FAULTS)
+def test_every_fault_of_a_page_is_told(check_html, browser, tmp_path, capsys, page, of):
+    browser[f"{page}.html"] = CLEAN | {of: FAULTS[of]}
+    assert check_html.main(tmp_path) == 1
+    assert capsys.readouterr().out.startswith(f"{page}.html: ")
+
+
+@pytest.mark.parametrize("of", FAULTS)
+def test_every_fault_of_the_site_is_told(check_html, browser, tmp_path, capsys, of):
+    browser["index.html"] = CLEAN | {of: FAULTS[of]}
+    assert check_html.main(tmp_path) == 1
+    assert capsys.readouterr().out.startswith("index.html: ")
+
+
+def test_a_site_that_is_not_built_is_left_out_in_a_line(check_html, browser, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(check_html, "SITE", tmp_path / "none")
+    assert check_html.main(tmp_path) == 0
+    assert capsys.readouterr().out.startswith("check-html: LEFT OUT, the site: `make docs` builds it")
+
+
+def test_every_page_of_the_site_is_opened_on_request(check_html, browser, tmp_path, capsys):
+    (tmp_path / "other.html").touch()
+    browser["other.html"] = FAULTS
+    assert check_html.main(tmp_path) == 0
+    assert check_html.main(tmp_path, every_page=True) == 1
+    assert "other.html: an error: Error: oops" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("of", FAULTS)
+def test_every_fault_of_the_control_must_be_seen(check_html, browser, tmp_path, capsys, of):
+    browser["control.html"] = FAULTS | {of: CLEAN[of]}
+    assert check_html.main(tmp_path) == 1
+    assert capsys.readouterr().out.startswith("control.html: not detected: ")
+
+
+@pytest.mark.parametrize(
+    ("what", "says", "why"),
+    [
+        ("npm", (1, "npm warn x\nnpm error code EAI\n"), "no browser from npm: npm error code EAI"),
+        ("failed.html", None, "Chromium does not start here: why"),
+    ],
+)
+def test_without_a_browser_a_line_says_what_is_left_out_and_why(check_html, browser, tmp_path, capsys, what, says, why):
+    browser[what] = says
+    assert check_html.main(tmp_path) == 0
+    assert capsys.readouterr().out == f"check-html: LEFT OUT, {why}\n"
+
+
+# ---- mutants ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mutants():
+    path = str(FIND.with_name("mutants"))
+    loader = importlib.machinery.SourceFileLoader("mutants", path)
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("mutants", loader))
+    sys.modules["mutants"] = module
+    loader.exec_module(module)
+    yield module
+    del sys.modules["mutants"]
+
+
+SOURCE = '''def f(a: int = 1, b: str = "x") -> int:
+    """A number: 1."""
+    if a < 2 and b:
+        raise ValueError(f"a is below {1 + 1}")
+    g(a, b)
+    return a + 1
+'''
+EDITS = {
+    ("1", "(2)"),  # twice: the default, and what is added
+    ("2", "(3)"),
+    ("a < 2 and b", "not (a < 2 and b)"),
+    ("a < 2 and b", "(a < 2) or (b)"),
+    ("a < 2", "(a <= 2)"),
+    ('raise ValueError(f"a is below {1 + 1}")', "pass"),
+    ("g(a, b)", "pass"),
+    ("a, b", "b, a"),
+    ("a + 1", "(a) - (1)"),
+}
+
+
+def test_mutants_are_edits_of_what_runs_and_can_be_compiled(mutants, tmp_path, monkeypatch):
+    monkeypatch.setattr(mutants, "ROOT", tmp_path)
+    (tmp_path / "m.py").write_text(SOURCE)
+    found = list(mutants.mutants_of("m.py"))
+    assert {(each.before, each.text) for each in found} == EDITS
+    for each in found:
+        assert SOURCE[each.start : each.end] == each.before
+        compile(SOURCE[: each.start] + each.text + SOURCE[each.end :], "m.py", "exec")
+
+
+def test_mutants_of_a_seed_are_always_those(mutants, monkeypatch):
+    assert sum(mutants.COUNTS.values()) >= 200
+    assert mutants.COUNTS.keys() == {"mha_spec", "mha_jax", "mha_torch", "mha_tt", "parity", "parity_lab"}
+    monkeypatch.setattr(mutants, "COUNTS", {"mha_spec": 25})
+    assert mutants.drawn(0) == mutants.drawn(0) != mutants.drawn(1)
+    assert {each.package for each in mutants.drawn(0)} == {"mha_spec"}
+
+
+TESTED = """
+import m
+
+
+def test_is_small():
+    assert m.f(0) == 2
+
+
+def test_is_large():
+    assert m.f(5) == 6
+"""
+
+
+@pytest.fixture
+def server(mutants, tmp_path, monkeypatch):
+    """A server of the tests above, for the module m; a request runs them with a change of it."""
+    (tmp_path / "m.py").write_text(
+        "ONE = 1\n\n\ndef f(a):\n    if a < 2:\n        return a + ONE + 1\n    return a + ONE\n"
+    )
+    (tmp_path / "test_m.py").write_text(TESTED)
+    monkeypatch.setattr(mutants, "BUILD", tmp_path)
+    suite = mutants.Suite("main", (sys.executable, "-m", "pytest", "--rootdir", str(tmp_path)), str(tmp_path), ())
+    process = mutants.Server(suite, tmp_path)
+    source = (tmp_path / "m.py").read_text()
+
+    def first_failure(*edit):
+        tests = ["test_m.py::test_is_small", "test_m.py::test_is_large"]
+        return process.first_failure(tests, 60.0, "m.py", source, source.replace(*edit))
+
+    yield first_failure
+    process.close()
+
+
+@pytest.mark.thorough
+def test_forks_run_tests_with_the_code_of_a_mutant(server):
+    assert server("return a + ONE\n", "return a - ONE\n") == "test_m.py::test_is_large"
+    assert server("a < 2", "a <= 2") == ""  # the change before is gone
+    assert server("a < 2", "not (a < 2)") == "test_m.py::test_is_small"
+    assert server("ONE = 1", "ONE = (2)") is None  # runs as the module is imported
+
+
+STARTS = """
+import subprocess
+import sys
+
+import other
+
+
+def test_of_a_process():
+    subprocess.run([sys.executable, "-c", "import m; m.f(5)"], check=True)
+
+
+def test_of_its_own_process():
+    assert other.g() == 1
+"""
+
+
+@pytest.mark.thorough
+def test_the_map_has_lines_that_a_process_of_a_test_runs(mutants, tmp_path, monkeypatch):
+    (tmp_path / "m.py").write_text("def f(a):\n    if a < 2:\n        return 1\n    return 2\n")
+    (tmp_path / "other.py").write_text("def g():\n    return 1\n")
+    (tmp_path / "test_starts.py").write_text(STARTS)
+    monkeypatch.setattr(mutants, "ROOT", tmp_path)
+    monkeypatch.setattr(mutants, "BUILD", tmp_path / "build")
+    command = (sys.executable, "-m", "pytest", "--rootdir", ".", "-p", "no:cacheprovider")
+    suite = mutants.Suite("main", command, "test_starts.py", ("m", "other"))
+    mutants.make_map(suite)
+    lines = mutants.Map(suite)
+    process, own = "test_starts.py::test_of_a_process", "test_starts.py::test_of_its_own_process"
+    made = [*mutants.mutants_of("m.py"), *mutants.mutants_of("other.py")]
+    # Line 3 runs in no test: those that run what is before it may do so with a mutant. So may the others of a file, for
+    # what a process gives.
+    expected = {("m.py", line): {process, own} for line in (2, 3, 4)} | {("other.py", 2): {own}}
+    assert {(each.path, each.line): {*lines.tests_of(each)} for each in made} == expected

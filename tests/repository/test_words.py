@@ -1,0 +1,201 @@
+"""Pages, docstrings, comments and messages contain no idioms of translated English."""
+
+import re
+
+import pytest
+from helpers import ROOT
+
+FOLDERS = ("parity", "parity_lab", "mha_spec", "mha_jax", "mha_torch", "mha_tt", "benchmarks", "examples", "tools")
+GENERATED = {"models.md"}
+"""Pages that tools generate from docstrings and tests."""
+RECORDED = {"cut-pretrained"}
+"""Programs with words that files repeat bit for bit."""
+
+NOUN = r"(?:a|an|the|each|every|no|any|its|one|another)"
+
+IDIOMS = {
+    "what": (
+        r"\b(?:of|for|from|with|in|by|to|than|at|on|into|over|like|as|beside|returns?|holds?|has|have|keeps?|adds?|hides?"
+        r"|compares?|counts?) what\b(?! you)",
+        "a noun, such as 'the result', 'the tolerance', 'the difference'",
+    ),
+    "Of": (
+        r"(?:^[ #>*-]*|[.!?:;] |\| )(?:What(?! it looks like)|Whether|Of|Those of|That of)\b",
+        "a sentence or heading that begins with a noun or a verb, or 'For' for 'Of'",
+    ),
+    "where": (
+        r"\bwhere (?:there (?:is|are)|nothing|something|no \w+ (?:is|has)|one is)\b",
+        "'if' or 'when'; 'where' is for places",
+    ),
+    ", for": (
+        rf", for (?:(?:it|they|there|nobody|nothing|none) \w|(?:{NOUN}|this|that|these|those) \w+ "
+        r"(?:is|are|has|have|was|were|do|does|can|cannot|may|would|wants?|needs?)\b)",
+        "'because' or 'since'",
+    ),
+    ", too": (r", too(?=[.,;:)]|$)", "'also' before the verb, or nothing"),
+    "in place of": (r"\bin (?:place of|(?:its|their) (?:place|stead))\b", "'instead of', 'instead'"),
+    "and not": (rf"\band not (?:by|of|in|on|from|to|for|as|at|{NOUN})\b", "'instead of', or ', not'"),
+    "beside": (r"\bbeside\b", "'next to', 'in addition to', 'compared with'"),
+    "refused": (
+        r"\b(?:(?:is|are|be|been|was|were) refused|refused by name|refuses?|refusing)\b",
+        "'raises an error', 'rejects', 'is not supported'",
+    ),
+    "told": (
+        r"\b(?:(?:is|are|be|been|was|were|unless|if|when|as) (?:told|said)|told (?:by|apart|otherwise))\b",
+        "'specified', 'reported', 'distinguished', 'by default'",
+    ),
+    "asked": (
+        r"\b(?:(?:is|are|be|was|were) asked|asks (?:for|what|whether|the|a|it)|wants)\b",
+        "'checks', 'requests', 'requires', 'expects'",
+    ),
+    "judged": (r"\b(?:judges?|judged|judging)\b", "'compares', 'checks'"),
+    "sees": (
+        r"\b(?:quer(?:y|ies)|rows?|tokens?|heads?|layers?|kernels?|tools?|functions?) (?:sees?|knows?|saw|knew)\b",
+        "queries 'attend to' keys, tools 'detect', functions 'support'",
+    ),
+    "gives": (
+        r"\b(?:functions?|layers?|kernels?|modules?|calls?|paths?|methods?|models?|callables?|it|they|which|that)"
+        r" g(?:ives?|ave)\b",
+        "'returns', 'produces'",
+    ),
+    "takes": (
+        r"\b(?:takes|took) (?:a mask|a function|a layer|arrays|tensors|masks|weights"
+        r"|the (?:plain|fused|fast|same) path)\b",
+        "'accepts', 'uses'",
+    ),
+    "mistake": (r"\bmistakes?\b", "'bug'"),
+    "hypothesis": (r"\bhypothes[ei]s\b", "'candidate bug'"),
+    "planted": (r"\b(?:plant(?:s|ed|ing)?|(?:made )?on purpose)\b", "'injected', 'deliberately'"),
+    "sibling": (r"\bsiblings?\b", "'implementation', or the names of the packages"),
+    "peer": (r"\bpeers?\b", "'other library'"),
+    "nobody": (r"\b(?:nobody|somebody|whoever|one's own)\b", "'no one', 'you', 'your own'"),
+    "without a word": (r"\bwithout a word\b", "'silently'"),
+    "as ever": (
+        r"\bas (?:ever|users have it|(?:it was|they were)(?=[.,;:)]))\b",
+        "'as usual', 'unchanged', 'with default settings'",
+    ),
+    "anew": (
+        r"\b(?:mended|anew|there and back|be had|put back|at hand)\b",
+        "'fixed', 'regenerated', 'round trip', 'available', 'restored'",
+    ),
+    "so many": (r"\b(?:so many|of equally many|each its own)\b", "'that many', 'the same number of', 'one per'"),
+    "is no": (
+        r"(?<![Tt]here )\bis (?:none|another one|no (?!longer|more|different|need))\b",
+        "'is not a', 'does not exist', 'differs'",
+    ),
+    "looked for": (r"\b(?:is|are|was|were) looked for\b", "'searches for', 'tries', with a subject"),
+    "must": (
+        r"\bmust be (?:of|that of|those of|told)\b|\bmust (?:come with|name)\b",
+        "'must be one of', 'requires', 'must be a path to'",
+    ),
+    "4 %": (
+        r"\d %|(?<![\d.,^])\b\d{1,3} \d{3}\b(?! ?[\dx×])|\bsome \d",
+        "'4%', '70,000', 'about 30'",
+    ),
+    "normalise": (
+        r"(?:normal|quant|optim|initial|recogn|general|special|serial|parallel|organ|summar|util|minim|maxim)is"
+        r"(?:e[drs]?|ing|ations?)\b|(?:neighb|behavi|col|fav|hon)our|licence|centre",
+        "American spelling",
+    ),
+}
+"""Patterns of idioms and their replacements."""
+
+PATTERNS = {name: re.compile(pattern, re.MULTILINE) for name, (pattern, _) in IDIOMS.items()}
+
+LEXEME = re.compile(
+    r'(?P<docstring>^[ \t]*"""(?:[^\\]|\\.)*?""")'
+    r'|(?P<string>"""(?:[^\\]|\\.)*?"""|"(?:[^"\\\n]|\\.)*"|\'(?:[^\'\\\n]|\\.)*\')'
+    r"|(?P<comment>#[^\n]*)",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+def prose(page: str) -> str:
+    """Return the paragraphs of a page, one per line, without code blocks, inline code and link targets."""
+    page = re.sub(r"^ *```.*?^ *```$", "", page, flags=re.MULTILINE | re.DOTALL)
+    page = re.sub(r"`[^`\n]*`", "``", re.sub(r"\]\([^)\s]*\)", "]", page))
+    return re.sub(r"(?<=\S)[ \t]*\n[ \t]*(?=[^\s|#>*-])", " ", page)
+
+
+def lexemes(source: str) -> dict[str, str]:
+    """Return the docstrings with comments of a module, and its strings of at least three words."""
+    texts: dict[str, list[str]] = {"docstrings": [], "messages": []}
+    for found in LEXEME.finditer(source):
+        text = found[0].strip().strip("\"'# \t")
+        if found.lastgroup != "string":
+            texts["docstrings"].append(re.sub(r"^ +[*\w]+(, [*\w]+)*: ", "    ", text, flags=re.MULTILINE))  # names
+            continue
+        text = re.sub(r"\{[^{}]*\}", "{}", text)  # values of f-strings
+        if len(text.split()) > 2:
+            texts["messages"].append(text)
+    return {kind: prose("\n\n".join(found)) for kind, found in texts.items()}
+
+
+def texts() -> dict[str, str]:
+    """Return the prose of each page, and the docstrings, comments and messages of each module, by path."""
+    pages = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md")]
+    pages += [*(ROOT / "docs").rglob("*.md"), *(ROOT / "parity" / "bugs").glob("*.md")]
+    found = {path: prose(path.read_text("utf-8")) for path in pages if path.name not in GENERATED}
+    modules = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    programs = [
+        path for path in (ROOT / "tools").iterdir() if path.is_file() and not path.suffix and path.name not in RECORDED
+    ]
+    for path in (*modules, *programs, ROOT / "Makefile", ROOT / ".ci" / "run"):
+        found[path] = "\n\n".join(lexemes(path.read_text("utf-8")).values())
+    return {str(path.relative_to(ROOT)): text for path, text in found.items()}
+
+
+def idioms_in(texts_by_path: dict[str, str]) -> list[str]:
+    """Return a line for each idiom, with its place and its replacement."""
+    return [
+        f"{path}: …{' '.join(text[max(0, hit.start() - 40) : hit.end() + 30].split())}…: write {IDIOMS[name][1]}"
+        for path, text in texts_by_path.items()
+        for name, pattern in PATTERNS.items()
+        for hit in pattern.finditer(text)
+    ]
+
+
+def test_prose_has_no_idioms():
+    hits = idioms_in(texts())
+    assert not hits, "\n".join(hits)
+
+
+MOST_IN_TESTS = 587
+"""Idioms in docstrings and comments of tests, most of which are older than this list. The number may only fall."""
+
+
+def test_prose_of_tests_gets_better():
+    paths = (ROOT / "tests").rglob("*.py")
+    hits = idioms_in({str(path.relative_to(ROOT)): lexemes(path.read_text("utf-8"))["docstrings"] for path in paths})
+    assert len(hits) <= MOST_IN_TESTS, "\n".join(hits)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "right"),
+    [
+        ("what", "more than what is allowed", "It explains what is compared."),
+        ("Of", "Done. Of a layer it says", "one of a kind; What it looks like"),
+        ("where", "where there is a mask", "the stage where they begin"),
+        ("in place of", "tiled in\nplace of repeated", "updated in place"),
+        (", for", "hidden, for it is padding", "a mask, for example; and a scale, for it"),
+        (", too", "and biases, too.", "a loose tolerance, too loose here"),
+        ("and not", "repeated and not the tiled one", "and notes"),
+        ("refused", "it is refused by name", "floats refused"),
+        ("told", "unless told otherwise", "as we told you"),
+        ("sees", "the query sees a key", "as the reader sees"),
+        ("is no", "that is no power of two", "there is no mask; it is no longer"),
+        ("4 %", "off by 4 %, or 70 000", "4%, 70,000, 2 x 4096"),
+        ("normalise", "neighbours are normalised", "neighbors are normalized, and precise"),
+    ],
+)
+def test_patterns_find_idiom_and_accept_correct_english(name, wrong, right):
+    assert PATTERNS[name].search(prose(wrong))
+    assert not PATTERNS[name].search(prose(right))
+
+
+def test_code_and_short_strings_are_not_prose():
+    source = '"""A mistake."""\nx = "mistake"  # a `mistake`\ny = f"this is a mistake {x}"\n'
+    read = lexemes(source)
+    assert PATTERNS["mistake"].findall(read["docstrings"]) == ["mistake"]
+    assert PATTERNS["mistake"].findall(read["messages"]) == ["mistake"]
+    assert not PATTERNS["mistake"].search(prose("```\na mistake\n```\n`mistake` [a](mistake.md)"))

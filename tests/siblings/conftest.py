@@ -1,0 +1,11 @@
+"""Leaves out tests of frameworks that are not installed: .venv has JAX and PyTorch, .venv-tt has ttnn."""
+
+from importlib.util import find_spec
+
+from helpers.tt import MOCK_BOARD, RECORDED_BOARD
+
+collect_ignore = []
+if find_spec("ttnn") is None:
+    collect_ignore.append("mha_tt")
+elif MOCK_BOARD != RECORDED_BOARD:
+    collect_ignore.append("mha_tt/test_recorded_cases.py")

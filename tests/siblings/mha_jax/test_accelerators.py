@@ -1,0 +1,417 @@
+"""JAX on accelerators: calls are lowered for CUDA and for TPUs and their programs read; blocks of theirs run here.
+
+A program is read before XLA fuses any operation, so a count of 0 holds whatever XLA does with it.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers.lowered import PLATFORMS, Counts, counts, lowered, on
+from helpers.samples import sample
+
+import mha_jax
+import parity
+from mha_jax import stages
+from mha_jax.kernels.fused import FusedAttention
+from mha_jax.masks import Mask
+from mha_jax.scores import Scores
+from mha_spec import Alibi, AttentionSpec, RelativeBias, Rope
+
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+BATCH, NUM_HEADS, NUM_KV_HEADS, SEQ_LEN, HEAD_DIM = 2, 8, 2, 4096, 32
+PAIRS = SEQ_LEN**2  # larger than tokens, weights and blocks of scores
+
+shaped = jax.ShapeDtypeStruct
+
+
+def of_layer(**fields):
+    return AttentionSpec(NUM_HEADS * HEAD_DIM, NUM_HEADS, num_kv_heads=NUM_KV_HEADS, **fields)
+
+
+CAUSAL, SPAN = {"is_causal": True}, 256
+LENGTHS = {"key_padding_lengths": ((BATCH,), jnp.int32)}
+OWN = {"mask": ((SEQ_LEN, SEQ_LEN), bool)}
+
+# Fields of a layer, keywords of a call, and shapes and dtypes of other arguments; None for the dtype of queries.
+CALLS = {
+    "nothing": ({}, {}, {}),
+    "causal": ({}, CAUSAL, {}),
+    "lengths": ({}, {}, LENGTHS),
+    "causal-lengths": ({}, CAUSAL, LENGTHS),
+    "window": ({"window_size": SPAN}, CAUSAL, {}),
+    "window-lengths": ({"window_size": SPAN}, CAUSAL, LENGTHS),
+    "window-both-ways": ({"window_size": SPAN}, {}, {}),
+    "chunks": ({"chunk_size": SPAN}, CAUSAL, {}),
+    "segments": ({}, CAUSAL, {"segment_ids": ((BATCH, SEQ_LEN), jnp.int32)}),
+    "soft-cap": ({"soft_cap": 30.0}, CAUSAL, {}),
+    "alibi": ({"alibi": Alibi()}, CAUSAL, {}),
+    "sinks": ({"sinks": True}, CAUSAL, {"sinks": ((NUM_HEADS,), None)}),
+    "mask": ({}, {}, OWN),
+    "mask-causal-lengths": ({}, CAUSAL, {**OWN, **LENGTHS}),
+    "mask-of-keys": ({}, {}, {"mask": ((BATCH, 1, 1, SEQ_LEN), bool)}),
+    "bias": ({}, {}, {"bias": ((SEQ_LEN, SEQ_LEN), None)}),
+    "relative-bias": ({"relative_bias": RelativeBias(32, 128)}, CAUSAL, {"relative_bias": ((32, NUM_HEADS), None)}),
+}
+LEARNED = ("sinks", "relative_bias")
+ROWS = [(call, dtype, platform) for call in CALLS for dtype in DTYPES for platform in PLATFORMS]
+QUICK = [
+    *[(call, "float32", "cuda") for call in ("causal-lengths", "window-lengths", "sinks", "mask-causal-lengths")],
+    *[(call, "bfloat16", "cuda") for call in ("causal-lengths", "soft-cap", "mask")],
+    *[(call, "bfloat16", "tpu") for call in ("chunks", "alibi")],
+]
+
+# What is made or waited for nevertheless, forward and with gradients, and why.
+CUDNN = "cuDNN reads a mask as numbers, and a host asks for keys that are not finite before it looks who attends to one"
+EXCEPTIONS = {
+    ("mask", "bfloat16", "cuda"): (CUDNN, Counts(arrays=3, masks=3, branches=1), Counts(arrays=4, masks=3, branches=1)),
+    ("bias", "bfloat16", "cuda"): (
+        *(CUDNN, Counts(arrays=9, masks=6, branches=1), Counts(arrays=10, masks=6, branches=1)),
+    ),
+    **{
+        ("segments", dtype, "tpu"): ("a host asks as for a mask", Counts(branches=1), Counts(branches=1))
+        for dtype in ("float32", "bfloat16")
+    },
+    **{
+        ("relative-bias", dtype, platform): (
+            *("it is made for all heads and pairs", Counts(arrays=6, masks=6), Counts(arrays=8, masks=6)),
+        )
+        for dtype in DTYPES
+        for platform in PLATFORMS
+    },
+}
+
+
+def function_and_arrays(call, dtype, *, kernel=mha_jax.fused.attend):
+    """Attention under a spec, as a function of split heads and other arrays, and the shapes of all."""
+    fields, keywords, others = CALLS[call]
+    heads = {"query": NUM_HEADS, "key": NUM_KV_HEADS, "value": NUM_KV_HEADS}
+    arrays = {name: shaped((BATCH, count, SEQ_LEN, HEAD_DIM), dtype) for name, count in heads.items()}
+    arrays |= {name: shaped(shape, kind or dtype) for name, (shape, kind) in others.items()}
+
+    def attend(arrays):
+        fused = mha_jax.fused.scaled_dot_product_attention
+        return fused(**arrays, spec=of_layer(**fields), kernel=kernel, **keywords)[0]
+
+    return attend, arrays
+
+
+def with_gradients(function, learned):
+    """The function with the gradients of these arrays, as in training."""
+
+    def differentiate(arrays):
+        inputs = {name: x for name, x in arrays.items() if name in learned}
+
+        def loss(inputs):
+            return function({**arrays, **inputs}).astype(jnp.float32).sum()
+
+        return jax.value_and_grad(loss)(inputs)
+
+    return differentiate
+
+
+TOKENS = ("query", "key", "value")
+
+
+@sample(where=lambda call, dtype, platform: (call, dtype, platform) in QUICK)
+@pytest.mark.parametrize(("call", "dtype", "platform"), ROWS)
+def test_nothing_of_all_pairs_of_tokens_is_made(call, dtype, platform):
+    attend, arrays = function_and_arrays(call, DTYPES[dtype])
+    _, *expected = EXCEPTIONS.get((call, dtype, platform), ("", Counts(), Counts()))
+    programs = [
+        lowered(platform, function, arrays) for function in (attend, with_gradients(attend, (*TOKENS, *LEARNED)))
+    ]
+    assert [counts(program, PAIRS) for program in programs] == expected
+
+
+@pytest.mark.parametrize("call", ["mask", "bias"])
+def test_copies_for_cudnn_are_not_made_for_each_head_or_sequence(call):
+    attend, arrays = function_and_arrays(call, jnp.bfloat16)
+    program = lowered("cuda", with_gradients(attend, TOKENS), arrays)
+    assert counts(program, PAIRS + 1) == Counts(branches=1)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "mask", "is_taken"),
+    [(64, (64, 64), True), (64, (2, 1, 1, 64), False), (63, (63, 63), False)],
+    ids=["pairs", "keys", "odd"],
+)
+def test_cudnn_gets_no_mask_that_it_refuses(num_tokens, mask, is_taken):
+    """It reads a mask of all pairs, and has a gradient for even numbers of tokens."""
+    x = shaped((2, 4, num_tokens, 16), jnp.bfloat16)
+
+    def loss(x, mask):
+        return mha_jax.fused.scaled_dot_product_attention(x, x, x, mask=mask)[0].astype(jnp.float32).sum()
+
+    program = lowered("cuda", jax.grad(loss), x, shaped(mask, bool))
+    assert ("__cudnn$fmha" in program.as_text()) == is_taken
+
+
+@pytest.mark.parametrize("platform", ["cuda", pytest.param("tpu", marks=pytest.mark.thorough)])
+def test_gradient_of_a_bias_is_all_that_is_made_of_all_pairs(platform):
+    attend, arrays = function_and_arrays("bias", jnp.float32)
+    found = counts(lowered(platform, with_gradients(attend, (*TOKENS, "bias")), arrays), PAIRS)
+    assert found == Counts(arrays=1)
+
+
+# ---- Controls: what is counted is found ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_plain_path_makes_all_scores_and_a_mask(platform):
+    attend, arrays = function_and_arrays("causal-lengths", jnp.float32, kernel=stages.attend_without_weights)
+    found = counts(lowered(platform, attend, arrays), BATCH * NUM_HEADS * PAIRS)
+    assert found.arrays > 3
+    assert counts(lowered(platform, attend, arrays), PAIRS).masks > 3
+
+
+def test_few_scores_are_stored():
+    """As many as an accelerator may store; so does XLA's attention."""
+    attend, arrays = function_and_arrays(
+        "causal", jnp.float32, kernel=FusedAttention(most_scores=BATCH * NUM_HEADS * PAIRS)
+    )
+    assert counts(lowered("cuda", attend, arrays), BATCH * NUM_HEADS * PAIRS).arrays > 3
+
+
+def asks_the_host(x):
+    return jax.pure_callback(lambda x: x, x, x)
+
+
+def prints(x):
+    jax.debug.print("{}", x)
+    return x
+
+
+def branches(x):
+    return jax.lax.cond(x[0] > 0, lambda x: x + 1, lambda x: x, x)
+
+
+def loops_while_positive(x):
+    return jax.lax.while_loop(lambda x: x[0] > 0, lambda x: x - 1, x)
+
+
+def loops_as_often_as_told(x):
+    return jax.lax.fori_loop(0, x[0].astype(jnp.int32), lambda i, x: x + 1, x)
+
+
+def loops_ten_times(x):
+    return jax.lax.fori_loop(0, 10, lambda i, x: x + 1, x)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (asks_the_host, Counts(callbacks=1)),
+        (prints, Counts(callbacks=1)),
+        (branches, Counts(branches=1)),
+        (loops_while_positive, Counts(branches=1)),
+        (loops_as_often_as_told, Counts(branches=1)),
+        (loops_ten_times, Counts()),
+    ],
+)
+def test_what_waits_for_a_value_is_counted(function, expected):
+    program = jax.jit(function).lower(shaped((4,), jnp.float32))  # for a CPU: JAX lowers callbacks for no other
+    assert counts(program, 5) == expected
+
+
+def test_float64_is_counted():
+    with jax.enable_x64(True):
+        program = lowered("cuda", lambda x: x * 2, shaped((4,), jnp.float64))
+    assert counts(program, 5).float64 > 0
+
+
+# ---- Layers and caches -----------------------------------------------------------------------------------------------
+
+
+def module(kind, dtype, **fields):
+    """A layer and its arrays, apart."""
+    return nnx.split(kind(of_layer(rope=Rope(), **fields), param_dtype=DTYPES[dtype], rngs=nnx.Rngs(0)))
+
+
+LAYERS = [(dtype, platform) for dtype in DTYPES for platform in PLATFORMS]
+
+
+@sample(where=lambda dtype, platform: (dtype, platform) in [("float32", "cuda"), ("bfloat16", "tpu")])
+@pytest.mark.parametrize(("dtype", "platform"), LAYERS)
+@pytest.mark.parametrize("is_training", [False, True], ids=["forward", "forward-backward"])
+def test_layer_makes_nothing_of_all_pairs_of_tokens(dtype, platform, is_training):
+    graph, state = module(mha_jax.MultiHeadSelfAttention, dtype)
+    arrays = {"x": shaped((BATCH, SEQ_LEN, NUM_HEADS * HEAD_DIM), DTYPES[dtype]), "state": state}
+    arrays["lengths"] = shaped((BATCH,), jnp.int32)
+
+    def call(arrays):
+        layer = nnx.merge(graph, arrays["state"])
+        return layer(arrays["x"], is_causal=True, key_padding_lengths=arrays["lengths"])
+
+    function = with_gradients(call, ("x", "state")) if is_training else call
+    assert counts(lowered(platform, function, arrays), PAIRS) == Counts()
+
+
+FIELDS = {"causal": {}, "window": {"window_size": SPAN}, "soft-cap": {"soft_cap": 30.0}, "alibi": {"alibi": Alibi()}}
+STEPS = [(fields, dtype, platform) for fields in FIELDS for dtype in DTYPES for platform in PLATFORMS]
+
+
+def cached(fields, dtype, platform, seq_len):
+    """The program of new tokens over a cache."""
+    graph, state = module(mha_jax.MultiHeadAttentionWithCache, dtype, **FIELDS[fields])
+    cache = jax.eval_shape(lambda: nnx.merge(graph, state).init_cache(BATCH, SEQ_LEN))
+    x = shaped((BATCH, seq_len, NUM_HEADS * HEAD_DIM), DTYPES[dtype])
+    return lowered(platform, lambda state, x, cache: nnx.merge(graph, state)(x, cache), state, x, cache)
+
+
+@sample(where=lambda fields, dtype, platform: (fields, dtype, platform) in [("causal", "bfloat16", "cuda")])
+@pytest.mark.parametrize(("fields", "dtype", "platform"), STEPS)
+def test_prompt_makes_nothing_of_all_pairs_of_tokens_and_slots(fields, dtype, platform):
+    assert counts(cached(fields, dtype, platform, SEQ_LEN), PAIRS) == Counts()
+
+
+@sample(where=lambda fields, dtype, platform: (fields, dtype, platform) in [("causal", "bfloat16", "cuda")])
+@pytest.mark.parametrize(("fields", "dtype", "platform"), STEPS)
+def test_token_makes_nothing_larger_than_its_cache(fields, dtype, platform):
+    """Neither keys nor values are copied for each query head; one token has fewer scores than its keys have numbers."""
+    larger = BATCH * NUM_KV_HEADS * SEQ_LEN * HEAD_DIM + 1
+    assert counts(cached(fields, dtype, platform, 1), larger) == Counts()
+
+
+# ---- Blocks of an accelerator give what the plain path gives ---------------------------------------------------------
+
+SMALL = FusedAttention(few_scores=0, most_scores=0, queries=24, keys=24)
+QUICKLY = {"xla_backend_optimization_level": 0}  # what is compiled here runs once
+SHAPES = {"query": (3, 4, 41, 8), "key": (3, 2, 50, 8), "value": (3, 2, 50, 8), "cotangent": (3, 4, 41, 8)}
+PADDING = np.array([0, 17, 50])
+
+
+def rng():
+    return np.random.default_rng(3)
+
+
+# Fields of a layer, the mask of a call, and other arrays.
+FEATURES = {
+    "nothing": ({}, {}, {}),
+    "causal": ({}, CAUSAL, {}),
+    "lengths-soft-cap": ({"soft_cap": 2.0}, {**CAUSAL, "key_padding_lengths": PADDING}, {}),
+    "alibi-offset": ({"alibi": Alibi()}, {**CAUSAL, "q_offset": np.array([0, 4, 9])}, {}),
+    "sinks-segments": (
+        {"sinks": True},
+        {"segment_ids": (rng().integers(0, 3, (3, 41)), rng().integers(0, 3, (3, 50)))},
+        {"sinks": (4,)},
+    ),
+    "window-offset": ({"window_size": 7}, {**CAUSAL, "q_offset": np.array([9])}, {}),
+    "chunks-offset": (
+        {"chunk_size": 7},
+        {**CAUSAL, "q_offset": np.array([0, 4, 9]), "key_padding_lengths": PADDING},
+        {},
+    ),
+    "mask": ({"scale": 0.3}, {**CAUSAL, "mask": rng().random((41, 50)) < 0.7}, {}),
+    "mask-window": ({"window_size": 60}, {**CAUSAL, "mask": rng().random((3, 4, 41, 50)) < 0.3}, {}),
+    "mask-of-keys": ({}, {"mask": rng().random((3, 1, 1, 50)) < 0.3, "key_padding_lengths": PADDING}, {}),
+    "bias": ({}, CAUSAL, {"bias": (41, 50)}),
+    "bias-of-heads": ({"sinks": True}, {"key_padding_lengths": PADDING}, {"bias": (1, 4, 1, 50), "sinks": (4,)}),
+    "relative-bias": ({"relative_bias": RelativeBias(32, 128)}, {}, {"relative_bias": (32, 4)}),
+}
+LONG = {  # more queries than a window takes at a time
+    "window-lengths": ({"window_size": 20}, {**CAUSAL, "key_padding_lengths": np.array([0, 17, 300])}, {}),
+    "window-both-ways-alibi": ({"window_size": 150, "alibi": Alibi()}, {}, {}),
+    "chunks-sinks": ({"chunk_size": 100, "sinks": True}, CAUSAL, {"sinks": (4,)}),
+    "window-bias": (
+        {"window_size": 20},
+        {**CAUSAL, "mask": rng().random((300, 300)) < 0.3},
+        {"bias": (1, 4, 300, 300)},
+    ),
+}
+
+
+def results(kernel, mask, spec, arrays):
+    """The context and the gradients of all floating-point arrays."""
+
+    @partial(jax.jit, compiler_options=QUICKLY)
+    def run(arrays):
+        inputs = {name: x for name, x in arrays.items() if name != "cotangent"}
+
+        def attend(inputs):
+            tokens = [inputs[name] for name in TOKENS]
+            return kernel(*tokens, mask, Scores(spec, **{k: x for k, x in inputs.items() if k not in TOKENS}))
+
+        context, pull_back = jax.vjp(attend, inputs)
+        return {"context": context, **pull_back(arrays["cotangent"])[0]}
+
+    return {name: np.asarray(x) for name, x in run(arrays).items()}
+
+
+def assert_blocks_give_what_the_plain_path_gives(fields, masks, others, shapes, dtype, platform, kernel=None):
+    draws = np.random.default_rng(5)
+    arrays = {name: draws.standard_normal(shape) for name, shape in {**shapes, **others}.items()}
+    if "bias" in arrays:
+        arrays["bias"][..., 3::7] = -np.inf
+    spec = AttentionSpec(32, 4, num_kv_heads=2, **fields)
+    mask = Mask(**{name: x if x is True else jax.tree.map(jnp.asarray, x) for name, x in masks.items()})
+    arrays = {name: jnp.asarray(x, DTYPES[dtype]) for name, x in arrays.items()}
+    plain = stages.attend_without_weights
+    with on(platform):
+        kernel = kernel or replace(SMALL, queries=shapes["query"][2] // 2)
+        found = results(kernel, mask.within(spec).as_arrays(), spec, arrays)
+    same = results(plain, mask.within(spec).as_arrays(), spec, arrays)
+    with jax.enable_x64(True):
+        wide = {name: jnp.asarray(np.asarray(x, np.float64)) for name, x in arrays.items()}
+        expected = results(plain, mask.within(spec).as_arrays(), spec, wide)
+    assert found["context"].dtype == DTYPES[dtype]
+    parity.assert_parity(found, expected, same_precision=same)
+
+
+@sample(name=["lengths-soft-cap", "alibi-offset", "sinks-segments", "chunks-offset"], platform=["cuda"])
+@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_blocks_give_what_the_plain_path_gives(name, platform):
+    assert_blocks_give_what_the_plain_path_gives(*FEATURES[name], SHAPES, "float32", platform)
+
+
+@sample(name=["window-lengths", "window-bias"])
+@pytest.mark.parametrize("name", LONG)
+def test_windows_give_what_the_plain_path_gives(name):
+    shapes = {name: (*shape[:2], 300, shape[3]) for name, shape in SHAPES.items()}
+    assert_blocks_give_what_the_plain_path_gives(*LONG[name], shapes, "float32", "cuda")
+
+
+@sample(name=["bias-of-heads"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["alibi-offset", "bias-of-heads", "mask"])
+def test_blocks_give_what_the_plain_path_gives_in_half_precision(name, dtype):
+    assert_blocks_give_what_the_plain_path_gives(*FEATURES[name], SHAPES, dtype, "tpu")
+
+
+STEPPED = {
+    "nothing": ({}, {}),
+    "soft-cap": ({"soft_cap": 2.0}, {}),
+    "alibi-window": ({"alibi": Alibi(), "window_size": 20}, {}),
+    "sinks-chunks": ({"sinks": True, "chunk_size": 20}, {"sinks": (4,)}),
+    "relative-bias": ({"relative_bias": RelativeBias(32, 128)}, {"relative_bias": (32, 4)}),
+}
+
+
+@sample(name=["alibi-window", "nothing"])
+@pytest.mark.parametrize("name", STEPPED)
+def test_token_over_a_cache_gives_what_the_plain_path_gives(name):
+    fields, others = STEPPED[name]
+    # The gradient of a single key is a difference of two equal sums, which test_fused has a bound for.
+    masks = {**CAUSAL, "q_offset": np.array([7, 30, 49])}
+    shapes = {name: (*shape[:2], min(shape[2], 50 if shape[1] == 2 else 1), shape[3]) for name, shape in SHAPES.items()}
+    assert_blocks_give_what_the_plain_path_gives(fields, masks, others, shapes, "float32", "cuda", SMALL.step)
+
+
+def test_nan_stays_where_it_is_seen():
+    """Of blocks and of windows, of which some rows are fully masked."""
+    for seq_len, fields in ((41, {}), (300, {"window_size": 20})):
+        spec, draws = AttentionSpec(32, 4, num_kv_heads=2, **fields), np.random.default_rng(0)
+        q, k, v = (draws.standard_normal((2, n, seq_len, 8)).astype(np.float32) for n in (4, 2, 2))
+        k[0, 0, 5], v[1, 1, 30], q[0, 3, 7] = np.nan, np.inf, np.nan
+        mask = Mask(is_causal=True, key_padding_lengths=jnp.array([0, seq_len - 3])).within(spec).as_arrays()
+        with on("cuda"):
+            found = jax.jit(partial(SMALL, mask=mask, scores=Scores(spec)))(q, k, v)
+        expected = stages.attend_without_weights(q, k, v, mask, Scores(spec))
+        assert not np.isnan(found[0]).any()  # a sequence of padding alone
+        assert np.isnan(found[1]).any()
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)

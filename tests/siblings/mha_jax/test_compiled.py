@@ -1,0 +1,199 @@
+"""mha_jax compiles once per shape without `jit`, and no check requires the value of a traced array."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers.refusals import refuses
+from helpers.samples import sample
+
+import mha_jax
+from mha_jax.kernels.fused import FusedAttention
+from mha_spec import AttentionSpec, Rope, Temperature
+
+LONG = 600  # more scores than one kernel holds
+
+
+@pytest.fixture
+def compilations():
+    """Compilation events so far, including those served from the disk cache."""
+    events = []
+
+    def note(event, _, **__):
+        if "backend_compile" in event:
+            events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    yield events
+    jax.monitoring.unregister_event_duration_listener(note)
+
+
+def tokens(seq_len, batch_size=1):
+    return jnp.asarray(np.random.default_rng(0).standard_normal((batch_size, seq_len, 32)), jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def layer():
+    return mha_jax.MultiHeadSelfAttention(AttentionSpec(32, 4), rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("capacity", [mha_jax.fused.attend.keys + 1, 2 * mha_jax.fused.attend.keys])
+def test_decoding_compiles_nothing_after_first_step(compilations, capacity):
+    decoder, x = (
+        mha_jax.MultiHeadAttentionWithCache(AttentionSpec(32, 4, rope=Rope(100.0)), rngs=nnx.Rngs(0)),
+        tokens(1),
+    )
+    cache = decoder.init_cache(1, capacity)
+    _, cache = decoder(x, cache)
+    assert compilations
+    compilations.clear()
+    for _ in range(32):
+        _, cache = decoder(x, cache)
+    assert cache.lengths.tolist() == [33]
+    assert compilations == []
+
+
+CALLS = {
+    "full": lambda layer, x: layer(x),
+    "causal": lambda layer, x: layer(x, is_causal=True),
+    "padding": lambda layer, x: layer(x, key_padding_lengths=[LONG - 1]),
+    "mask": lambda layer, x: layer(x, mask=mha_jax.create_sliding_window_mask(LONG, window_size=9)),
+    "bias": lambda layer, x: layer(x, bias=jnp.zeros((1, LONG))),
+    "gradient": lambda layer, x: jax.grad(lambda x: layer(x, is_causal=True).sum())(x),
+    "gradient-of-weights": lambda layer, x: nnx.grad(lambda layer: layer(x, is_causal=True).sum())(layer),
+    "map": lambda layer, x: jax.vmap(lambda x: layer(x[None], is_causal=True))(x),
+}
+
+
+@sample(call=[CALLS["mask"], CALLS["gradient"]])
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_second_call_in_blocks_compiles_nothing(compilations, layer, call):
+    x = tokens(LONG)
+    call(layer, x)
+    compilations.clear()
+    call(layer, x)
+    assert compilations == []
+
+
+def test_other_block_size_recompiles(compilations, layer):  # shows that the tests above detect compilations
+    x = tokens(LONG)
+    expected = layer(x, is_causal=True)
+    other = nnx.clone(layer)
+    other.kernel = FusedAttention(keys=64)
+    compilations.clear()
+    np.testing.assert_allclose(other(x, is_causal=True), expected, atol=1e-5)  # different summation order
+    assert compilations
+
+
+def test_traced_call_is_one_program(layer):
+    jaxpr = str(jax.make_jaxpr(lambda x: layer(x, is_causal=True))(tokens(9)))
+    assert "_attend" not in jaxpr
+
+
+# ---- Concrete weights with traced inputs -----------------------------------------------------------------------------
+
+TRANSFORMED = {
+    "jit": lambda function, x: jax.jit(function)(x),
+    "eval_shape": lambda function, x: jax.eval_shape(function, x),
+    "vmap": lambda function, x: jax.vmap(lambda x: function(x[None])[0])(x),
+    "scan": lambda function, x: jax.lax.scan(lambda carry, x: (carry, function(x[None])[0]), 0, x)[1],
+    "grad": lambda function, x: jax.grad(lambda x: function(x).sum())(x),
+    "jit-grad": lambda function, x: jax.jit(jax.grad(lambda x: function(x).sum()))(x),
+}
+every_transformation = pytest.mark.parametrize("transform", TRANSFORMED.values(), ids=TRANSFORMED)
+every_kind_of_weights = pytest.mark.parametrize("kind", [jnp.asarray, np.asarray], ids=["jax", "numpy"])
+
+
+def weights_of(layer, kind):
+    return jax.tree.map(kind, nnx.to_pure_dict(nnx.state(layer, nnx.Param)))
+
+
+@every_kind_of_weights
+@every_transformation
+def test_weights_may_be_closed_over(layer, transform, kind):
+    weights, x = weights_of(layer, kind), tokens(5, batch_size=3)
+    found = transform(lambda x: mha_jax.multi_head_attention(x, weights, layer.spec)[0], x)
+    assert found.shape == x.shape
+    if isinstance(found, jax.Array):
+        expected = transform(layer, x)
+        np.testing.assert_allclose(found, expected, atol=1e-6)  # different summation order
+
+
+@every_kind_of_weights
+@pytest.mark.parametrize("transform", [TRANSFORMED["jit"], TRANSFORMED["eval_shape"]], ids=["jit", "eval_shape"])
+def test_weights_may_be_closed_over_with_a_cache(layer, transform, kind):
+    weights, x = weights_of(layer, kind), tokens(5, batch_size=3)
+    cache = mha_jax.init_cache(3, 4, 8, 8)
+
+    def function(x):
+        output, _ = mha_jax.multi_head_attention_with_static_cache(x, weights, layer.spec, cache)
+        return output + mha_jax.multi_head_attention_with_cache(x, weights, layer.spec)[0]
+
+    assert transform(function, x).shape == x.shape
+
+
+@every_kind_of_weights
+@every_transformation
+def test_non_finite_closed_over_weights_raise(layer, transform, kind):
+    weights = weights_of(layer, kind)
+    weights["v_proj"]["bias"] = weights["v_proj"]["bias"] * np.float32(np.nan)
+    with refuses("weights", "NaN or infinities in ['v_proj.bias']"):
+        transform(lambda x: mha_jax.multi_head_attention(x, weights, layer.spec)[0], tokens(5, batch_size=3))
+
+
+@pytest.mark.parametrize("kind", [list, np.array], ids=["list", "array"])
+def test_concrete_lengths_are_checked_under_jit(layer, kind):
+    with refuses("key_padding_lengths", key_padding_lengths=[6]):
+        jax.jit(lambda x: layer(x, key_padding_lengths=kind([6])))(tokens(5))
+
+
+def test_concrete_new_lengths_are_checked_under_jit():
+    decoder = mha_jax.MultiHeadAttentionWithCache(AttentionSpec(32, 4), rngs=nnx.Rngs(0))
+    step = jax.jit(lambda x, cache: decoder(x, cache, new_lengths=[5]))
+    with refuses("lengths + new tokens", lengths=[0], new_lengths=[5]):
+        step(tokens(5), decoder.init_cache(1, 4))
+
+
+# ---- NumPy and memory ------------------------------------------------------------------------------------------------
+
+
+def test_cache_may_be_numpy():
+    decoder, x = (
+        mha_jax.MultiHeadAttentionWithCache(AttentionSpec(32, 4, rope=Rope(100.0)), rngs=nnx.Rngs(0)),
+        tokens(3),
+    )
+    _, cache = decoder(x, decoder.init_cache(1, 8))
+    expected, after = decoder(x[:, :1], cache)
+    found, after_numpy = decoder(x[:, :1], jax.tree.map(np.asarray, cache))
+    np.testing.assert_array_equal(found, expected)
+    jax.tree.map(np.testing.assert_array_equal, after_numpy, after)
+    assert all(isinstance(part, jax.Array) for part in jax.tree.leaves(after_numpy))
+
+
+MASKS = {
+    "causal": mha_jax.create_causal_mask,
+    "window": lambda size: mha_jax.create_sliding_window_mask(size, window_size=7),
+    "attention": lambda size: mha_jax.create_attention_mask(size, is_causal=True, key_padding_lengths=[size - 1]),
+    "cached": lambda size: mha_jax.create_causal_mask_with_cache(size, size, 0),
+}
+
+
+@pytest.mark.parametrize("make", MASKS.values(), ids=MASKS)
+def test_mask_needs_no_large_temporaries(make):
+    analysis = jax.jit(make, static_argnums=0).lower(1024).compile().memory_analysis()
+    assert analysis.output_size_in_bytes == 1024**2
+    assert analysis.temp_size_in_bytes < 1024**2 / 2
+
+
+def test_finite_values_pass_debug_nans(layer):
+    with jax.debug_nans(True):
+        output = layer(tokens(LONG), is_causal=True, key_padding_lengths=[LONG - 9])
+        layer(tokens(9), mask=jnp.ones((1, 1), bool))
+    assert np.isfinite(output).all()
+
+
+def test_temperature_can_be_argument_of_compiled_function():
+    inputs = jnp.ones((1, 2, 6, 4)), jnp.arange(6)[None], Temperature(2)
+    expected = mha_jax.apply_temperature(*inputs)
+    assert jnp.allclose(jax.jit(mha_jax.apply_temperature)(*inputs), expected, rtol=1e-6)

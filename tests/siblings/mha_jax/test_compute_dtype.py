@@ -1,0 +1,149 @@
+"""The dtype of the work in JAX, beside that of the weights: the same as weights that are cast by hand, to the bit."""
+
+from types import MappingProxyType
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers.refusals import refuses
+from helpers.samples import sample
+
+import mha_jax
+from mha_spec import AttentionSpec, Gate, Latent, Norm, RelativeBias, Rope
+
+DTYPE = jnp.bfloat16
+SPECS = {
+    "biases-gqa-sinks": AttentionSpec(16, 4, num_kv_heads=2, sinks=True, rope=Rope()),
+    "norms-gate-table": AttentionSpec(
+        16, 2, qk_norm=Norm("rms"), gate=Gate(), relative_bias=RelativeBias(num_buckets=8, max_distance=16)
+    ),
+}
+LATENTS = AttentionSpec(
+    16, 2, head_dim=8, rope=Rope(rotary_dim=4, rotated="last"), latent=Latent(kv_rank=6, rope_dim=4)
+)
+each_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+
+
+def layers(kind, spec):
+    """A layer of float32 weights that works in bfloat16, one of weights cast by hand, and both as containers."""
+    layer = kind(spec, dtype=DTYPE, rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(1)
+    weights = jax.tree.map(
+        lambda x: jnp.asarray(rng.standard_normal(x.shape), jnp.float32), nnx.to_pure_dict(nnx.state(layer, nnx.Param))
+    )
+    by_hand = kind(spec, param_dtype=DTYPE, rngs=nnx.Rngs(0))
+    narrow = cast(weights)
+    for held, values in ((layer, weights), (by_hand, narrow)):
+        state = nnx.state(held, nnx.Param)
+        nnx.replace_by_pure_dict(state, values)
+        nnx.update(held, state)
+    return layer, by_hand, weights, narrow
+
+
+def cast(tree):
+    return jax.tree.map(lambda x: x.astype(DTYPE), tree)
+
+
+def tokens(seq_len=5):
+    return jnp.asarray(np.random.default_rng(2).standard_normal((2, seq_len, 16)), jnp.float32)
+
+
+def assert_same(found, expected):
+    for x, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert x.dtype == other.dtype
+        np.testing.assert_array_equal(x, other)
+
+
+@sample(need_weights=[False])
+@each_spec
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_layer_and_function_equal_weights_cast_by_hand(spec, need_weights):
+    layer, by_hand, weights, narrow = layers(mha_jax.MultiHeadAttention, spec)
+    x, bias = tokens(), jnp.asarray(np.random.default_rng(3).standard_normal((5, 5)), jnp.float32)
+    options = {"is_causal": True, "need_weights": need_weights}
+    expected = by_hand(cast(x), bias=cast(bias), **options)
+    assert expected[0].dtype == DTYPE
+    assert_same(layer(x, bias=bias, **options), expected)
+    assert_same(mha_jax.multi_head_attention(x, weights, spec, bias=bias, dtype=DTYPE, **options), expected)
+    assert_same(mha_jax.multi_head_attention(cast(x), narrow, spec, bias=cast(bias), **options), expected)
+
+
+@each_spec
+def test_gradients_have_the_dtype_of_the_weights(spec):
+    _, _, weights, narrow = layers(mha_jax.MultiHeadAttention, spec)
+
+    def loss(weights, x, dtype):
+        return mha_jax.multi_head_attention(x, weights, spec, dtype=dtype)[0].astype(jnp.float32).sum()
+
+    found = jax.grad(loss)(weights, tokens(), DTYPE)
+    expected = jax.grad(loss)(narrow, cast(tokens()), None)
+    assert_same(found, jax.tree.map(lambda x: x.astype(jnp.float32), expected))
+
+
+def test_caches_have_the_dtype_of_the_work():
+    spec = SPECS["biases-gqa-sinks"]
+    layer, by_hand, weights, narrow = layers(mha_jax.MultiHeadAttentionWithCache, spec)
+    x, caches = tokens(), [held.init_cache(2, 8) for held in (layer, by_hand, layer, by_hand)]
+    expected = by_hand(cast(x), caches[1])
+    assert_same(layer(x, caches[0]), expected)
+    found = mha_jax.multi_head_attention_with_static_cache(x, weights, spec, caches[2], dtype=DTYPE)
+    assert_same(found, expected)
+    grown = mha_jax.multi_head_attention_with_cache(x, weights, spec, dtype=DTYPE)
+    assert_same(grown, mha_jax.multi_head_attention_with_cache(cast(x), narrow, spec))
+    assert layer.init_cache(2, 8, jnp.float32).keys.dtype == jnp.float32
+
+
+@sample(absorb=[True])
+@pytest.mark.parametrize("absorb", [False, True])
+def test_latents_have_the_dtype_of_the_work(absorb, monkeypatch):
+    monkeypatch.setattr(AttentionSpec, "absorbs", lambda *_: absorb)
+    layer, by_hand, weights, _ = layers(mha_jax.MultiHeadLatentAttention, LATENTS)
+    x, caches = tokens(), [held.init_cache(2, 8) for held in (layer, by_hand, layer)]
+    expected = by_hand(cast(x), caches[1])
+    assert_same(layer(x, caches[0]), expected)
+    assert_same(mha_jax.multi_head_latent_attention(x, weights, LATENTS, caches[2], dtype=DTYPE), expected)
+
+
+def test_replaced_projection_takes_part():
+    layer = mha_jax.MultiHeadSelfAttention(16, 2, dtype=DTYPE, rngs=nnx.Rngs(0))
+    layer.k_proj = nnx.Linear(16, 16, rngs=nnx.Rngs(1))  # computes in the dtype of its weights
+    with jax.numpy_dtype_promotion("standard"):  # which it relies on
+        assert layer(tokens()).dtype == DTYPE
+
+
+def test_dtype_is_told():
+    layer = mha_jax.MultiHeadSelfAttention(16, 2, dtype=DTYPE, rngs=nnx.Rngs(0))
+    assert repr(layer) == f"MultiHeadSelfAttention({layer.spec!r}, dtype=bfloat16)"
+
+
+def test_dtype_that_is_not_floating_point_is_refused():
+    is_refused = refuses("dtype", dtype=jnp.dtype(jnp.int32)).of(TypeError)
+    with is_refused:
+        mha_jax.MultiHeadAttention(16, 2, dtype=jnp.int32, rngs=nnx.Rngs(0))
+    layer = mha_jax.MultiHeadAttention(16, 2, rngs=nnx.Rngs(0))
+    weights = nnx.to_pure_dict(nnx.state(layer, nnx.Param))
+    with is_refused:
+        mha_jax.multi_head_attention(tokens(), weights, layer.spec, dtype=jnp.int32)
+
+
+def test_one_input_stays_one(monkeypatch):
+    """Queries, keys and values of one packed projection are projected together."""
+    layer = mha_jax.MultiHeadAttention(16, 2, fused_qkv=True, dtype=DTYPE, rngs=nnx.Rngs(0))
+    x = tokens()
+    assert str(jax.make_jaxpr(lambda x: layer(x, x, x)[0])(x)).count("dot_general") == str(
+        jax.make_jaxpr(lambda x: layer(x)[0])(x)
+    ).count("dot_general")
+
+
+def test_weights_may_lie_in_any_mapping():
+    layer = mha_jax.MultiHeadAttention(16, 2, rngs=nnx.Rngs(0))
+    weights = nnx.to_pure_dict(nnx.state(layer, nnx.Param))
+    expected, _ = mha_jax.multi_head_attention(tokens(), weights, layer.spec, dtype=DTYPE)
+    found, _ = mha_jax.multi_head_attention(tokens(), MappingProxyType(weights), layer.spec, dtype=DTYPE)
+    assert_same(found, expected)
+    with refuses("weights", "NaN or infinities in "):  # in that dtype
+        mha_jax.multi_head_attention(
+            tokens(), jax.tree.map(lambda x: x * 1e6 + 1e6, weights), layer.spec, dtype=jnp.float16
+        )

@@ -1,0 +1,13 @@
+"""Tokens of mha_jax divided over devices, in `make test`: test_sharded_tokens has more layers and meshes."""
+
+from helpers.shell import found_by
+
+NAMES = ["ring, two", "heads for tokens, all that hides"]
+
+
+def test_output_and_gradients_are_those_of_one_device_and_exchanged_tokens_are_seen():
+    found = found_by("sharded_tokens", *NAMES)["attended"]
+    assert found.keys() == {*NAMES}
+    for name, (wrong, _, _, exchanged) in found.items():
+        assert wrong is None, name
+        assert "output" in exchanged, name

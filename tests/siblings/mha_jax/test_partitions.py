@@ -1,0 +1,167 @@
+"""Where the weights and caches of mha_jax lie on a mesh, which can be told without devices."""
+
+import jax
+import pytest
+from flax import nnx
+from helpers.refusals import refuses, refuses_type
+
+import mha_jax
+import parity
+from mha_jax import parallel
+from mha_spec import Alibi, AttentionSpec, Gate, Latent, Norm, RelativeBias, Rope
+
+
+def mesh_of(size):
+    return jax.sharding.AbstractMesh((2, size), ("data", "heads"))
+
+
+def abstract(spec, kind=mha_jax.MultiHeadAttention):
+    return nnx.eval_shape(lambda: kind(spec, rngs=nnx.Rngs(0)))
+
+
+def partitions(spec, size=4):
+    """How each weight is divided, by its metadata; those that are whole are left out."""
+    layer = parallel.shard(abstract(spec), mesh_of(size), heads="heads")
+    found = nnx.to_flat_state(nnx.get_partition_spec(nnx.state(layer, nnx.Param)))
+    placed = {path: x.get_value().sharding.spec for path, x in nnx.to_flat_state(nnx.state(layer, nnx.Param))}
+    found = {path: x.get_value() for path, x in found}
+    assert found == placed
+    return {".".join(path): tuple(partition) for path, partition in found.items() if any(partition)}
+
+
+COLUMNS, HEADS, ROWS = (None, "heads"), ("heads",), ("heads", None)
+
+TEXTBOOK = {"q_proj.kernel": COLUMNS, "q_proj.bias": HEADS, "k_proj.kernel": COLUMNS, "k_proj.bias": HEADS}
+TEXTBOOK |= {"v_proj.kernel": COLUMNS, "v_proj.bias": HEADS, "out_proj.kernel": ROWS}
+OF_KEYS = {"k_proj.kernel", "k_proj.bias", "v_proj.kernel", "v_proj.bias"}
+
+
+def test_projections_lie_by_heads():
+    assert partitions(AttentionSpec(64, 8)) == TEXTBOOK
+
+
+def test_key_value_heads_that_cannot_be_divided_are_whole():
+    whole = {name: axes for name, axes in TEXTBOOK.items() if name not in OF_KEYS}
+    assert partitions(AttentionSpec(64, 8, num_kv_heads=2)) == whole
+    norms = partitions(AttentionSpec(64, 8, num_kv_heads=2, qk_norm=Norm(per_head=True)))
+    assert norms == {**whole, "q_norm.weight": HEADS}
+
+
+@pytest.mark.parametrize(
+    ("fields", "more"),
+    [
+        ({"sinks": True}, {"sinks": HEADS}),
+        ({"relative_bias": RelativeBias(8, 16)}, {"relative_bias": COLUMNS}),
+        ({"alibi": Alibi()}, {}),
+        ({"gate": Gate(bias=True)}, {"gate_proj.kernel": COLUMNS, "gate_proj.bias": HEADS}),
+        ({"gate": Gate(per_head=True)}, {"gate_proj.kernel": COLUMNS}),
+        ({"qk_norm": Norm()}, {}),
+        ({"qk_norm": Norm(per_head=True)}, {"q_norm.weight": HEADS, "k_norm.weight": HEADS}),
+        ({"qk_norm": Norm(over="width")}, {"q_norm.weight": HEADS, "k_norm.weight": HEADS}),
+    ],
+)
+def test_what_each_head_has_lies_with_it(fields, more):
+    assert partitions(AttentionSpec(64, 8, **fields)) == {**TEXTBOOK, **more}
+
+
+def test_latents_are_whole_and_what_is_made_of_them_lies_by_heads():
+    rope = Rope(10000.0, rotary_dim=8, rotated="last")
+    spec = AttentionSpec(64, 8, head_dim=24, latent=Latent(16, 8, q_rank=32), rope=rope, sinks=True)
+    divided = {"q_b_proj.kernel": COLUMNS, "kv_b_proj.kernel": COLUMNS, "out_proj.kernel": ROWS, "sinks": HEADS}
+    assert partitions(spec) == divided
+
+
+def test_a_cache_lies_by_sequences_and_heads():
+    def placed(num_kv_heads, **axes):
+        cache = jax.eval_shape(lambda: mha_jax.init_cache(4, num_kv_heads, 16, 8))
+        cache = parallel.shard_cache(cache, mesh_of(4), **axes)
+        return [tuple(x.sharding.spec) for x in (cache.keys, cache.values, cache.lengths)]
+
+    assert placed(8, batch="data", heads="heads") == [("data", "heads"), ("data", "heads"), ("data",)]
+    assert placed(2, batch="data", heads="heads") == [("data", None), ("data", None), ("data",)]
+    assert placed(8, heads="heads") == [(None, "heads"), (None, "heads"), (None,)]
+
+
+def test_a_cache_lies_by_slots():
+    cache = jax.eval_shape(lambda: mha_jax.init_cache(4, 8, 16, 8))
+    cache = parallel.shard_cache(cache, mesh_of(4), batch="data", slots="heads")
+    placed = [tuple(x.sharding.spec) for x in (cache.keys, cache.values, cache.lengths)]
+    assert placed == [("data", None, "heads"), ("data", None, "heads"), ("data",)]
+
+
+def test_features_are_what_is_left_of_each_kernel():
+    layer = parallel.shard(abstract(AttentionSpec(64, 8, num_kv_heads=2)), mesh_of(4), heads="heads", features="data")
+    kernels = {name: tuple(getattr(layer, f"{name}_proj").kernel.get_metadata("out_sharding")) for name in "qkv"}
+    assert kernels == {"q": ("data", "heads"), "k": ("data", None), "v": ("data", None)}
+    assert tuple(layer.out_proj.kernel.get_metadata("out_sharding")) == ("heads", "data")
+    whole = parallel.shard(abstract(AttentionSpec(64, 8)), mesh_of(4))
+    assert not any(x.get_metadata("out_sharding") != (None, None) for x in (whole.q_proj.kernel, whole.out_proj.kernel))
+
+
+def test_a_dimension_of_tokens_is_kept_where_types_do_not_say_it():
+    for kind, kept in ((jax.sharding.AxisType.Auto, "data"), (jax.sharding.AxisType.Explicit, None)):
+        mesh = jax.sharding.AbstractMesh((2, 4), ("data", "heads"), axis_types=(kind,) * 2)
+        layer = parallel.shard(abstract(AttentionSpec(64, 8)), mesh, heads="heads", tokens="data")
+        assert getattr(layer.kernel, "axis", None) == kept
+
+
+def test_a_module_keeps_its_placement_when_weights_are_loaded():
+    mesh = jax.make_mesh((1,), ("heads",))
+    layer, other = (mha_jax.MultiHeadAttention(AttentionSpec(64, 8), rngs=nnx.Rngs(seed)) for seed in (0, 1))
+    parallel.shard(layer, mesh, heads="heads")
+    weights = parity.weights_of(other)
+    parity.load_into(layer, weights, parity.spec_of(other))
+    assert layer.q_proj.kernel.get_value().sharding == jax.sharding.NamedSharding(
+        mesh, jax.sharding.PartitionSpec(None, "heads")
+    )
+    assert all((parity.weights_of(layer)[name] == weight).all() for name, weight in weights.items())
+
+
+# ---- What is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "size", "refusal"),
+    [
+        (AttentionSpec(64, 8), 3, refuses("num_heads", num_heads=8, size=3)),
+        (AttentionSpec(64, 8, fused_qkv=True), 4, refuses("fused_qkv", fused_qkv=True)),
+        (AttentionSpec(64, 8, shared_kv=True), 4, refuses("shared_kv", shared_kv=True)),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_by_name(spec, size, refusal):
+    layer = abstract(spec)
+    with refusal:
+        parallel.shard(layer, mesh_of(size), heads="heads")
+    assert not any(x.get_metadata("out_sharding", None) for x in jax.tree.leaves(nnx.state(layer), is_leaf=is_held))
+
+
+def is_held(x):
+    return isinstance(x, nnx.Variable)
+
+
+def test_a_weight_that_something_else_has_replaced_is_refused_before_any_is_moved():
+    layer = mha_jax.MultiHeadAttention(AttentionSpec(64, 8), rngs=nnx.Rngs(0))
+    layer.out_proj = nnx.Dropout(0.5)
+    with refuses("layer", "NoneType"):
+        parallel.shard(layer, mesh_of(4), heads="heads")
+    assert layer.q_proj.kernel.get_metadata("out_sharding", None) is None
+
+
+def test_other_arguments_are_refused():
+    layer, cache = abstract(AttentionSpec(64, 8)), mha_jax.init_cache(3, 4, 8, 8)
+    with refuses("heads", {"heads": "tensor", "mesh.axis_names": ("data", "heads")}):
+        parallel.shard(layer, mesh_of(4), heads="tensor")
+    with refuses_type("layer", "dict"):
+        parallel.shard({}, mesh_of(4), heads="heads")
+    with refuses("batch", {"batch": "x", "mesh.axis_names": ("data", "heads")}):
+        parallel.shard_cache(cache, mesh_of(4), batch="x")
+    with refuses("the batch size", "3 and 2"):
+        parallel.shard_cache(cache, mesh_of(4), batch="data")
+    with refuses("capacity", "8 and 3"):
+        parallel.shard_cache(cache, mesh_of(3), slots="heads")
+    with refuses("features", {"features": "x", "mesh.axis_names": ("data", "heads")}):
+        parallel.shard(layer, mesh_of(4), features="x")
+    with refuses("the features of q_proj.weight", "64 and 3"):
+        parallel.shard(layer, mesh_of(3), features="heads")
+    with refuses_type("cache", "tuple"):
+        parallel.shard_cache((), mesh_of(4))

@@ -1,0 +1,98 @@
+"""mha_jax attention with tokens sharded over virtual devices: results, communication and memory."""
+
+import pytest
+from helpers.refusals import refuses
+from helpers.shell import found_by
+
+pytestmark = pytest.mark.thorough
+
+SENT = {  # forward; with gradients: keys and values move n - 1 times, and halves add 8 transfers
+    "heads for tokens": ({"all-to-all": 4}, {"all-to-all": 8}),
+    "heads for tokens, all that hides": ({"all-to-all": 6}, {"all-to-all": 11, "all-gather": 4}),
+    "ring, causal": ({"collective-permute": 14}, {"collective-permute": 36}),
+    "ring, eight": ({"collective-permute": 14}, {"collective-permute": 44}),
+    "ring, two": ({"collective-permute": 10}, {"collective-permute": 24}),
+    "ring, window, both ways": ({"collective-permute": 4}, {"collective-permute": 16}),
+    "ring, chunks": ({}, {}),
+    "ring, mask and bias": ({"collective-permute": 6}, {"collective-permute": 20, "all-gather": 1}),
+}
+"""Upper bounds, because XLA drops unused transfers. Biases and their gradients are replicated on each device."""
+
+SUMS = {"all-reduce", "all-reduce of flags"}
+"""Gradients of replicated arrays (sinks and biases), and checks of the contents of mask and bias."""
+
+
+@pytest.fixture(scope="module")
+def found():
+    """Results of tests/helpers/programs/sharded_tokens.py, run in one process."""
+    return found_by("sharded_tokens")
+
+
+# ---- Results ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SENT)
+def test_output_and_gradients_match_one_device(found, name):
+    wrong, _, _, _ = found["attended"][name]
+    assert wrong is None
+
+
+@pytest.mark.parametrize("name", SENT)
+def test_keys_moved_to_wrong_device_are_detected(found, name):
+    *_, swapped = found["attended"][name]
+    assert "output" in swapped
+
+
+def test_all_stages_and_gradients_are_within_tolerance(found):
+    assert len(found["judged"]) == 2
+    for plan, (passed, wrong) in found["judged"].items():
+        assert (wrong, passed > 25) == ([], True), plan
+
+
+@pytest.mark.parametrize("kind", ["automatic", "explicit"])
+def test_ragged_prompt_and_32_steps_with_sharded_slots(found, kind):
+    wrong, prompt, step = found["generated"][kind]
+    assert wrong is None
+    assert prompt == step == {"all-reduce": 2}  # maximum scores; sums of exponentials and values
+
+
+def test_the_users_own_shard_map(found):
+    assert found["mapped"] < 1e-5  # a few rounding errors for outputs around 1
+
+
+# ---- Communication and memory ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SENT)
+def test_devices_send_only_necessary_data(found, name):
+    _, forward, everything, _ = found["attended"][name]
+    for counted, needed in zip((forward, everything), SENT[name], strict=True):
+        assert {kind for kind in counted if kind not in SUMS} <= needed.keys()
+        assert all(counted.get(kind, 0) <= count for kind, count in needed.items())
+    assert forward.keys() - SUMS == SENT[name][0].keys()
+
+
+@pytest.mark.parametrize("name", ["data", "tensor", "heads for tokens", "ring"])
+def test_bytes_sent_match_formula(found, name):
+    assert found["grown"][name]
+    for _, sent, expected in found["grown"][name]:
+        assert sent == expected
+
+
+@pytest.mark.parametrize("name", ["data", "tensor", "heads for tokens", "ring"])
+def test_temporary_memory_shrinks_with_more_devices(found, name):
+    (two, _, _), (eight, _, _) = found["grown"][name]
+    assert eight <= two / 4 * 1.2
+
+
+# ---- Errors ----------------------------------------------------------------------------------------------------------
+
+
+def test_unshardable_tokens_raise_error_naming_argument(found):
+    for name, refusal in {
+        "uneven": refuses("keys", "30 and 4"),
+        "unknown": refuses("tokens", {"axis": "tokens", "mesh.axis_names": ("sequence",)}),
+        "undivided": refuses("tokens", {"axis": "sequence", "mesh.axis_names": ()}),
+    }.items():
+        assert refusal.is_printed_in(found["refused"].pop(name))
+    assert found["refused"] == {}

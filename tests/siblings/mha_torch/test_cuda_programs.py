@@ -1,0 +1,261 @@
+"""Programs of mha_torch for CUDA, inspected without a device: the operations of a call on tensors without values.
+
+Kernels are replaced by functions that note their arguments. Everything around them runs on the meta device, where no
+value can be read: a program that tries ends in an error. The one function that reads values is noted instead.
+"""
+
+import math
+import sys
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.samples import sample
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import mha_torch
+from mha_spec import Alibi, AttentionSpec, Rope
+from mha_torch.kernels import flex
+
+SMALL, LARGE = 512, 4096  # tokens: below and above the number of scores from which FlexAttention is used
+BATCH, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 2, 8, 2, 64
+
+
+class OnCuda(Tensor):
+    """Tensor that claims to be on CUDA."""
+
+    is_cuda = True
+
+
+class Program(TorchDispatchMode):
+    """Counts of what a program makes: tensors of at least T x S in their last two axes, and tensors of float64."""
+
+    def __init__(self, num_scores):
+        super().__init__()
+        self.num_scores, self.found = num_scores, Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        outputs = function(*args, **(kwargs or {}))
+        if not any(each.alias_info is not None for each in function._schema.returns):  # a view makes nothing
+            for x in torch.utils._pytree.tree_leaves(outputs):
+                if isinstance(x, Tensor):
+                    self.found["square"] += x.ndim >= 2 and math.prod(x.shape[-2:]) >= self.num_scores
+                    self.found["float64"] += x.dtype == torch.float64
+        return outputs
+
+
+def kernel_of(found, name):
+    """Return a kernel that notes its call, with a context that depends on all heads."""
+
+    def kernel(query, key, value, *others, attn_mask=None, **keywords):
+        found[name] += 1
+        found["mask"] += attn_mask is not None
+        context = query.new_empty(*query.shape[:3], value.shape[3]) + (query.sum() + key.sum() + value.sum())
+        lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+        return context if name == "SDPA" else (context, SimpleNamespace(lse=lse))
+
+    return kernel
+
+
+def modules_with(name):
+    return [
+        module for path, module in [*sys.modules.items()] if path.startswith("mha_torch.") and hasattr(module, name)
+    ]
+
+
+@pytest.fixture
+def count(monkeypatch):
+    """Return a function that runs a program as on CUDA and returns the counts that are not 0.
+
+    With `is_graph` it runs as in a captured CUDA graph, with `is_compiled` as under torch.compile.
+    """
+
+    def run(program, num_scores, *, is_graph=False, is_compiled=False):
+        found, no_values = Counter(), is_graph or is_compiled
+
+        def values_of(x):
+            if no_values:
+                return None
+            found["sync"] += 1
+            return torch.ones(x.shape).tolist()
+
+        replaced = {"values_of": values_of, "is_transformed": lambda: False, "is_graph": lambda: no_values}
+        with monkeypatch.context() as patch:
+            for name, function in replaced.items():
+                for module in modules_with(name):
+                    patch.setattr(module, name, function)
+            patch.setattr(torch.compiler, "_is_compiling_flag", is_compiled)  # Dynamo knows the function itself
+            patch.setattr(F, "scaled_dot_product_attention", kernel_of(found, "SDPA"))
+            patch.setattr(flex, "_CAN_COMPILE", True)
+            patch.setattr(flex, "_kernel", lambda: kernel_of(found, "FlexAttention"))
+            patch.setattr(flex, "Tensor", OnCuda)
+            with Program(num_scores) as counts:
+                program()
+        return {name: number for name, number in (found + counts.found).items() if number}
+
+    return run
+
+
+def on_cuda(*shape, dtype=torch.bfloat16):
+    return torch.empty(*shape, device="meta", dtype=dtype).as_subclass(OnCuda)
+
+
+def attention(seq_len, spec, arrays=(), *, backward=False, **keywords):
+    """Return a call of attention as a function without arguments."""
+    layer = AttentionSpec(NUM_HEADS * HEAD_DIM, NUM_HEADS, num_kv_heads=NUM_KV_HEADS, **spec)
+    heads = [on_cuda(BATCH, n, seq_len, HEAD_DIM) for n in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)]
+    heads = [x.requires_grad_(backward) for x in heads]
+    made = {
+        "key_padding_lengths": lambda: on_cuda(BATCH, dtype=torch.int64),
+        "segment_ids": lambda: on_cuda(BATCH, seq_len, dtype=torch.int64),
+        "mask": lambda: on_cuda(seq_len, seq_len, dtype=torch.bool),
+        "bias": lambda: on_cuda(NUM_HEADS, seq_len, seq_len),
+        "sinks": lambda: on_cuda(NUM_HEADS),
+    }
+    keywords |= {name: made[name]() for name in arrays}
+
+    def call():
+        context, _ = mha_torch.fused.scaled_dot_product_attention(*heads, layer, **keywords)
+        if backward:
+            torch.autograd.grad(context.sum(), heads)
+
+    return call
+
+
+CAUSAL = {"is_causal": True}
+WINDOW, CHUNK = {"window_size": 512}, {"chunk_size": 512}
+CHECK = {"sync": 1}  # of NaN in the output, or in the inputs of a call with gradients
+CHECKS = {"sync": 2}  # and of the range of the lengths
+
+# Neither masks nor scores: spec, names of arrays, keywords; kernel; reads of values outside of graphs.
+WITHOUT_MASK = {
+    "full": (({}, (), {}), "SDPA", CHECK),
+    "causal": (({}, (), CAUSAL), "SDPA", CHECK),
+    "lengths": (({}, ("key_padding_lengths",), {}), "FlexAttention", CHECKS),
+    "causal-lengths": (({}, ("key_padding_lengths",), CAUSAL), "FlexAttention", CHECKS),
+    "segments": (({}, ("segment_ids",), CAUSAL), "FlexAttention", CHECK),
+    "window": ((WINDOW, (), CAUSAL), "FlexAttention", CHECK),
+    "window-both-ways": ((WINDOW, (), {}), "FlexAttention", CHECK),
+    "window-lengths": ((WINDOW, ("key_padding_lengths",), CAUSAL), "FlexAttention", CHECKS),
+    "chunk": ((CHUNK, (), CAUSAL), "FlexAttention", CHECK),
+    "alibi": (({"alibi": Alibi()}, (), CAUSAL), "FlexAttention", CHECK),
+    "soft-cap": (({"soft_cap": 5.0}, (), CAUSAL), "FlexAttention", CHECK),
+    "sinks": (({"sinks": True}, ("sinks",), CAUSAL), "FlexAttention", CHECK),
+}
+
+
+@sample(12)
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "gradients"])
+@pytest.mark.parametrize("is_graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("name", WITHOUT_MASK)
+def test_large_calls_make_neither_masks_nor_scores_nor_float64(count, name, is_graph, backward):
+    (spec, arrays, keywords), kernel, reads = WITHOUT_MASK[name]
+    found = count(attention(LARGE, spec, arrays, backward=backward, **keywords), LARGE**2, is_graph=is_graph)
+    assert found == {kernel: 1, **({} if is_graph else reads)}
+
+
+@pytest.mark.parametrize("name", ["full", "causal", "sinks"])
+def test_small_calls_that_the_kernel_expresses_make_no_mask(count, name):
+    (spec, arrays, keywords), _, reads = WITHOUT_MASK[name]
+    assert count(attention(SMALL, spec, arrays, **keywords), SMALL**2) == {"SDPA": 1, **reads}
+
+
+# Calls that make masks or scores, with the reason and all counts; `square` is the number of tensors of T x S.
+SMALLER = "the dispatch of FlexAttention takes longer than a mask of few scores"
+COMPILED = "PyTorch computes FlexAttention wrong in a graph that also makes its blocks"
+WITH_MASK = {
+    "lengths": (SMALLER, SMALL, ({}, ("key_padding_lengths",), {}), {}, {"SDPA": 1, "mask": 1, "square": 3, **CHECKS}),
+    "window": (SMALLER, SMALL, (WINDOW, (), CAUSAL), {}, {"SDPA": 1, "mask": 1, "square": 4, **CHECK}),
+    "segments": (SMALLER, SMALL, ({}, ("segment_ids",), CAUSAL), {}, {"SDPA": 1, "mask": 1, "square": 5, **CHECK}),
+    "alibi": (SMALLER, SMALL, ({"alibi": Alibi()}, (), CAUSAL), {}, {"SDPA": 4, "mask": 4, **CHECK}),  # by 128 queries
+    "soft-cap": (
+        SMALLER + "; it uses the plain path",
+        SMALL,
+        ({"soft_cap": 5.0}, (), CAUSAL),
+        {},
+        {"square": 11, **CHECKS},
+    ),
+    "mask": (
+        "it is an argument, True = masked, and SDPA has the opposite",
+        LARGE,
+        ({}, ("mask",), {}),
+        {},
+        {"SDPA": 1, "mask": 1, "square": 2, **CHECK},
+    ),
+    "bias": (
+        "it is an argument that may hide rows",
+        LARGE,
+        ({}, ("bias",), {}),
+        {},
+        {"SDPA": 1, "mask": 1, "square": 4, **CHECK},
+    ),
+    "window-dropout": (
+        "FlexAttention has no dropout; blocks have masks of their own",
+        LARGE,
+        (WINDOW, (), {"dropout": 0.1, **CAUSAL}),
+        {},
+        {"SDPA": 10, "mask": 10, **CHECK},
+    ),
+    "compiled-lengths": (
+        COMPILED,
+        LARGE,
+        ({}, ("key_padding_lengths",), {}),
+        {"is_compiled": True},
+        {"SDPA": 1, "mask": 1, "square": 3},
+    ),
+    "compiled-window": (COMPILED, LARGE, (WINDOW, (), CAUSAL), {"is_compiled": True}, {"SDPA": 10, "mask": 10}),
+    "compiled-soft-cap": (
+        COMPILED + "; it uses the plain path",
+        LARGE,
+        ({"soft_cap": 5.0}, (), CAUSAL),
+        {"is_compiled": True},
+        {"square": 17},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITH_MASK)
+def test_calls_that_make_masks_are_these_for_a_reason(count, name):
+    reason, seq_len, (spec, arrays, keywords), mode, expected = WITH_MASK[name]
+    assert count(attention(seq_len, spec, arrays, **keywords), seq_len**2, **mode) == expected, reason
+
+
+# ---- Layers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("span", [{}, WINDOW], ids=["causal", "window"])
+def test_a_layer_makes_no_mask_and_reads_values_once(count, span, is_graph):
+    layer = mha_torch.MultiHeadSelfAttention(
+        NUM_HEADS * HEAD_DIM, NUM_HEADS, rope=Rope(), device="meta", dtype=torch.bfloat16, **span
+    )
+    x = on_cuda(BATCH, LARGE, NUM_HEADS * HEAD_DIM)
+    with torch.no_grad():
+        found = count(lambda: layer(x, is_causal=True), LARGE**2, is_graph=is_graph)
+    assert found == {"FlexAttention" if span else "SDPA": 1, **({} if is_graph else CHECK)}
+
+
+# ---- Programs that would be found ------------------------------------------------------------------------------------
+
+
+def test_masks_scores_and_float64_are_counted(count):
+    x = on_cuda(SMALL, HEAD_DIM)
+    assert count(lambda: x @ x.mT, SMALL**2) == {"square": 1}
+    assert count(lambda: torch.ones(SMALL, SMALL, dtype=torch.bool, device="meta").tril(), SMALL**2) == {"square": 2}
+    assert count(lambda: (x @ x.mT).mT[None], SMALL**2) == {"square": 1}  # views make nothing
+    assert count(lambda: x.double(), SMALL**2) == {"float64": 1}
+    assert count(lambda: x.sum(0), SMALL**2) == {}
+
+
+@pytest.mark.parametrize("read", [Tensor.item, Tensor.tolist, Tensor.nonzero, lambda x: x[x > 0]])
+def test_a_program_that_reads_values_ends_in_an_error(count, read):
+    with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+        count(lambda: read(on_cuda(3).sum()), SMALL**2)
+
+
+def test_a_mask_of_the_kernel_is_counted(count):
+    x, mask = on_cuda(1, 2, SMALL, HEAD_DIM), on_cuda(SMALL, SMALL, dtype=torch.bool)
+    assert count(lambda: F.scaled_dot_product_attention(x, x, x, attn_mask=mask), SMALL**2) == {"SDPA": 1, "mask": 1}

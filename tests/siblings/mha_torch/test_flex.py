@@ -1,0 +1,310 @@
+"""FlexAttention in torch: the function of the plain path, computed on a CPU without the compiler that CUDA needs."""
+
+import itertools
+import math
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from helpers.samples import sample
+from torch.nn.attention import flex_attention as library
+
+import mha_torch
+from mha_spec import Alibi, AttentionSpec
+from mha_torch.kernels import flex, sdpa
+from mha_torch.masks import Mask
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # which it looks for
+]
+
+BATCH, HEADS, WIDTH = 3, (4, 2), 16
+
+FEATURES = {
+    "soft_cap": {"soft_cap": 2.0},
+    "alibi": {"alibi": Alibi()},
+    "window": {"window_size": 7},
+    "chunk": {"chunk_size": 8},
+    "sinks": {"sinks": True},
+    "lengths": {},
+}
+TOGETHER = [
+    ("soft_cap", "window", "lengths"),
+    ("alibi", "chunk", "sinks"),
+    ("soft_cap", "alibi", "window", "sinks", "lengths"),
+]
+COMBINATIONS = [*((name,) for name in FEATURES), *TOGETHER]
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch):
+    """The module takes what it would take on CUDA; its kernel is the library's function as it is, with gradients."""
+    monkeypatch.setattr(flex, "_runs_here", lambda query, value: True)
+    monkeypatch.setattr(flex, "MANY_SCORES", 0)
+    monkeypatch.setattr(flex, "_kernel", lambda: library.flex_attention)
+    monkeypatch.setattr(library, "_validate_device", lambda *heads: None)  # it refuses gradients on a CPU
+    torch.compiler.reset()
+
+
+def problem(features, lengths=(29, 41), dtype=torch.float64):
+    """Split heads, a layer's spec and what else there is."""
+    generator, (num_heads, num_kv_heads) = torch.Generator().manual_seed(0), HEADS
+    shapes = {
+        "query": (num_heads, lengths[0], WIDTH),
+        "key": (num_kv_heads, lengths[1], WIDTH),
+        "value": (num_kv_heads, lengths[1], WIDTH + 2),
+    }
+    leaves = {name: torch.randn(BATCH, *shape, dtype=dtype, generator=generator) for name, shape in shapes.items()}
+    if "sinks" in features:
+        leaves["sinks"] = torch.tensor([0.5, -1.0, 0.0, 2.0], dtype=dtype)
+    options = {name: value for feature in features for name, value in FEATURES[feature].items()}
+    spec = AttentionSpec(num_heads * WIDTH, num_heads, num_kv_heads=num_kv_heads, **options)
+    hides = {"key_padding_lengths": torch.tensor([0, 5, lengths[1]])} if "lengths" in features else {}
+    return leaves, {"spec": spec, **hides}
+
+
+def with_gradients(function, leaves, options):
+    leaves = {name: x.clone().requires_grad_() for name, x in leaves.items()}
+    context, _ = function(**leaves, **options)
+    return context, *torch.autograd.grad(context.square().sum(), [*leaves.values()])
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What FlexAttention was asked for, as it happens."""
+    found, attend = [], flex.attend
+
+    def note(*arrays, **keywords):
+        found.append(arrays)
+        return attend(*arrays, **keywords)
+
+    monkeypatch.setattr(flex, "attend", note)
+    return found
+
+
+@sample(is_causal=[True])
+@pytest.mark.usefixtures("on_a_cpu")
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("features", COMBINATIONS, ids="-".join)
+def test_it_gives_what_the_plain_path_gives(calls, features, is_causal):
+    lengths = (41, 29) if "window" in features else (29, 41)  # with rows that are beyond the window of every key
+    leaves, options = problem(features, lengths)
+    found = with_gradients(mha_torch.fused.scaled_dot_product_attention, leaves, {**options, "is_causal": is_causal})
+    assert len(calls) == 1
+    expected = with_gradients(mha_torch.scaled_dot_product_attention, leaves, {**options, "is_causal": is_causal})
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.usefixtures("on_a_cpu")
+def test_half_precision_stays_half_and_is_as_near():
+    leaves, options = problem(TOGETHER[-1])
+    options["is_causal"] = True
+    expected, _ = mha_torch.scaled_dot_product_attention(**leaves, **options)
+    leaves = {name: x if name == "sinks" else x.bfloat16() for name, x in leaves.items()}
+    found, plain = (
+        attend(**leaves, **options)[0]
+        for attend in (mha_torch.fused.scaled_dot_product_attention, mha_torch.scaled_dot_product_attention)
+    )
+    assert found.dtype == torch.bfloat16
+    errors = [(x.double() - expected).norm() for x in (found, plain)]
+    assert 0 < errors[0] <= 2 * errors[1]
+
+
+@pytest.mark.usefixtures("on_a_cpu")
+@pytest.mark.parametrize("features", [("window", "lengths"), ("sinks", "lengths")], ids="-".join)
+def test_nan_stays_where_it_is_seen(features):
+    leaves, options = problem(features, (41, 41), torch.float32)
+    options["is_causal"] = True
+    leaves["key"][2, 0, 9, 3] = leaves["value"][1, :, 4, 0] = leaves["query"][:, 1, 3, 2] = torch.nan
+    leaves["key"][0] = leaves["value"][1, :, 5:] = torch.inf  # hidden
+    found, *gradients = with_gradients(mha_torch.fused.scaled_dot_product_attention, leaves, options)
+    expected, _ = mha_torch.scaled_dot_product_attention(**leaves, **options)
+    assert torch.isnan(expected).any()
+    assert not found[0].any()
+    torch.testing.assert_close(found, expected, equal_nan=True)
+    for gradient in gradients[:3]:
+        assert not gradient[0].any()
+
+
+@pytest.mark.usefixtures("on_a_cpu")
+def test_row_of_which_all_scores_are_minus_infinity_is_not_empty():
+    leaves, options = problem(("lengths",), dtype=torch.float32)
+    leaves["query"][2, 1, 4], leaves["key"][2, 0] = 1e30, -1e30
+    found, _ = mha_torch.fused.scaled_dot_product_attention(**leaves, **options)
+    assert torch.isnan(found[2, 1, 4]).all()
+    assert torch.isfinite(found[2, 2:]).all()
+
+
+SPANS = [{}, {"window_size": 130}, {"window_size": 300}, {"chunk_size": 200}, {"chunk_size": 128}]
+
+
+@pytest.mark.parametrize("lengths", [(300, 517), (517, 300), (256, 256)], ids=str)
+@pytest.mark.parametrize("span", SPANS, ids=str)
+def test_blocks_are_those_that_are_seen(lengths, span):
+    """On CUDA keys of other blocks are never read, and in blocks that are seen wholly nothing is hidden."""
+    num_queries, num_keys = lengths
+    for is_causal, padding in itertools.product([False, True], [None, [0, 127, num_keys]]):
+        span_of_spec = AttentionSpec(16, 1, **span).span
+        visible = Mask(None, is_causal, padding, span_of_spec)
+        hidden = visible.implicit_bool(num_queries, num_keys).expand(BATCH, 1, -1, -1).numpy()
+        more = [(0, 0), (0, 0), (0, -num_queries % 128), (0, -num_keys % 128)]
+        padded = np.pad(hidden, more, constant_values=True).reshape(BATCH, -(-num_queries // 128), 128, -1, 128)
+        first, stop = flex._seen_keys(visible, BATCH, num_queries, num_keys, torch.device("cpu"))
+        block_mask = flex._block_mask(first, stop, num_keys, has_gradient=True)
+        found = [np.zeros((BATCH, *padded.shape[1::2]), bool) for _ in range(2)]
+        lists = [
+            (block_mask.kv_num_blocks, block_mask.kv_indices),
+            (block_mask.full_kv_num_blocks, block_mask.full_kv_indices),
+        ]
+        for blocks, (counts, indices) in zip(found, lists, strict=True):
+            for batch, row in np.ndindex(blocks.shape[:2]):
+                blocks[batch, row, indices[batch, 0, row, : counts[batch, 0, row]]] = True
+        in_part, whole = found
+        np.testing.assert_array_equal(whole, ~padded.any(axis=(2, 4)))
+        assert not (in_part & whole).any()
+        assert not (~padded.all(axis=(2, 4)) & ~(in_part | whole)).any()
+        batch, row, place = (torch.arange(count) for count in (BATCH, num_queries, num_keys))
+        seen = block_mask.mask_mod(batch[:, None, None], None, row[:, None], place)
+        np.testing.assert_array_equal(seen, ~hidden[:, 0])
+
+
+def test_blocks_out_of_reach_are_skipped():
+    visible = Mask(None, True, [1024, 100], AttentionSpec(16, 1, window_size=128).span)
+    in_part, whole = flex._seen_blocks(*flex._seen_keys(visible, 2, 1024, 1024, torch.device("cpu")), 1024)
+    assert not whole.any()
+    assert in_part[0, 0].sum(dim=1).tolist() == [1] + [2] * 7
+    assert in_part[1, 0].sum(dim=1).tolist() == [1, 1] + [0] * 6
+
+
+def test_it_is_taken_where_another_kernel_needs_a_mask_and_nowhere_else(monkeypatch):
+    monkeypatch.setattr(flex, "_runs_here", lambda query, value: True)
+    monkeypatch.setattr(flex, "MANY_SCORES", 3 * 4 * 5 * 5)
+    monkeypatch.setattr(flex, "attend", lambda query, *others, **options: "flex")
+
+    def takes(features, **options):
+        leaves, of_layer = problem(features, (5, 5), torch.float32)
+        return mha_torch.fused.scaled_dot_product_attention(**leaves, **{**of_layer, **options})[0] == "flex"
+
+    for features in COMBINATIONS:
+        assert takes(features)
+    assert not takes(())
+    assert not takes((), is_causal=True)
+    refused = [{"mask": torch.zeros(5, 5, dtype=torch.bool)}, {"bias": torch.zeros(5, 5)}, {"dropout": 0.5}]
+    for options, features in itertools.product(refused, [("soft_cap",), ("lengths",)]):
+        assert not takes(features, **options)
+    monkeypatch.setattr(flex, "MANY_SCORES", 3 * 4 * 5 * 5 + 1)
+    assert not takes(("soft_cap",))
+    monkeypatch.setattr(flex, "MANY_SCORES", 0)
+    monkeypatch.setattr(torch.autograd.forward_ad, "_current_level", 0)
+    assert not takes(("soft_cap",))
+
+
+def test_it_is_not_taken_on_a_cpu(calls):
+    leaves, options = problem(("soft_cap",))
+    mha_torch.fused.scaled_dot_product_attention(**leaves, **options)
+    assert not calls
+
+
+class Heads(NamedTuple):
+    """What is asked of heads before they are taken, of which a CPU has none on CUDA."""
+
+    shape: tuple[int, ...] = (2, 4, 8, 64)
+    dtype: torch.dtype = torch.bfloat16
+    is_cuda: bool = True
+
+    def numel(self):
+        return math.prod(self.shape)
+
+
+RUNS = {
+    "as-they-are": (Heads(), True),
+    "wide": (Heads((2, 4, 8, 256), torch.float32), True),
+    "on-a-cpu": (Heads(is_cuda=False), False),
+    "float64": (Heads(dtype=torch.float64), False),
+    "too-narrow": (Heads((2, 4, 8, 8)), False),
+    "too-wide": (Heads((2, 4, 8, 320)), False),
+    "empty": (Heads((0, 4, 8, 64)), False),
+}
+
+
+@pytest.mark.parametrize(("heads", "expected"), RUNS.values(), ids=RUNS)
+def test_heads_are_taken_that_the_kernel_takes(monkeypatch, heads, expected):
+    monkeypatch.setattr(flex, "_CAN_COMPILE", True)
+    monkeypatch.setattr(flex, "Tensor", Heads)
+    assert flex._runs_here(heads, heads) == expected
+    monkeypatch.setattr(flex, "_CAN_COMPILE", False)
+    assert not flex._runs_here(heads, heads)
+
+
+def test_heads_are_not_taken_under_vmap(monkeypatch):
+    monkeypatch.setattr(flex, "_CAN_COMPILE", True)
+    monkeypatch.setattr(flex, "Tensor", Heads)
+
+    def of_one(x):
+        assert not flex._runs_here(Heads(), Heads())
+        return x
+
+    assert torch.func.vmap(of_one)(torch.ones(2)).sum() == 2
+    assert flex._runs_here(Heads(), Heads())
+
+
+@pytest.mark.usefixtures("on_a_cpu")
+def test_graphs_take_another_kernel_without_a_break(calls):
+    leaves, options = problem(TOGETHER[-1], dtype=torch.float32)
+
+    def attend(leaves, options):
+        return mha_torch.fused.scaled_dot_product_attention(**leaves, **options)[0]
+
+    found = torch.compile(attend, fullgraph=True, backend="eager")(leaves, options)
+    expected, _ = mha_torch.scaled_dot_product_attention(**leaves, **options)
+    torch.testing.assert_close(found, expected)
+    assert not calls
+
+
+class OnCuda(torch.Tensor):
+    """Heads that say so: PyTorch computes with them on a CPU."""
+
+    is_cuda = True
+
+
+@pytest.fixture
+def cudnn(monkeypatch):
+    """Whether cuDNN is on at each call of PyTorch's function, which takes a bias in the dtype of queries alone."""
+    found, kernel = [], torch.nn.functional.scaled_dot_product_attention
+
+    def note(query, *others, attn_mask=None, **options):
+        assert attn_mask is None or attn_mask.dtype in (torch.bool, query.dtype)
+        found.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return kernel(query, *others, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", note)
+    return found
+
+
+def test_cudnn_gets_neither_masks_nor_steps(cudnn, monkeypatch):
+    x, one = (torch.randn(1, 2, n, 16).as_subclass(OnCuda) for n in (40, 1))
+    attend = mha_torch.fused.scaled_dot_product_attention
+    for query, options, is_on in (
+        (x, {}, True),
+        (x, {"is_causal": True}, True),
+        (x, {"mask": torch.zeros(40, 40, dtype=torch.bool)}, False),
+        (one, {}, False),
+    ):
+        attend(query, x, x, **options)
+        assert cudnn.pop() == is_on
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+    monkeypatch.setattr(sdpa, "_OTHERS", dict.fromkeys(sdpa._OTHERS, lambda: False))  # the user allows nothing else
+    attend(one, x, x)
+    assert cudnn.pop()
+
+
+@pytest.mark.usefixtures("cudnn")
+def test_on_cuda_distances_stay_float32():
+    spec, heads = AttentionSpec(16, 2, alibi=Alibi()), torch.randn(3, 1, 2, 40, 8).bfloat16()
+    found = mha_torch.fused.scaled_dot_product_attention(*heads.as_subclass(OnCuda), spec, is_causal=True)[0]
+    expected = mha_torch.scaled_dot_product_attention(*heads, spec, is_causal=True)[0]
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.as_subclass(torch.Tensor), expected, rtol=2e-2, atol=2e-2)

@@ -1,0 +1,109 @@
+"""Cases on a mesh of processes of torch: each stage gathered, and what is sent counted, as `run --mesh` does."""
+
+from dataclasses import replace
+
+import pytest
+from helpers.refusals import refuses
+from helpers.samples import sample
+
+from mha_spec import AttentionSpec, Norm, Rope
+from mha_torch.masks import Mask
+from mha_torch.parallel.ring import check_known_to_ring
+from mha_torch.scores import Scores
+from parity import CASES, random_case, run_cases
+from parity.backends import torch_mesh
+from parity.sharding.mesh import MeshPlan
+
+HEADS = [  # what each head has, whole outputs, caches; projections are in WIDTHS
+    *(CASES[name] for name in ("norm-per-head", "decode-sinks", "decode-latent")),
+    *(CASES[name] for name in ("relative-products", "relative-products-of-keys")),  # vectors of all heads, and of each
+    replace(CASES["alibi"], spec=replace(CASES["alibi"].spec, out_proj=False)),
+    random_case(35),  # relative biases; 12 query heads of 3 key/value heads, one of which two processes share
+]
+WIDTHS = {  # norms over the width of all heads
+    name: replace(CASES[name], name=f"width/{name}", spec=replace(CASES[name].spec, **norms, fused_qkv=False))
+    for name, norms in {
+        "gqa-causal": {"v_norm": Norm("layer", over="width", bias=True)},
+        "mqa": {"qk_norm": Norm("layer", over="width")},
+        "decode-norm-width": {},
+    }.items()
+}
+TOKENS = [  # of a length that two processes divide, into even parts and odd ones
+    replace(CASES["gqa-causal"], seq_len=8, key_padding_lengths=(8, 3)),
+    replace(CASES["window"], seq_len=12, spec=replace(CASES["window"].spec, rope=Rope())),
+    replace(WIDTHS["gqa-causal"], seq_len=6),
+]
+CASES_OF = {"heads": [*HEADS, *WIDTHS.values()], "tokens": TOKENS}
+PLANS = {
+    (2, "heads"): MeshPlan(tensor=2),
+    (2, "tokens"): MeshPlan(sequence=2),
+    (4, "heads"): MeshPlan(data=2, tensor=2),
+    (4, "tokens"): MeshPlan(sequence=2, tensor=2),
+}
+
+
+@pytest.fixture(scope="module")
+def devices(request):
+    """Start so many processes."""
+    torch_mesh.make_devices(request.param)
+    yield request.param
+    torch_mesh.end()
+
+
+two_devices = pytest.mark.parametrize("devices", [2], indirect=True)
+
+
+@sample(where=lambda devices: devices == 2)
+@pytest.mark.parametrize(("devices", "kind"), PLANS, indirect=["devices"])
+def test_divided_cases_are_right_and_send_what_they_need(devices, kind):
+    cases = CASES_OF[kind]
+    report = run_cases(cases, ["torch"], mesh=PLANS[devices, kind], with_gradients=True)
+    assert {each.case for each in report.comparisons} == {case.name for case in cases}
+    assert report.failed == [], "\n".join(map(str, report.first_differences()))
+    assert report.needless == []
+    sent = {"heads": "all-reduce", "tokens": "collective-permute"}[kind]
+    needed = [each for each in report.collectives if sent in each.ideal]
+    assert needed
+    assert all(each.counted.get(sent) for each in needed)
+
+
+def test_what_a_mesh_does_not_divide_is_skipped_by_name():
+    plan = MeshPlan(tensor=2)
+    dropped = replace(CASES["gqa"], spec=AttentionSpec(32, 8, output_dropout=0.1))
+    assert refuses("output_dropout").is_printed_in(torch_mesh.why_skipped(dropped, "float32", plan))
+    assert torch_mesh.why_skipped(CASES["gqa"], "float32", plan) is None
+    masks = "masks and biases would have to circulate with the keys"
+    assert torch_mesh.why_skipped(CASES["bias"], "float32", MeshPlan(sequence=1)) is None
+    told = {torch_mesh.why_skipped(case, "float32", MeshPlan(sequence=2)) for case in CASES.values()}
+    assert masks in told
+
+
+def test_a_ring_rejects_relative_products_by_name():
+    scores = Scores(CASES["relative-products"].spec)
+    with refuses("relative_products", relative_products=...):
+        check_known_to_ring(Mask(), scores)
+    told = torch_mesh.why_skipped(CASES["relative-products"], "float32", MeshPlan(sequence=3))
+    assert told == "relative products are computed for whole sequences only"
+
+
+@two_devices
+def test_more_devices_than_processes_are_refused(devices):
+    with refuses("mesh", f"data=8 and {devices}"):
+        run_cases([CASES["gqa"]], ["torch"], mesh=MeshPlan(data=8))
+
+
+@two_devices
+@pytest.mark.usefixtures("devices")
+def test_an_error_in_a_process_fails_the_case_and_the_next_case_runs(monkeypatch):
+    plan = MeshPlan(tensor=2)
+    real = torch_mesh.Given
+    monkeypatch.setattr(
+        torch_mesh, "Given", lambda *given: real(given[0], given[1], {})
+    )  # without what stages start from
+    report = run_cases([CASES["gqa"]], ["torch"], mesh=plan)
+    assert [each.stage for each in report.failed] == ["run"]
+    assert "process" in report.failed[0].reason
+    monkeypatch.undo()
+    report = run_cases([CASES["gqa"]], ["torch"], mesh=plan)
+    assert report.comparisons
+    assert report.failed == []

@@ -1,0 +1,650 @@
+"""What only torch has: graphs, fakes, transforms, devices, storage; there too nothing is swallowed, lost or refused."""
+
+import copy
+import io
+import itertools
+import math
+import random
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from helpers.refusals import refuses
+from helpers.samples import sample
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+import mha_torch
+from mha_spec import (
+    Alibi,
+    AttentionSpec,
+    DynamicScaling,
+    Gate,
+    Latent,
+    LongRopeScaling,
+    Norm,
+    ProportionalScaling,
+    RelativeBias,
+    Rope,
+    Temperature,
+    YarnScaling,
+)
+from mha_torch.arrays import values_of
+
+FORMS = {
+    "plain": mha_torch.scaled_dot_product_attention,
+    "fused": mha_torch.fused.scaled_dot_product_attention,
+}
+KINDS = ("MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache")
+both_forms = pytest.mark.parametrize("form", FORMS)
+# torch itself warns: that its tracer is old, which its forward mode uses too, and that a kernel is mapped in a loop.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),
+]
+
+
+def module(kind, *, seed=0, device=None, dtype=None, **fields):
+    torch.manual_seed(seed)
+    return getattr(mha_torch, kind)(AttentionSpec(16, 4, num_kv_heads=2, **fields), device=device, dtype=dtype)
+
+
+def tokens(*shape, seed=1):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+# ---- Where values are known ------------------------------------------------------------------------------------------
+
+
+def test_values_are_known_of_a_tensor():
+    assert values_of(torch.tensor([[1, 2], [3, 4]])) == [[1, 2], [3, 4]]
+    assert values_of(torch.tensor(True)) is True
+    assert values_of(torch.zeros(0)) == []
+
+
+def fake_tensor(shape_env=None):
+    with FakeTensorMode(shape_env=shape_env):
+        return torch.ones(3)
+
+
+UNKNOWN = {
+    "meta": lambda: torch.ones(3, device="meta"),
+    "fake": fake_tensor,
+    "fake-with-symbols": lambda: fake_tensor(ShapeEnv(allow_dynamic_output_shape_ops=True, allow_scalar_outputs=True)),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_values_are_not_known(name):
+    x = UNKNOWN[name]()
+    assert values_of(x) is None
+    assert values_of(x.any()) is None
+
+
+@pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.functionalize])
+def test_values_are_not_known_under(transform):
+    found = []
+
+    def look(x):
+        found.append(values_of(x))
+        return x
+
+    transform(look)(torch.ones(3, 2))
+    assert found == [None]
+
+
+def cached_call(layer, lengths):
+    cache = mha_torch.KVCache(torch.zeros(2, 2, 6, 4), torch.zeros(2, 2, 6, 4), torch.zeros(2, dtype=torch.int32))
+    return layer(torch.ones(2, 3, 16), cache, new_lengths=lengths)[0]
+
+
+CALLS = {
+    "padding": (
+        "MultiHeadSelfAttention",
+        lambda layer, lengths: layer(torch.ones(2, 3, 16), key_padding_lengths=lengths),
+    ),
+    "weights-and-mask": (
+        "MultiHeadAttention",
+        lambda layer, lengths: layer(
+            torch.ones(2, 3, 16), mask=torch.ones(3, 3).triu(1).bool(), key_padding_lengths=lengths, need_weights=True
+        )[0],
+    ),
+    "cache": ("MultiHeadAttentionWithCache", cached_call),
+}
+
+
+@pytest.mark.parametrize("lengths", [lambda: [1, 3], lambda: torch.tensor([1, 3])], ids=["list", "tensor"])
+@pytest.mark.parametrize("name", CALLS)
+def test_fake_tensors_have_the_shape_of_the_output(name, lengths):
+    kind, function = CALLS[name]
+    with FakeTensorMode():
+        assert function(module(kind), lengths()).shape == (2, 3, 16)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_meta_tensors_have_the_shape_of_the_output(name):
+    kind, function = CALLS[name]
+    with torch.device("meta"):
+        assert function(module(kind), torch.tensor([1, 3])).shape == (2, 3, 16)
+
+
+def test_lengths_may_be_mapped_over():
+    layer, x, lengths = module("MultiHeadSelfAttention"), tokens(3, 2, 5, 16), torch.tensor([[5, 2], [0, 1], [3, 3]])
+    mapped = torch.func.vmap(lambda x, lengths: layer(x, key_padding_lengths=lengths))(x, lengths)
+    each = torch.stack([layer(*pair[:1], key_padding_lengths=pair[1]) for pair in zip(x, lengths, strict=True)])
+    torch.testing.assert_close(mapped, each)
+
+
+@pytest.mark.parametrize("new_lengths", [None, torch.tensor([[1, 2], [0, 2], [2, 2]])], ids=["all", "ragged"])
+@torch.no_grad()
+def test_cached_step_may_be_mapped_over(new_lengths):
+    layer, x = module("MultiHeadAttentionWithCache", rope=Rope(100.0)), tokens(3, 2, 2, 16)
+    _, cache = layer(tokens(6, 3, 16, seed=2), layer.init_cache(6, 6), new_lengths=[0, 1, 2, 3, 3, 1])
+    mapped_cache = pytree.tree_map(lambda held: held.unflatten(0, (3, 2)), cache)
+    dims = (0, 0, None if new_lengths is None else 0)
+    mapped, after = torch.func.vmap(lambda x, cache, new: layer(x, cache, new_lengths=new), in_dims=dims)(
+        x, mapped_cache, new_lengths
+    )
+    flat = None if new_lengths is None else new_lengths.flatten()
+    expected, expected_after = layer(x.flatten(0, 1), copy.deepcopy(cache), new_lengths=flat)
+    torch.testing.assert_close(mapped.flatten(0, 1), expected)
+    for found, held in zip(pytree.tree_leaves(after), pytree.tree_leaves(expected_after), strict=True):
+        torch.testing.assert_close(found.flatten(0, 1), held)
+
+
+@torch.no_grad()
+def test_mapped_step_that_does_not_fit_gives_nan_and_keeps_its_tokens():
+    layer, x = module("MultiHeadAttentionWithCache"), tokens(2, 1, 2, 16)
+    _, cache = layer(tokens(2, 4, 16, seed=2), layer.init_cache(2, 4), new_lengths=[1, 3])
+    each = pytree.tree_map(lambda held: held[:, None], cache)
+    output, after = torch.func.vmap(layer)(x, each)
+    assert output.isnan().all(dim=(1, 2, 3)).tolist() == [False, True]
+    assert after.lengths.flatten().tolist() == [3, 3]
+    torch.testing.assert_close(after.keys[1, 0], cache.keys[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("lengths", [[1, 4], [-1, 3]], ids=["too-long", "negative"])
+def test_lengths_of_a_list_are_checked_in_a_compiled_graph(lengths):
+    layer = module("MultiHeadSelfAttention")
+    torch.compiler.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match=r"key_padding_lengths', 'lie in 0\.\.3'"):  # torch wraps it
+        compiled(tokens(2, 3, 16), key_padding_lengths=lengths)
+
+
+def test_values_of_another_width_are_cached_where_lengths_are_not_known():
+    """Under vmap, of which each call is a cache."""
+    keys, values = (torch.randn(3, 2, 2, 2, features) for features in (4, 6))
+
+    def append(key, value, new_lengths):
+        cache = mha_torch.init_cache(2, 2, 5, 4, value_head_dim=6)
+        grown = mha_torch.append_to_cache(cache, key, value, new_lengths=new_lengths)
+        return grown.keys, grown.values
+
+    lengths = torch.tensor([[2, 1], [0, 2], [1, 1]])
+    found = torch.func.vmap(append)(keys, values, lengths)
+    expected = [append(*inputs) for inputs in zip(keys, values, lengths, strict=True)]
+    for ours, theirs in zip(found, zip(*expected, strict=True), strict=True):
+        assert torch.equal(ours, torch.stack(theirs))
+
+
+def test_tensors_of_lengths_share_a_compiled_graph():
+    layer, graphs = module("MultiHeadSelfAttention"), []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    for lengths in ([1, 3], [2, 2], [0, 1], [3, 3]):
+        found = compiled(tokens(2, 3, 16), key_padding_lengths=torch.tensor(lengths))
+        torch.testing.assert_close(found, layer(tokens(2, 3, 16), key_padding_lengths=lengths))
+    assert len(graphs) == 1
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the default backend calls a compiler of C++")
+def test_sinks_and_a_mask_compile_with_the_default_backend():
+    def weights_of(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(scores.shape[-1])
+        return mha_torch.masked_softmax(scores, (places > places[:, None])[None, None], sinks)
+
+    torch.compiler.reset()
+    inputs = tokens(2, 4, 9, 9), tokens(4)
+    torch.testing.assert_close(torch.compile(weights_of, fullgraph=True)(*inputs), weights_of(*inputs))
+
+
+FEATURES = {
+    "partial": {"rope": Rope(100.0, rotary_dim=2, rotated="last"), "qk_norm": Norm(after_rope=True)},
+    "sections": {"rope": Rope(100.0, sections=(2, 1, 1)), "head_dim": 8},
+    "interleaved-sections": {"rope": Rope(100.0, sections=(2, 1, 1), section_order="interleaved"), "head_dim": 8},
+    "own-sections": {"rope": Rope(100.0, sections=(2, 2), section_frequencies="own"), "head_dim": 8},
+    "dynamic": {"rope": Rope(100.0, scaling=DynamicScaling(2.0, 4)), "sinks": True},
+    "longrope": {"rope": Rope(100.0, scaling=LongRopeScaling(2.0, 4, (1.0, 2.0), (3.0, 4.0)))},
+    "proportional": {"rope": Rope(100.0, scaling=ProportionalScaling(0.5), pairs="interleaved"), "window_size": 2},
+    "alibi": {"alibi": Alibi(scaled=True), "soft_cap": 2.0, "temperature": Temperature(2)},
+    "relative-bias": {"relative_bias": RelativeBias(8, 9), "chunk_size": 3, "gate": Gate(per_head=True)},
+    "latent": {
+        "num_kv_heads": 4,
+        "latent": Latent(5, 2, 3),
+        "rope": Rope(100.0, rotary_dim=2, rotated="last", scaling=YarnScaling(4.0, 8)),
+    },
+}
+
+
+@sample(name=["latent"])
+@torch.no_grad()
+@pytest.mark.parametrize("name", FEATURES)
+def test_every_feature_is_one_compiled_graph(name):
+    fields = FEATURES[name]
+    layer = mha_torch.MultiHeadSelfAttention(AttentionSpec(16, 4, **fields), dtype=torch.float64)
+    x = tokens(2, 6, 16).double()
+    torch.compiler.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x, is_causal=True), layer(x, is_causal=True), rtol=1e-12, atol=1e-12)
+
+
+# ---- Nothing that is not finite is swallowed, nor let through --------------------------------------------------------
+
+HIDING = ("nothing", "causal", "padding", "padding-causal", "mask", "mask-of-keys", "bias", "everything")
+
+
+def drawn_problem(seed, hiding):
+    """Split heads, what hides keys, and where that is, (B, N, T, S)."""
+    rng, draw = random.Random(seed), torch.Generator().manual_seed(seed)
+    num_kv_heads, batch_size = rng.choice([1, 2]), rng.choice([1, 3])
+    num_heads = num_kv_heads * rng.choice([1, 2])
+    num_queries, num_keys = rng.choice([1, 2, 5, 17, 40]), rng.choice([1, 3, 16, 19, 41, 530])
+    head_dim, dtype = rng.choice([4, 64]), rng.choice([torch.float32, torch.bfloat16, torch.float16, torch.float64])
+    shapes = [(num_heads, num_queries), (num_kv_heads, num_keys), (num_kv_heads, num_keys)]
+    arrays = [torch.randn(batch_size, *shape, head_dim, generator=draw).to(dtype) for shape in shapes]
+    hidden = torch.zeros(batch_size, num_heads, num_queries, num_keys, dtype=torch.bool)
+    options = {}
+    if hiding in ("causal", "padding-causal", "everything"):
+        options["is_causal"] = True
+        hidden |= torch.arange(num_keys) > torch.arange(num_queries)[:, None]
+    if hiding in ("padding", "padding-causal", "everything"):
+        options["key_padding_lengths"] = [rng.randint(0, num_keys) for _ in range(batch_size)]
+        hidden |= torch.arange(num_keys) >= torch.tensor(options["key_padding_lengths"])[:, None, None, None]
+    if hiding in ("mask", "everything"):
+        shape = rng.choice([(num_queries, num_keys), tuple(hidden.shape), (1, num_heads, num_queries, 1)])
+        options["mask"] = torch.rand(shape, generator=draw) < 0.5
+    if hiding == "mask-of-keys":
+        options["mask"] = torch.rand(batch_size, 1, 1, num_keys, generator=draw) < 0.5
+    if hiding in ("bias", "everything"):
+        shape = rng.choice([(num_queries, num_keys), (1, num_heads, 1, num_keys)])
+        options["bias"] = torch.randn(shape, generator=draw).to(dtype)
+        options["bias"][torch.rand(shape, generator=draw) < 0.3] = -torch.inf
+        hidden |= options["bias"].isneginf()
+    hidden |= options.get("mask", torch.tensor(False))
+    return arrays, options, hidden
+
+
+def spoil_some(arrays, hidden, seed, value):
+    """Copies with that value in some tokens, or one feature of them, and the rows that depend on it, (B, N, T)."""
+    rng, draw = random.Random(seed), torch.Generator().manual_seed(seed)
+    share, one_feature = rng.choice([0.02, 0.3, 1.0]), rng.random() < 0.5
+    wrong = [(torch.rand(x.shape[:3], generator=draw) < share) & (rng.random() < 0.5) for x in arrays]
+    arrays = [x.clone() for x in arrays]
+    for x, where in zip(arrays, wrong, strict=True):
+        x[where] = torch.where(torch.arange(x.shape[3]) == 0, value, x[where]) if one_feature else value
+    wrong_keys = (wrong[1] | wrong[2]).repeat_interleave(hidden.shape[1] // wrong[1].shape[1], dim=1)
+    rows = (wrong[0] | (wrong_keys[:, :, None] & ~hidden).any(dim=-1)) & ~hidden.all(dim=-1)
+    return arrays, rows
+
+
+def assert_spoilt(found, expected, rows):
+    """Not finite in these rows, and bit for bit what is expected in the others."""
+    __tracebackhide__ = True
+    assert torch.equal(~found.isfinite().all(dim=-1), rows)
+    assert torch.equal(found[~rows], expected[~rows])
+
+
+@both_forms
+@pytest.mark.parametrize("hiding", HIDING)
+def test_nan_is_in_the_rows_that_see_it_and_in_no_others(form, hiding):
+    for seed in range(20):
+        arrays, options, hidden = drawn_problem(seed, hiding)
+        spoilt, rows = spoil_some(arrays, hidden, seed, math.nan)
+        expected, _ = FORMS[form](*arrays, **options)
+        assert_spoilt(FORMS[form](*spoilt, **options)[0], expected, rows)
+
+
+@sample(12)
+@both_forms
+@pytest.mark.parametrize("value", [math.inf, -math.inf])
+@pytest.mark.parametrize("hiding", HIDING[1:])
+def test_infinity_is_in_the_rows_that_see_it_and_in_no_others(form, hiding, value):
+    for seed in range(10):
+        arrays, options, hidden = drawn_problem(seed, hiding)
+        spoilt, rows = spoil_some(arrays, hidden, seed, value)
+        expected, _ = FORMS[form](*arrays, **options)
+        found, _ = FORMS[form](*spoilt, **options)
+        assert torch.equal(found[~rows], expected[~rows])
+        if not torch.equal(~found.isfinite().all(dim=-1), rows):
+            # A key of infinity whose score is -inf may also weigh nothing, as it does by the formula.
+            assert (found.isfinite().all(dim=-1) | rows).all()
+
+
+@both_forms
+@pytest.mark.parametrize("hiding", HIDING[1:])
+def test_hidden_nan_is_in_no_gradient(form, hiding):
+    for seed in range(10):
+        arrays, options, hidden = drawn_problem(seed, hiding)
+        unseen = hidden.all(dim=2).unflatten(1, (arrays[1].shape[1], -1)).all(dim=2)[..., None]  # (B, K, S, 1)
+        empty = hidden.all(dim=-1)[..., None]
+        places = (empty, unseen, unseen)
+        spoilt = [x.masked_fill(where, math.nan) for x, where in zip(arrays, places, strict=True)]
+        results = []
+        for inputs in (arrays, spoilt):
+            leaves = [x.clone().requires_grad_() for x in inputs]
+            context, _ = FORMS[form](*leaves, **options)
+            results.append((context.detach(), *torch.autograd.grad(context.sum(), leaves)))
+        for expected, found in zip(*results, strict=True):
+            assert torch.equal(found, expected)
+
+
+@both_forms
+def test_nan_is_in_the_gradients_of_what_saw_it(form):
+    q, k, v = (tokens(1, 2, 5, 4, seed=seed) for seed in range(3))
+    k[:, :, 3] = math.nan
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    context, _ = FORMS[form](*leaves, is_causal=True)
+    first, _ = torch.autograd.grad(context[:, :, :3].square().sum(), leaves[:2], retain_graph=True)
+    assert first.isfinite().all()
+    whole, _ = torch.autograd.grad(context.square().sum(), leaves[:2])
+    assert whole[:, :, 3:].isnan().all()
+
+
+@both_forms
+def test_row_whose_every_score_overflows_downwards_is_not_zero(form):
+    q, k, v = torch.full((1, 1, 2, 4), 1e30), torch.full((1, 1, 3, 4), -1e30), torch.ones(1, 1, 3, 4)
+    q[:, :, 0] = 0.0
+    context, _ = FORMS[form](q, k, v)
+    assert context.isnan().all(dim=-1).tolist() == [[[False, True]]]
+
+
+@both_forms
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_bias_that_is_not_finite_is_in_the_rows_that_see_it(form, value):
+    q, k, v = (tokens(1, 2, 5, 4, seed=seed) for seed in range(3))
+    bias = torch.zeros(5, 5)
+    expected, _ = FORMS[form](q, k, v, bias=bias, is_causal=True)
+    bias[1, 4] = bias[3, 2] = value  # the first is hidden
+    rows = torch.zeros(1, 2, 5, dtype=torch.bool)
+    rows[:, :, 3] = True
+    assert_spoilt(FORMS[form](q, k, v, bias=bias, is_causal=True)[0], expected, rows)
+
+
+def compiled(function):
+    torch.compiler.reset()
+    return torch.compile(function, fullgraph=True, backend="eager")
+
+
+def mapped(function):
+    def call(*arrays, **options):
+        return torch.func.vmap(lambda *arrays: function(*arrays, **options)[0])(*(x[None] for x in arrays))[0], None
+
+    return call
+
+
+@sample(hiding=["padding-causal"])
+@both_forms
+@pytest.mark.parametrize("mode", [compiled, mapped])
+@pytest.mark.parametrize("hiding", ["padding-causal", "mask", "everything"])
+def test_nan_is_in_the_rows_that_see_it_where_values_are_not_known(form, mode, hiding):
+    for seed in (0, 3):
+        arrays, options, hidden = drawn_problem(seed, hiding)
+        function = mode(FORMS[form])
+        spoilt, rows = spoil_some(arrays, hidden, 1, math.nan)
+        expected, _ = function(*arrays, **options)
+        assert_spoilt(function(*spoilt, **options)[0], expected, rows)
+
+
+def test_diverged_layer_looks_diverged():
+    layer = module("MultiHeadSelfAttention")
+    torch.nn.init.constant_(layer.q_proj.weight, math.nan)
+    for num_tokens in (3, 16, 700):
+        assert layer(tokens(1, num_tokens, 16)).isnan().all()
+
+
+@pytest.mark.parametrize("need_weights", [False, True], ids=["fused", "plain"])
+def test_hidden_nan_is_in_no_gradient_of_a_weight(need_weights):
+    layer, x, key = module("MultiHeadAttention"), tokens(2, 3, 16), tokens(2, 5, 16, seed=2)
+    results = []
+    for value in (1.0, math.nan):
+        key[0, 2:] = value
+        output, _ = layer(x, key, key_padding_lengths=[2, 5], need_weights=need_weights)
+        results.append(torch.autograd.grad(output.square().sum(), list(layer.parameters())))
+    for expected, found in zip(*results, strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_right_padding_of_nan_is_in_no_gradient():
+    layer, x = module("MultiHeadAttentionWithCache"), tokens(2, 4, 16)
+    results = []
+    for value in (1.0, math.nan):
+        x[0, 2:] = value
+        output, cache = layer(x, layer.init_cache(2, 6), new_lengths=[2, 4])
+        step, _ = layer(tokens(2, 1, 16, seed=2), cache)
+        results.append((output, step, *torch.autograd.grad((output.sum() + step.sum()), list(layer.parameters()))))
+    for expected, found in zip(*results, strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("counts", [[3, 3], [1, 3]], ids=["even", "ragged"])
+@torch.no_grad()
+def test_nan_in_an_unfilled_slot_changes_nothing(counts):
+    layer = module("MultiHeadAttentionWithCache")
+    _, cache = layer(tokens(2, 3, 16), layer.init_cache(2, 6), new_lengths=counts)
+    free = torch.arange(6) >= cache.lengths[:, None]
+    keys, values = (x.masked_fill(free[:, None, :, None], math.nan) for x in (cache.keys, cache.values))
+    spoilt = mha_torch.KVCache(keys, values, cache.lengths)
+    x = tokens(2, 1, 16, seed=2)
+    for call in (layer, compiled(layer)):
+        expected, _ = call(x, copy.deepcopy(cache))
+        assert torch.equal(call(x, copy.deepcopy(spoilt))[0], expected)
+
+
+# ---- Derivatives -----------------------------------------------------------------------------------------------------
+
+
+def layers_of(form):
+    layer = module("MultiHeadAttention").double()
+    return lambda x: layer(x, is_causal=True, need_weights=form == "plain")[0]
+
+
+def test_fused_path_has_a_forward_mode():
+    x, tangent = tokens(1, 4, 16).double(), tokens(1, 4, 16, seed=2).double()
+    found, expected = (torch.func.jvp(layers_of(form), (x,), (tangent,))[1] for form in ("fused", "plain"))
+    torch.testing.assert_close(found, expected)
+    assert found.abs().max() > 0
+
+
+def test_fused_path_has_a_jacobian_in_forward_mode():
+    x = tokens(1, 3, 16).double()
+    torch.testing.assert_close(torch.func.jacfwd(layers_of("fused"))(x), torch.func.jacrev(layers_of("plain"))(x))
+
+
+def test_fused_path_has_a_hessian():
+    x = tokens(1, 2, 16).double()
+    layers = [layers_of(form) for form in ("fused", "plain")]
+    found, expected = (torch.func.hessian(lambda x, layer=layer: layer(x).square().sum())(x) for layer in layers)
+    torch.testing.assert_close(found, expected)
+
+
+def test_plain_path_has_a_second_derivative_in_reverse_mode():  # as the docstring of the fused one says
+    x = tokens(1, 3, 16).requires_grad_()
+    (gradient,) = torch.autograd.grad(layers_of("plain")(x.double()).sum(), x, create_graph=True)
+    (penalty,) = torch.autograd.grad(gradient.square().sum(), x)
+    assert penalty.abs().max() > 0
+
+
+# ---- Caches as data, and their storage -------------------------------------------------------------------------------
+
+
+def filled_cache(layer, counts=(2, 2, 2), capacity=6):
+    with torch.no_grad():
+        return layer(tokens(len(counts), 4, 16), layer.init_cache(len(counts), capacity), new_lengths=list(counts))[1]
+
+
+@pytest.mark.parametrize("new_lengths", [None, [1, 1, 1]], ids=["all", "ragged"])
+@pytest.mark.parametrize("counts", [(2,), (4,)], ids=str)
+@torch.no_grad()
+def test_cache_whose_storage_sequences_share_is_copied(counts, new_lengths):
+    layer, x = module("MultiHeadAttentionWithCache"), tokens(3, 1, 16, seed=5)
+    cache = filled_cache(layer, counts)
+    beams = mha_torch.KVCache(
+        cache.keys.expand(3, -1, -1, -1), cache.values.expand(3, -1, -1, -1), cache.lengths.repeat(3)
+    )
+    before = copy.deepcopy(cache)
+    expected, _ = layer(x, cache.repeat(3), new_lengths=new_lengths)
+    found, _ = layer(x, beams, new_lengths=new_lengths)
+    assert torch.equal(found, expected)
+    assert torch.equal(cache.keys, before.keys)
+
+
+@torch.no_grad()
+def test_cache_whose_heads_share_their_storage_is_copied():
+    cache = mha_torch.KVCache(*(torch.zeros(1, 1, 4, 2).expand(1, 3, 4, 2) for _ in range(2)), torch.zeros(1).int())
+    key = tokens(1, 3, 2, 2)
+    assert torch.equal(mha_torch.append_to_cache(cache, key, key).keys[:, :, :2], key)
+
+
+@pytest.mark.parametrize("counts", [(2, 2, 2), (1, 4, 0)], ids=str)
+def test_cache_of_inference_mode_may_be_used_outside_of_it(counts):
+    layer, x = module("MultiHeadAttentionWithCache"), tokens(3, 1, 16, seed=5)
+    expected, _ = layer(x, filled_cache(layer, counts))
+    for mode in (torch.no_grad, torch.enable_grad):
+        with torch.inference_mode():
+            _, cache = layer(tokens(3, 4, 16), layer.init_cache(3, 6), new_lengths=list(counts))
+        with mode():
+            output, _ = layer(x, cache)
+        torch.testing.assert_close(output, expected)
+
+
+def test_cache_is_a_pytree_of_three_tensors():
+    cache = filled_cache(module("MultiHeadAttentionWithCache"))
+    leaves, structure = pytree.tree_flatten(cache)
+    assert [tuple(leaf.shape) for leaf in leaves] == [(3, 2, 6, 4), (3, 2, 6, 4), (3,)]
+    assert isinstance(pytree.tree_unflatten(leaves, structure), mha_torch.KVCache)
+
+
+def test_step_with_a_cache_may_be_exported():
+    layer = module("MultiHeadAttentionWithCache").eval()
+    cache, x = filled_cache(layer), tokens(3, 1, 16, seed=5)
+    with torch.no_grad():
+        exported = torch.export.export(layer, (x, copy.deepcopy(cache)), strict=False).module()
+        found, after = exported(x, copy.deepcopy(cache))
+        expected, expected_after = layer(x, copy.deepcopy(cache))
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(after.keys, expected_after.keys)
+    assert after.lengths.tolist() == [3, 3, 3]
+
+
+def test_relative_bias_may_be_exported_for_any_number_of_tokens():
+    spec = AttentionSpec(16, 4, relative_bias=RelativeBias(8, 8))
+    layer, x = mha_torch.MultiHeadSelfAttention(spec).eval(), tokens(2, 5, 16)
+    torch.nn.init.normal_(layer.relative_bias)
+    with torch.no_grad():
+        length = torch.export.Dim("length", min=2, max=100)
+        exported = torch.export.export(layer, (x,), dynamic_shapes={"x": {1: length}}).module()
+        for count in (5, 23):
+            x = tokens(2, count, 16, seed=count)
+            torch.testing.assert_close(exported(x), layer(x))
+
+
+def test_saved_cache_is_read_with_weights_only():
+    cache, file = filled_cache(module("MultiHeadAttentionWithCache")), io.BytesIO()
+    torch.save(cache, file)
+    file.seek(0)
+    found = torch.load(file, weights_only=True)
+    assert isinstance(found, mha_torch.KVCache)
+    for held, expected in zip(pytree.tree_leaves(found), pytree.tree_leaves(cache), strict=True):
+        assert torch.equal(held, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_cache_of_a_module_fits_it_under_autocast(dtype):
+    layer, x = module("MultiHeadAttentionWithCache", dtype=dtype), tokens(2, 3, 16).to(dtype)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        cache = layer.init_cache(2, 6)
+        for chunk in x.split([2, 1], dim=1):
+            _, cache = layer(chunk, cache)
+    assert cache.keys.dtype == (torch.bfloat16 if dtype == torch.float32 else torch.float64)
+    assert cache.lengths.tolist() == [3, 3]
+
+
+# ---- Devices ---------------------------------------------------------------------------------------------------------
+
+
+def on_meta(x):
+    return x.to("meta")
+
+
+ELSEWHERE = {
+    "key": lambda f, q, m: f(q, on_meta(q), q),
+    "value": lambda f, q, m: f(q, q, on_meta(q)),
+    "mask": lambda f, q, m: f(q, q, q, mask=on_meta(m)),
+    "bias": lambda f, q, m: f(q, q, q, bias=on_meta(m.float())),
+}
+
+
+@both_forms
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_what_lies_elsewhere_is_refused(form, name):
+    with refuses(name, expected=...):
+        ELSEWHERE[name](FORMS[form], torch.ones(1, 2, 3, 4), torch.zeros(3, 3, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_layer_refuses_an_input_that_lies_elsewhere(kind):
+    with refuses("the input of q_proj", {"the input of q_proj.device": ..., "expected": ...}):
+        module(kind)(torch.ones(1, 3, 16, device="meta"))
+
+
+def test_layer_refuses_a_cache_that_lies_elsewhere():
+    layer = module("MultiHeadAttentionWithCache")
+    cache = mha_torch.init_cache(1, 2, 4, 4, device="meta")
+    with refuses("cache.keys", {"cache.keys.device": ..., "expected": ...}):
+        layer(torch.ones(1, 3, 16), cache)
+
+
+# ---- Memory of masks -------------------------------------------------------------------------------------------------
+
+
+def peak_nbytes(make):
+    """The most that is allocated at a time while something is made, and its own size."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        made = make()
+    events = [event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(itertools.accumulate(events)), made.nbytes
+
+
+MASKS = {
+    "causal": lambda: mha_torch.create_causal_mask(1024),
+    "padding": lambda: mha_torch.create_padding_mask(list(range(0, 1024, 2)), 1024),
+    "attention": lambda: mha_torch.create_attention_mask(1024),
+    "attention-causal": lambda: mha_torch.create_attention_mask(1024, is_causal=True),
+    "attention-padding": lambda: mha_torch.create_attention_mask(1024, key_padding_lengths=[5, 1024]),
+    "attention-both": lambda: mha_torch.create_attention_mask(1024, is_causal=True, key_padding_lengths=[700]),
+    "with-cache": lambda: mha_torch.create_causal_mask_with_cache(512, 1024, 512),
+    "window": lambda: mha_torch.create_sliding_window_mask(1024, window_size=100),
+    "cache": lambda: mha_torch.create_cache_mask([5, 100], 512, 1024),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_mask_is_made_in_little_more_than_its_own_memory(name):
+    peak, size = peak_nbytes(MASKS[name])
+    assert size >= 2**19
+    assert size <= peak <= 1.5 * size
+
+
+def test_numpy_lengths_are_taken():
+    layer, x = module("MultiHeadSelfAttention"), tokens(2, 3, 16)
+    expected = layer(x, key_padding_lengths=[1, 3])
+    assert torch.equal(layer(x, key_padding_lengths=np.array([1, 3])), expected)

@@ -1,0 +1,928 @@
+"""Tests of the key/value cache: tokens in chunks of any size give the results of one full causal pass.
+
+The device writes whole tiles of 32 slots or single slots, so the boundaries of chunks matter.
+"""
+
+import numpy as np
+import pytest
+import ttnn
+from helpers.refusals import refuses, refuses_type
+from helpers.tt.formulas import (
+    assert_close,
+    attend,
+    both_dtypes,
+    every_dtype,
+    layer,
+    module_of,
+    project_heads,
+    rounded,
+    rounded_weights,
+    without_padding,
+)
+
+import mha_tt
+import parity
+from mha_tt import device as devices
+
+SPECS = {
+    "mha": parity.AttentionSpec(24, 4),
+    "gqa-rope": parity.AttentionSpec(24, 4, num_kv_heads=2, rope=parity.Rope(10000.0)),
+    "mqa-no-out-proj": parity.AttentionSpec(24, 4, num_kv_heads=1, qkv_bias=False, out_proj=False),
+    "fused-qkv-head-dim": parity.AttentionSpec(
+        24, 4, num_kv_heads=2, head_dim=10, fused_qkv=True, rope=parity.Rope(500.0)
+    ),
+    "head-dim-48": parity.AttentionSpec(24, 2, head_dim=48, rope=parity.Rope(500.0), out_proj=False),
+}
+GQA_ROPE = SPECS["gqa-rope"]
+every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+
+
+def random_tokens(num_tokens, dtype=ttnn.bfloat16, batch=3, seed=1, width=24):
+    """Return the first `num_tokens` tokens of random sequences."""
+    return rounded(np.random.default_rng(seed).standard_normal((batch, 80, width))[:, :num_tokens], dtype)
+
+
+def cached_layer(spec, device, dtype=ttnn.bfloat16, **options):
+    return module_of("MultiHeadAttentionWithCache", spec, device, dtype, **options)
+
+
+def feed(module, x, chunks, capacity, cache=None):
+    """Feed all tokens in chunks of these sizes; return the outputs and the cache."""
+    cache = module.init_cache(len(x), capacity) if cache is None else cache
+    outputs = []
+    for chunk in np.split(x, np.cumsum(chunks)[:-1], axis=1):
+        output, cache = module(mha_tt.upload(chunk, device=module.device, dtype=module.dtype), cache)
+        outputs.append(mha_tt.download(output))
+    return np.concatenate(outputs, axis=1), cache
+
+
+def full_pass(spec, dtype, x):
+    """Return the output of one causal pass over all tokens, without a cache, in float64."""
+    return layer(spec, rounded_weights(spec, dtype), x, mask=mha_tt.create_causal_mask(x.shape[1]))[0]
+
+
+def filled_cache(module, lengths, capacity):
+    """Return a cache that holds the first few random tokens of each sequence."""
+    x = random_tokens(max(*lengths, 1), module.dtype, len(lengths), seed=2)
+    cache = module.init_cache(len(lengths), capacity)
+    return module(mha_tt.upload(x, device=module.device, dtype=module.dtype), cache, new_lengths=lengths)[1]
+
+
+def contents(cache):
+    """Return copies of keys, values and lengths as arrays."""
+    return mha_tt.download(cache.keys), mha_tt.download(cache.values), cache.lengths.copy()
+
+
+def sharing(source):
+    """Return a cached layer with the source's weights that shares its keys and values."""
+    weights = {name: x for name, x in parity.weights_of(source).items() if name[:2] not in ("k_", "v_")}
+    spec = source.spec.replace(shared_kv=True)
+    return module_of("MultiHeadAttentionWithCache", spec, source.device, source.dtype, weights)
+
+
+@pytest.mark.parametrize("window_size", [None, 3])
+@pytest.mark.parametrize("steps", [[None] * 3, [[4, 2, 0], [1, 1, 1], [0, 1, 1]]], ids=["even", "ragged"])
+@pytest.mark.parametrize("page_size", [None, 32])
+def test_layer_with_shared_keys_attends_to_source_cache_and_keeps_it(device, window_size, steps, page_size):
+    spec = parity.AttentionSpec(
+        24, 4, num_kv_heads=2, qk_norm=parity.Norm(), rope=parity.Rope(500.0), window_size=window_size
+    )
+    source, x = cached_layer(spec, device), random_tokens(6)
+    shared, cache = sharing(source), source.init_cache(3, 6, page_size=page_size)
+    for chunk, new_lengths in zip(np.split(x, [4, 5], axis=1), steps, strict=True):
+        tokens = mha_tt.upload(chunk, device=device, dtype=source.dtype)
+        expected, cache = source(tokens, cache, new_lengths=new_lengths)
+        before = contents(cache)
+        found, after = shared(tokens, cache, new_lengths=new_lengths)
+        assert after is cache
+        assert_close(mha_tt.download(found), mha_tt.download(expected), ttnn.bfloat16)
+        assert all(map(np.array_equal, contents(after), before))
+
+
+def test_layer_with_shared_keys_attends_to_growing_source_cache(device):
+    spec = parity.AttentionSpec(24, 4, num_kv_heads=2, rope=parity.Rope(500.0))
+    source, cache = cached_layer(spec, device), ()
+    shared = sharing(source)
+    for chunk in np.split(random_tokens(6), [4, 5], axis=1):
+        tokens = mha_tt.upload(chunk, device=device, dtype=source.dtype)
+        expected, *cache = mha_tt.multi_head_attention_with_cache(tokens, source.weights, spec, *cache)
+        found, *_ = mha_tt.multi_head_attention_with_cache(tokens, shared.weights, shared.spec, *cache)
+        assert np.array_equal(mha_tt.download(found), mha_tt.download(expected))
+
+
+def test_layer_with_shared_keys_raises_without_new_tokens_in_cache(device):
+    source = cached_layer(GQA_ROPE, device)
+    shared, x = sharing(source), mha_tt.upload(random_tokens(2), device=device, dtype=source.dtype)
+    with refuses("cache", lengths=[0, 0, 0], new_lengths=[2, 2, 2]):
+        shared(x, source.init_cache(3, 6))
+
+
+def real_slots(slots, spec, lengths):
+    """Return the filled slots without the padding of heads: (tokens of all sequences, K, H)."""
+    features = mha_tt.head_slots(spec.head_dim, rope=spec.rope)
+    is_filled = np.arange(slots.shape[2]) < np.asarray(lengths)[:, None]
+    return slots.swapaxes(1, 2)[is_filled][..., features]
+
+
+def assert_holds(slots, part, spec, dtype, x):
+    """Check that the slots begin with the projected keys or values of all tokens."""
+    held = real_slots(slots, spec, [x.shape[1]] * len(x))
+    expected = project_heads(spec, rounded_weights(spec, dtype), part, x)
+    assert_close(held, expected.swapaxes(1, 2).reshape(held.shape), dtype)
+
+
+# ---- Chunking --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.board
+@both_dtypes
+@every_spec
+def test_tokens_around_a_chunk_match_full_pass_at_every_position(device, spec, dtype):
+    x = random_tokens(9, dtype)
+    output, _ = feed(cached_layer(spec, device, dtype), x, [1, 1, 5, 1, 1], 9)
+    assert_close(without_padding(output, spec), full_pass(spec, dtype, x), dtype)
+
+
+# Each sequence is written separately, so length and batch size do not interact.
+@both_dtypes
+@pytest.mark.parametrize(("seq_len", "batch"), [(2, 5), (31, 1), (32, 2), (33, 1), (64, 2), (70, 5)])
+def test_prompt_and_token_match_full_pass_at_any_length_and_batch(device, seq_len, batch, dtype):
+    x = random_tokens(seq_len + 1, dtype, batch)
+    output, _ = feed(cached_layer(GQA_ROPE, device, dtype), x, [seq_len, 1], seq_len + 1)
+    assert_close(output, full_pass(GQA_ROPE, dtype, x), dtype)
+
+
+CHUNKS = {
+    "within-a-tile": [5, 4, 2],
+    "to-the-tile": [5, 27, 1, 2],
+    "past-the-tile": [5, 28, 2],
+    "past-two-tiles": [5, 60, 4],
+    "one-short": [31, 2, 31, 3],
+    "tile-by-tile": [32, 32, 6],
+    "one-over": [33, 31, 2, 1],
+    "late": [40, 24, 5],
+    "tokens-across-the-tile": [30, 1, 1, 1, 1],
+    "all-at-once": [70],
+    "a-token-first": [1, 33, 6],
+}
+
+
+# One dtype covers all chunk boundaries; float32 has its own attention path and covers one chunking of each kind.
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, ttnn.bfloat16) for name in CHUNKS]
+    + [(name, ttnn.float32) for name in ("past-two-tiles", "one-short", "tile-by-tile", "a-token-first")],
+)
+def test_any_chunking_matches_full_pass_and_fills_the_same_cache(device, name, dtype):
+    x = random_tokens(sum(CHUNKS[name]), dtype)
+    output, cache = feed(cached_layer(GQA_ROPE, device, dtype), x, CHUNKS[name], 75)
+    assert_close(output, full_pass(GQA_ROPE, dtype, x), dtype)
+    *slots, lengths = contents(cache)
+    assert lengths.tolist() == [x.shape[1]] * 3
+    for part, held in zip("kv", slots, strict=True):
+        assert_holds(held, part, GQA_ROPE, dtype, x)
+        assert not held[:, :, x.shape[1] :].any()
+
+
+RAGGED = {
+    # name: number of tokens of each sequence in each step
+    "prompts": [(3, 6, 1), (1, 1, 1), (1, 1, 1)],
+    "one-by-one": [(1, 0, 1), (0, 0, 1), (1, 1, 0), (0, 1, 1)],
+    "empty-at-first": [(4, 0, 2), (1, 0, 1), (0, 5, 3), (1, 1, 1)],
+    "around-the-tile": [(31, 32, 33), (2, 1, 0), (1, 1, 1)],
+    "across-the-tile": [(5, 31, 40), (30, 3, 28), (1, 1, 1), (0, 33, 2)],
+}
+
+
+@both_dtypes
+@pytest.mark.parametrize("name", RAGGED)
+def test_ragged_batch_matches_each_sequence_alone(device, name, dtype):
+    steps, x = np.array(RAGGED[name]), random_tokens(80, dtype)
+    module = cached_layer(GQA_ROPE, device, dtype)
+    cache = module.init_cache(3, 80)
+    output, num_fed = np.zeros(x.shape), np.zeros(3, int)
+    for new_lengths in steps:
+        new_tokens = rounded(np.full((3, new_lengths.max(), 24), 1e3), dtype)  # would change the output if attended to
+        is_new = np.arange(new_lengths.max()) < new_lengths[:, None]
+        rows, columns = np.nonzero(is_new)
+        places = rows, num_fed[rows] + columns
+        new_tokens[is_new] = x[places]
+        stepped, cache = module(
+            mha_tt.upload(new_tokens, device=device, dtype=dtype), cache, new_lengths=new_lengths.tolist()
+        )
+        output[places] = mha_tt.download(stepped)[is_new]
+        num_fed += new_lengths
+    is_fed = np.arange(80) < num_fed[:, None]
+    assert cache.lengths.tolist() == num_fed.tolist()
+    assert_close(output, np.where(is_fed[..., None], full_pass(GQA_ROPE, dtype, x), 0.0), dtype)
+
+
+@both_dtypes
+def test_batch_matches_single_sequences(device, dtype):
+    x, module = random_tokens(8, dtype), cached_layer(GQA_ROPE, device, dtype)
+    together, _ = feed(module, x, [6, 1, 1], 8)
+    alone = np.concatenate([feed(module, sequence[None], [6, 1, 1], 8)[0] for sequence in x])
+    assert_close(together, alone, dtype)
+
+
+@both_dtypes
+@pytest.mark.parametrize("capacity", [31, 32, 33, 64])
+def test_capacity_does_not_affect_output(device, capacity, dtype):
+    x = random_tokens(7, dtype)
+    output, _ = feed(cached_layer(GQA_ROPE, device, dtype), x, [4, 2, 1], capacity)
+    assert_close(output, full_pass(GQA_ROPE, dtype, x), dtype)
+
+
+@pytest.mark.board
+def test_batch_of_33_decodes(device):
+    x = random_tokens(4, batch=33)
+    output, _ = feed(cached_layer(GQA_ROPE, device), x, [2, 1, 1], 4)
+    assert_close(output, full_pass(GQA_ROPE, ttnn.bfloat16, x), ttnn.bfloat16)
+
+
+@pytest.mark.board
+def test_decoding_in_bfloat8_b_is_close_to_full_pass(device):
+    module, x = cached_layer(GQA_ROPE, device, ttnn.bfloat8_b), random_tokens(40, ttnn.bfloat8_b)
+    weights = {name: weight.astype(np.float32) for name, weight in parity.weights_of(module).items()}
+    output, _ = feed(module, x, [5, 33, 1, 1], 40)
+    assert_close(output, layer(GQA_ROPE, weights, x, mask=mha_tt.create_causal_mask(40))[0], ttnn.bfloat8_b)
+
+
+def test_attention_weights_are_dropped_in_training(device):
+    spec, x = parity.AttentionSpec(24, 4, dropout=0.5), random_tokens(6)
+    dropped, _ = feed(cached_layer(spec, device, rng=np.random.default_rng(0)).train(), x, [4, 1, 1], 6)
+    whole, _ = feed(cached_layer(spec, device), x, [4, 1, 1], 6)
+    assert (dropped != whole).any(axis=2).all()
+
+
+# ---- The growing form ------------------------------------------------------------------------------------------------
+
+
+def grow(module, spec, x, chunks):
+    """Feed the growing form in chunks of these sizes; return outputs, keys and values."""
+    keys = values = None
+    outputs = []
+    for chunk in np.split(x, np.cumsum(chunks)[:-1], axis=1):
+        chunk = mha_tt.upload(chunk, device=module.device, dtype=module.dtype)
+        output, keys, values = mha_tt.multi_head_attention_with_cache(chunk, module.weights, spec, keys, values)
+        outputs.append(mha_tt.download(output))
+    return np.concatenate(outputs, axis=1), mha_tt.download(keys), mha_tt.download(values)
+
+
+@pytest.mark.board
+@both_dtypes
+@every_spec
+def test_growing_cache_matches_full_pass_and_holds_projections(device, spec, dtype):
+    x = random_tokens(42, dtype)
+    output, keys, values = grow(cached_layer(spec, device, dtype), spec, x, [1, 33, 6, 1, 1])
+    assert_close(without_padding(output, spec), full_pass(spec, dtype, x), dtype)
+    assert_holds(keys, "k", spec, dtype, x)
+    assert_holds(values, "v", spec, dtype, x)
+
+
+@both_dtypes
+@every_spec
+def test_static_functional_form_matches_module(device, spec, dtype):
+    module, x = cached_layer(spec, device, dtype), mha_tt.upload(random_tokens(4, dtype), device=device, dtype=dtype)
+    output, _ = mha_tt.multi_head_attention_with_static_cache(
+        x, module.weights, spec, module.init_cache(3, 6), new_lengths=[4, 0, 3]
+    )
+    expected, _ = module(x, module.init_cache(3, 6), new_lengths=[4, 0, 3])
+    assert np.array_equal(mha_tt.download(output), mha_tt.download(expected))
+
+
+# ---- Custom masks, biases and positions ------------------------------------------------------------------------------
+
+
+@both_dtypes
+@pytest.mark.parametrize("chunks", [[4, 5], [1, 4, 1, 1, 2]], ids=str)
+@pytest.mark.parametrize("growing", [False, True], ids=["static", "growing"])
+def test_sliding_window_over_a_cache_matches_one_pass(device, growing, chunks, dtype):
+    module, x = cached_layer(GQA_ROPE, device, dtype), random_tokens(9, dtype)
+    window = mha_tt.create_sliding_window_mask(9, window_size=3)
+    cache, held, outputs, begin = module.init_cache(3, 12), (None, None), [], 0
+    for count in chunks:
+        end = begin + count
+        chunk = mha_tt.upload(x[:, begin:end], device=device, dtype=dtype)
+        if growing:
+            mask = window[begin:end, :end]
+            output, *held = mha_tt.multi_head_attention_with_cache(chunk, module.weights, GQA_ROPE, *held, mask=mask)
+        else:
+            output, cache = module(chunk, cache, mask=np.pad(window[begin:end], ((0, 0), (0, 3))))
+        outputs.append(mha_tt.download(output))
+        begin = end
+    expected, _ = layer(GQA_ROPE, rounded_weights(GQA_ROPE, dtype), x, mask=window)
+    assert_close(np.concatenate(outputs, axis=1), expected, dtype)
+
+
+@both_dtypes
+@pytest.mark.parametrize("chunks", [[4, 2, 1], [5, 1, 1]], ids=str)
+def test_left_padding_matches_each_sequence_alone(device, chunks, dtype):
+    module, x, paddings = cached_layer(GQA_ROPE, device, dtype), random_tokens(7, dtype), np.array([0, 2, 3])
+    hidden = (np.arange(8) < paddings[:, None])[:, None, None]  # (B, 1, 1, S)
+    spoilt = np.where((np.arange(7) < paddings[:, None])[..., None], np.nan, x)  # NaN padding must have no effect
+    cache, outputs, begin = module.init_cache(3, 8), [], 0
+    for count in chunks:
+        chunk = mha_tt.upload(spoilt[:, begin : begin + count], device=device, dtype=dtype)
+        positions = np.maximum(begin + np.arange(count) - paddings[:, None], 0)
+        output, cache = module(chunk, cache, mask=hidden, positions=positions)
+        outputs.append(mha_tt.download(output))
+        begin += count
+    output = np.concatenate(outputs, axis=1)
+    for sequence, padding in enumerate(paddings):
+        expected = full_pass(GQA_ROPE, dtype, x[sequence : sequence + 1, padding:])
+        assert_close(output[sequence : sequence + 1, padding:], expected, dtype)
+
+
+@pytest.mark.board
+@both_dtypes
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("capacity", [7, 40])
+def test_bias_over_a_cache_matches_one_pass(device, capacity, on_device, dtype):
+    spec = SPECS["mha"]
+    module, x = cached_layer(spec, device, dtype), random_tokens(7, dtype)
+    distance = np.arange(capacity) - np.arange(7)[:, None]
+    bias = rounded(0.25 * 2.0 ** -np.arange(4)[:, None, None] * distance, dtype)  # as ALiBi, (N, T, S)
+    cache, outputs, begin = module.init_cache(3, capacity), [], 0
+    for count in (4, 2, 1):
+        rows = bias[:, begin : begin + count]
+        rows = mha_tt.upload(rows[None], device=device, dtype=dtype) if on_device else rows
+        chunk = mha_tt.upload(x[:, begin : begin + count], device=device, dtype=dtype)
+        output, cache = module(chunk, cache, bias=rows)
+        outputs.append(mha_tt.download(output))
+        begin += count
+    options = {"mask": mha_tt.create_causal_mask(7), "bias": bias[..., :7]}
+    expected, _ = layer(spec, rounded_weights(spec, dtype), x, **options)
+    assert_close(np.concatenate(outputs, axis=1), expected, dtype)
+
+
+@both_dtypes
+@pytest.mark.parametrize("num_new", [1, 3])
+def test_functional_form_matches_module_with_mask_bias_and_positions(device, num_new, dtype):
+    module = cached_layer(GQA_ROPE, device, dtype)
+    x = mha_tt.upload(random_tokens(num_new, dtype), device=device, dtype=dtype)
+    options = {
+        "mask": mha_tt.DeviceMask(np.arange(8) == 1, device=device),
+        "bias": np.linspace(-1.0, 1.0, 8),
+        "positions": 5 + np.arange(num_new)[None],
+    }
+    cache = filled_cache(module, [2, 4, 3], 8)
+    expected, _ = module(x, cache.grow(8), **options)
+    output, _ = mha_tt.multi_head_attention_with_static_cache(x, module.weights, GQA_ROPE, cache.grow(8), **options)
+    plain, _ = module(x, cache.grow(8))
+    assert np.array_equal(mha_tt.download(output), mha_tt.download(expected))
+    assert not np.array_equal(mha_tt.download(output), mha_tt.download(plain))
+
+
+@both_dtypes
+def test_fully_masked_row_gives_the_output_bias(device, dtype):
+    module, x = cached_layer(SPECS["mha"], device, dtype), random_tokens(2, dtype)
+    mask = np.array([True, False, False])[:, None, None, None]
+    for num_new in (1, 2):
+        output, _ = module(
+            mha_tt.upload(x[:, :num_new], device=device, dtype=dtype), module.init_cache(3, 4), mask=mask
+        )
+        bias = mha_tt.download(module.weights["out_proj.bias"])[0]
+        assert np.array_equal(mha_tt.download(output)[0], np.broadcast_to(bias, (num_new, 24)))
+
+
+# ---- Copies of a cache -----------------------------------------------------------------------------------------------
+
+
+def in_every_dtype(name, values):
+    """Parametrize over all values in bfloat16, and over the first one in the other dtypes."""
+    first = [(values[0], ttnn.float32), (values[0], ttnn.bfloat8_b)]
+    return pytest.mark.parametrize((name, "dtype"), [*((value, ttnn.bfloat16) for value in values), *first], ids=str)
+
+
+def is_own(cache, other):
+    """Return True if the caches share no storage."""
+    return not {cache.keys.buffer_address(), cache.values.buffer_address()} & {
+        other.keys.buffer_address(),
+        other.values.buffer_address(),
+    } and not np.shares_memory(cache.lengths, other.lengths)
+
+
+# The slots to copy do not depend on their contents: other dtypes use only the first of these.
+@pytest.mark.board
+@in_every_dtype("indices", [[2, 0], [1], [0, 0, 0, 2, 1], [0, 1, 2], [], np.array([2, 2])])
+def test_reordered_cache_holds_the_named_sequences(device, indices, dtype):
+    cache = filled_cache(cached_layer(GQA_ROPE, device, dtype), [2, 33, 0], 40)
+    keys, values, lengths = contents(cache)
+    reordered = cache.reorder(indices)
+    found = contents(reordered)
+    indices = np.asarray(indices, int)
+    for array, expected in zip(found, (keys[indices], values[indices], lengths[indices]), strict=True):
+        np.testing.assert_array_equal(array, expected, strict=True)
+    assert (reordered.capacity, reordered.keys.dtype) == (40, dtype)
+    assert is_own(reordered, cache)
+
+
+def test_only_sequence_is_copied(device):
+    cache = filled_cache(cached_layer(GQA_ROPE, device), [3], 8)
+    for other in (cache.reorder([0]), cache.repeat(1), cache.grow(8), cache.crop(3)):
+        assert is_own(other, cache)
+        assert [np.array_equal(*pair) for pair in zip(contents(other), contents(cache), strict=True)] == [True] * 3
+
+
+@pytest.mark.board
+@every_dtype
+def test_beams_of_a_repeated_cache_match_each_sequence_alone(device, dtype):
+    module, x = cached_layer(GQA_ROPE, device, dtype), random_tokens(6, dtype, batch=6)
+    cache = filled_cache(module, [3, 5], 8)
+    beams = cache.repeat(3)
+    assert beams.lengths.tolist() == [3, 3, 3, 5, 5, 5]
+    token = mha_tt.upload(x[:, :1], device=device, dtype=dtype)
+    output, beams = module(token, beams)
+    for beam in (0, 2, 4):
+        alone = cache.reorder([beam // 3])
+        expected, _ = module(mha_tt.upload(x[beam : beam + 1, :1], device=device, dtype=dtype), alone)
+        assert_close(mha_tt.download(output)[beam : beam + 1], mha_tt.download(expected), dtype)
+    assert cache.lengths.tolist() == [3, 5]
+
+
+@pytest.mark.board
+@in_every_dtype("capacity", [33, 6, 7, 32, 100])
+def test_grown_cache_holds_the_same_tokens_and_accepts_more(device, capacity, dtype):
+    module = cached_layer(GQA_ROPE, device, dtype)
+    cache = filled_cache(module, [2, 6, 0], 6)
+    grown = cache.grow(capacity)
+    keys, values, lengths = contents(grown)
+    assert (grown.capacity, keys.shape[2], grown.keys.dtype) == (capacity, -(-capacity // 32) * 32, dtype)
+    for found, held in ((keys, cache.keys), (values, cache.values)):
+        assert np.array_equal(found[:, :, :32], mha_tt.download(held))
+        assert not found[:, :, 32:].any()
+    assert lengths.tolist() == [2, 6, 0]
+    assert is_own(grown, cache)
+    if capacity > 6:
+        x = mha_tt.upload(random_tokens(1, dtype), device=device, dtype=dtype)
+        assert module(x, grown)[1].lengths.tolist() == [3, 7, 1]
+
+
+@pytest.mark.board
+@in_every_dtype("lengths", [[0, 5, 0], 0, 2, np.int64(1), [2, 33, 0], np.array([1, 32, 0])])
+def test_cropped_cache_holds_only_the_first_tokens(device, lengths, dtype):
+    cache = filled_cache(cached_layer(GQA_ROPE, device, dtype), [2, 33, 2 if np.ndim(lengths) == 0 else 0], 40)
+    keys, values, _ = contents(cache)
+    cropped = cache.crop(lengths)
+    is_kept = (np.arange(64) < np.broadcast_to(lengths, 3)[:, None])[:, None, :, None]
+    for found, held in ((cropped.keys, keys), (cropped.values, values)):
+        np.testing.assert_array_equal(mha_tt.download(found), np.where(is_kept, held, 0.0), strict=True)
+    np.testing.assert_array_equal(cropped.lengths, np.broadcast_to(lengths, 3).astype(np.int32), strict=True)
+    assert (cropped.capacity, cropped.keys.dtype) == (40, dtype)
+    assert is_own(cropped, cache)
+
+
+@both_dtypes
+def test_decoding_continues_from_a_cropped_cache(device, dtype):
+    module, x = cached_layer(GQA_ROPE, device, dtype), random_tokens(8, dtype)
+    _, cache = feed(module, np.concatenate([x[:, :4], -x[:, :3]], axis=1), [7], 8)
+    output, _ = feed(module, x[:, 4:], [2, 1, 1], 8, cache.crop(4))
+    assert_close(output, full_pass(GQA_ROPE, dtype, x)[:, 4:], dtype)
+
+
+# ---- Contents of the cache -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.board
+@both_dtypes
+@every_spec
+def test_cache_holds_projected_keys_and_values(device, spec, dtype):
+    x = random_tokens(8, dtype)
+    _, cache = feed(cached_layer(spec, device, dtype), x, [5, 2, 1], 8)
+    assert_holds(mha_tt.download(cache.keys), "k", spec, dtype, x)
+    assert_holds(mha_tt.download(cache.values), "v", spec, dtype, x)
+
+
+@pytest.mark.board
+@every_dtype
+def test_slots_beyond_the_length_stay_zero(device, dtype):
+    module = cached_layer(GQA_ROPE, device, dtype)
+    lengths, x = [2, 33, 0], mha_tt.upload(random_tokens(7, dtype), device=device, dtype=dtype)
+    _, cache = module(x, filled_cache(module, lengths, 40), new_lengths=[7, 0, 5])
+    for part in (cache.keys, cache.values):
+        slots = mha_tt.download(part).swapaxes(1, 2)  # (B, S, K, H)
+        assert not slots[np.arange(64) >= np.array([9, 33, 5])[:, None]].any()
+
+
+def test_lengths_count_real_tokens_after_each_step(device):
+    module = cached_layer(GQA_ROPE, device)
+    x, cache = mha_tt.upload(random_tokens(2), device=device), module.init_cache(3, 6)
+    lengths = []
+    for new_lengths in ([2, 0, 1], None, [0, 1, 2]):
+        _, cache = module(x, cache, new_lengths=new_lengths)
+        lengths.append(cache.lengths.tolist())
+    assert lengths == [[2, 0, 1], [4, 2, 3], [4, 3, 5]]
+
+
+@pytest.mark.parametrize("new_lengths", [None, [1, 2, 0], np.array([1, 2, 0], np.uint8)], ids=["all", "list", "uint8"])
+def test_lengths_are_int32(device, new_lengths):
+    module = cached_layer(GQA_ROPE, device)
+    x = mha_tt.upload(random_tokens(2), device=device)
+    _, cache = module(x, module.init_cache(3, 6), new_lengths=new_lengths)
+    assert cache.lengths.dtype == np.int32
+
+
+@both_dtypes
+@pytest.mark.parametrize("new_lengths", [[1, 4, 0], [0, 0, 0], [4, 4, 3]], ids=str)
+def test_output_of_padding_is_zero(device, new_lengths, dtype):
+    module = cached_layer(GQA_ROPE, device, dtype)
+    x = mha_tt.upload(random_tokens(4, dtype), device=device, dtype=dtype)
+    output, _ = module(x, filled_cache(module, [2, 0, 4], 8), new_lengths=new_lengths)
+    is_padding = np.arange(4) >= np.array(new_lengths)[:, None]
+    assert not mha_tt.download(output)[is_padding].any()
+    assert mha_tt.download(output)[~is_padding].all()
+
+
+@both_dtypes
+@pytest.mark.parametrize("seq_len", [1, 4])
+@pytest.mark.parametrize("lengths", [[0, 0, 0], [3, 0, 6], [6, 6, 6]], ids=str)
+def test_sequence_without_new_tokens_outputs_zero(device, lengths, seq_len, dtype):
+    module = cached_layer(GQA_ROPE, device, dtype)
+    x = mha_tt.upload(random_tokens(seq_len, dtype), device=device, dtype=dtype)
+    output, cache = module(x, filled_cache(module, lengths, 6), new_lengths=[0, 0, 0])
+    assert not mha_tt.download(output).any()
+    assert cache.lengths.tolist() == lengths
+
+
+@both_dtypes
+@pytest.mark.parametrize("seq_len", [1, 4])
+def test_sequence_without_new_tokens_keeps_its_cache(device, seq_len, dtype):
+    module = cached_layer(GQA_ROPE, device, dtype)
+    cache = filled_cache(module, [2, 0, 6], 6)
+    keys, values, _ = contents(cache)
+    x = mha_tt.upload(random_tokens(seq_len, dtype), device=device, dtype=dtype)
+    _, cache = module(x, cache, new_lengths=[0, seq_len, 0])
+    assert np.array_equal(mha_tt.download(cache.keys)[[0, 2]], keys[[0, 2]])
+    assert np.array_equal(mha_tt.download(cache.values)[[0, 2]], values[[0, 2]])
+
+
+def test_cache_storage_is_updated_in_place(device):
+    module = cached_layer(GQA_ROPE, device)
+    cache = module.init_cache(3, 40)
+    _, appended = feed(module, random_tokens(36), [3, 31, 1, 1], 40, cache)
+    assert (appended.keys.buffer_address(), appended.values.buffer_address()) == (
+        cache.keys.buffer_address(),
+        cache.values.buffer_address(),
+    )
+
+
+# ---- Values without effect -------------------------------------------------------------------------------------------
+
+
+@both_dtypes
+@pytest.mark.parametrize("value", [-1e30, np.nan, np.inf])
+@pytest.mark.parametrize("num_new", [1, 2])
+def test_stale_slots_have_no_effect(device, num_new, value, dtype):
+    module = cached_layer(GQA_ROPE, device, dtype)
+    x = mha_tt.upload(random_tokens(num_new, dtype), device=device, dtype=dtype)
+    if dtype == ttnn.bfloat16 and num_new > 1 and np.isfinite(value):
+        value = min(abs(value), 1e4)  # a mask adds -1e9 to a score, which must be far smaller in magnitude
+    cache = filled_cache(module, [2, 4, 0], 6)
+    keys, values, lengths = contents(cache)
+    expected, _ = module(x, cache)
+    is_stale = np.arange(32)[:, None] >= lengths[:, None, None, None]
+    keys, values = (
+        mha_tt.upload(np.where(is_stale, value, slots), device=device, dtype=dtype) for slots in (keys, values)
+    )
+    output, _ = module(x, mha_tt.KVCache(keys, values, lengths, 6))
+    assert np.array_equal(mha_tt.download(output), mha_tt.download(expected))
+
+
+@both_dtypes
+@pytest.mark.parametrize("value", [1.0, -65504.0])
+def test_padding_tokens_have_no_effect(device, value, dtype):
+    module, x = cached_layer(GQA_ROPE, device, dtype), random_tokens(4, dtype)
+    results = []
+    for filler in (x, np.full_like(x, value)):
+        tokens = np.where(np.arange(4)[:, None] < np.array([1, 4, 0])[:, None, None], x, filler)
+        tokens = mha_tt.upload(tokens, device=device, dtype=dtype)
+        output, cache = module(tokens, module.init_cache(3, 6), new_lengths=[1, 4, 0])
+        results.append([mha_tt.download(output), *contents(cache)])
+    assert [np.array_equal(*pair) for pair in zip(*results, strict=True)] == [True] * 4
+
+
+@both_dtypes
+@pytest.mark.parametrize("value", [1.0, np.nan, np.inf])
+def test_token_of_a_sequence_without_new_tokens_has_no_effect(device, value, dtype):
+    module = cached_layer(GQA_ROPE, device, dtype)
+    results = []
+    for filler in (0.0, value):
+        x = random_tokens(1, dtype)
+        x[1] = filler
+        x = mha_tt.upload(x, device=device, dtype=dtype)
+        output, cache = module(x, filled_cache(module, [2, 4, 0], 6), new_lengths=[1, 0, 1])
+        results.append([mha_tt.download(output), *contents(cache)])
+    assert [np.array_equal(*pair) for pair in zip(*results, strict=True)] == [True] * 4
+
+
+# ---- Caches in other dtypes ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.board
+def test_bfloat8_b_cache_holds_rounded_keys_and_values(device):
+    chunks = CHUNKS["one-over"]
+    module, x = cached_layer(GQA_ROPE, device), random_tokens(sum(chunks))
+    *wide, _ = contents(feed(module, x, chunks, 75)[1])
+    *narrow, _ = contents(feed(module, x, chunks, 75, module.init_cache(3, 75, ttnn.bfloat8_b))[1])
+    assert not np.array_equal(wide, narrow)
+    assert np.array_equal([rounded(slots, ttnn.bfloat8_b) for slots in wide], narrow)
+
+
+@pytest.mark.board
+@pytest.mark.parametrize("num_new", [1, 3])
+def test_output_of_bfloat8_b_cache_matches_formula_on_its_contents(device, num_new):
+    spec = parity.AttentionSpec(24, 4, num_kv_heads=2)
+    weights = rounded_weights(spec, ttnn.bfloat16)
+    module, x = cached_layer(spec, device), random_tokens(40 + num_new)
+    _, cache = feed(module, x[:, :40], [40], 50, module.init_cache(3, 50, ttnn.bfloat8_b))
+    output, cache = module(mha_tt.upload(x[:, 40:], device=device), cache)
+    keys, values = (slots[:, :, : 40 + num_new, :6] for slots in contents(cache)[:2])
+    query = project_heads(spec, weights, "q", x[:, 40:])
+    context, _ = attend(query, keys, values, mask=mha_tt.create_causal_mask_with_cache(num_new, 40 + num_new, 40))
+    combined = context.swapaxes(1, 2).reshape(3, num_new, 24)
+    expected = combined @ weights["out_proj.weight"].T + weights["out_proj.bias"]
+    assert_close(mha_tt.download(output), expected, ttnn.bfloat16)
+
+
+@every_dtype
+def test_module_cache_has_the_module_dtype(device, dtype):
+    cache = cached_layer(GQA_ROPE, device, dtype).init_cache(3, 5)
+    assert (cache.keys.dtype, cache.values.dtype) == (dtype, dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype"), [(ttnn.bfloat16, ttnn.float32), (ttnn.float32, ttnn.bfloat16)], ids=["wider", "narrower"]
+)
+@pytest.mark.parametrize("seq_len", [1, 3])
+def test_mixing_float32_and_bfloat16_with_a_cache_raises(device, seq_len, dtype, cache_dtype):
+    module = cached_layer(GQA_ROPE, device, dtype)
+    x = mha_tt.upload(random_tokens(seq_len, dtype), device=device, dtype=dtype)
+    with refuses_type("x", {"x.dtype": dtype, "dtype": cache_dtype}):
+        module(x, module.init_cache(3, 6, cache_dtype))
+
+
+# ---- Capacity --------------------------------------------------------------------------------------------------------
+
+
+@both_dtypes
+@pytest.mark.parametrize("chunks", [[6], [3, 3], [5, 1]], ids=str)
+def test_cache_can_be_filled_to_the_last_slot(device, chunks, dtype):
+    x = random_tokens(6, dtype)
+    output, cache = feed(cached_layer(GQA_ROPE, device, dtype), x, chunks, 6)
+    assert cache.lengths.tolist() == [6, 6, 6]
+    assert_close(output, full_pass(GQA_ROPE, dtype, x), dtype)
+
+
+overflowing = pytest.mark.parametrize(
+    ("filled", "num_new", "new_lengths"),
+    [
+        ([0, 0, 0], 7, None),
+        ([5, 5, 5], 2, None),
+        ([6, 6, 6], 1, None),
+        ([6, 0, 0], 1, None),
+        ([2, 5, 4], 2, None),
+        ([2, 5, 4], 2, [1, 2, 0]),
+        ([0, 1, 6], 2, [0, 0, 1]),
+        ([0, 1, 6], 1, [0, 1, 1]),
+    ],
+    ids=["prefill", "by-one", "full", "one-full", "one-by-one", "ragged", "ragged-full", "ragged-step"],
+)
+
+
+@both_dtypes
+@overflowing
+def test_overflow_raises_and_leaves_cache_unchanged(device, filled, num_new, new_lengths, dtype):
+    module = cached_layer(GQA_ROPE, device, dtype)
+    cache = filled_cache(module, filled, 6)
+    before = contents(cache)
+    x = mha_tt.upload(random_tokens(num_new, dtype), device=device, dtype=dtype)
+    with refuses("lengths + new tokens", lengths=filled, new_lengths=...):
+        module(x, cache, new_lengths=new_lengths)
+    assert [np.array_equal(*pair) for pair in zip(contents(cache), before, strict=True)] == [True] * 3
+
+
+@pytest.mark.parametrize("num_new", [1, 2])
+def test_appending_too_much_raises_and_leaves_cache_unchanged(device, num_new):
+    cache = filled_cache(cached_layer(GQA_ROPE, device), [6, 5, 2], 6)
+    before = contents(cache)
+    new = mha_tt.upload(np.ones((3, 2, num_new, 64)), device=device)
+    with refuses("lengths + new tokens", lengths=[6, 5, 2], new_lengths=...):
+        mha_tt.append_to_cache(cache, new, new)
+    assert [np.array_equal(*pair) for pair in zip(contents(cache), before, strict=True)] == [True] * 3
+
+
+@pytest.mark.board
+@both_dtypes
+def test_padding_may_exceed_the_capacity(device, dtype):
+    module = cached_layer(GQA_ROPE, device, dtype)
+    x = mha_tt.upload(random_tokens(40, dtype), device=device, dtype=dtype)
+    output, cache = module(x, filled_cache(module, [31, 28, 32], 32), new_lengths=[1, 4, 0])
+    expected, _ = module(x, filled_cache(module, [31, 28, 32], 99), new_lengths=[1, 4, 0])
+    assert cache.lengths.tolist() == [32, 32, 32]
+    assert_close(mha_tt.download(output), mha_tt.download(expected), dtype)
+
+
+@both_dtypes
+def test_mask_has_capacity_width_even_if_prompt_padding_exceeds_it(device, dtype):
+    module, mask = cached_layer(GQA_ROPE, device, dtype), np.arange(6) == 1
+    x = mha_tt.upload(random_tokens(9, dtype), device=device, dtype=dtype)
+    output, cache = module(x, module.init_cache(3, 6, dtype), new_lengths=[1, 6, 4], mask=mask)
+    expected, _ = module(x, module.init_cache(3, 9, dtype), new_lengths=[1, 6, 4], mask=np.arange(9) == 1)
+    assert cache.lengths.tolist() == [1, 6, 4]
+    assert_close(mha_tt.download(output), mha_tt.download(expected), dtype)
+
+
+@pytest.mark.board
+@both_dtypes
+@pytest.mark.parametrize("filled", [[0] * 8, [3] * 8], ids=["step", "chunk"])
+def test_batch_larger_than_core_count_raises_and_leaves_cache_unchanged(device, filled, dtype):
+    grid = device.compute_with_storage_grid_size()
+    batch = grid.x * grid.y + 1
+    cache = mha_tt.init_cache(batch, 1, 64, 32, dtype, device=device)
+    num_new = 1 if filled[0] == 0 else 4
+    cache = mha_tt.KVCache(cache.keys, cache.values, np.full(batch, filled[0], np.int32), 64)
+    new = mha_tt.upload(np.ones((batch, 1, num_new, 32)), device=device, dtype=dtype)
+    with refuses("the batch", f"{batch} sequences"):
+        mha_tt.append_to_cache(cache, new, new)
+    assert not mha_tt.download(cache.keys).any()
+
+
+@pytest.mark.board
+def test_prompt_with_batch_larger_than_core_count_is_cached(device):
+    grid = device.compute_with_storage_grid_size()
+    batch = grid.x * grid.y + 1
+    new = mha_tt.upload(np.ones((batch, 1, 2, 32)), device=device)
+    cache = mha_tt.append_to_cache(mha_tt.init_cache(batch, 1, 32, 32, device=device), new, new)
+    assert (mha_tt.download(cache.keys)[:, :, :2] == 1.0).all()
+
+
+# ---- Transfers between host and device -------------------------------------------------------------------------------
+
+STEPS = {
+    # name: (layer, shapes uploaded by a step of some of 3 sequences: sequence selection, RoPE rotations, slots to
+    # write, last visible slots); a step of all sequences uploads nothing (test_step)
+    "mha": (SPECS["mha"], [(3, 1, 1), (3,), (3,)]),
+    "gqa-rope": (GQA_ROPE, [(3, 1, 1)] + [(1, 1, 3, 64)] * 2 + [(3,), (3,)]),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_step_of_some_sequences_uploads_only_positions(device, uploads, calls, monkeypatch, name):
+    spec, expected = STEPS[name]
+    module, x = cached_layer(spec, device), mha_tt.upload(random_tokens(1), device=device)
+    cache = filled_cache(module, [3, 1, 0], 40)
+    uploads.clear()
+    calls.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(devices, "readers", [lambda tensor: pytest.fail("a tensor was read back")])
+        module(x, cache, new_lengths=[1, 0, 1])
+    assert [array.shape for array in uploads] == expected
+    assert {"ttnn.from_device", "ttnn.to_torch", "ttnn.to_dtype"} & {call.name for call in calls} == set()
+
+
+def test_step_reads_only_the_filled_part_of_the_cache(device, calls):
+    module, x = cached_layer(GQA_ROPE, device), mha_tt.upload(random_tokens(1), device=device)
+    cache = filled_cache(module, [3, 1, 0], 40)
+    calls.clear()
+    module(x, cache)
+    names = [call.name for call in calls]
+    assert names.count("ttnn.transformer.scaled_dot_product_attention_decode") == 1
+    assert names.count("ttnn.transformer.scaled_dot_product_attention") == 0
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "taken"), [(1, 1, 17), (4, 2, 20), (6, 6, 18), (16, 4, 32), (17, 1, 17)], ids=str
+)
+def test_step_of_few_heads_fills_more_than_half_a_tile(device, rng, calls, num_heads, num_kv_heads, taken):
+    """Up to 16 heads would be 2% off on a card. Each head must attend to its own keys however it is repeated."""
+    last_positions = np.array([5, 63])
+    query = rounded(rng.standard_normal((1, 2, num_heads, 32)), ttnn.bfloat16)
+    keys, values = (rounded(rng.standard_normal((2, num_kv_heads, 64, 32)), ttnn.bfloat16) for _ in "kv")
+    q, k, v = (mha_tt.upload(x, device=device) for x in (query, keys, values))
+    found = mha_tt.download(mha_tt.fused.attend_to_cache(q, k, v, last_positions))
+    name = "ttnn.transformer.scaled_dot_product_attention_decode"
+    assert [call.arguments[0].shape[2] for call in calls if call.name == name] == [taken]
+    keys, values = (np.repeat(x, num_heads // num_kv_heads, axis=1).astype(np.float64) for x in (keys, values))
+    scores = np.einsum("bnh,bnsh->bns", query[0], keys) / np.sqrt(32)
+    shown = np.exp(np.where(np.arange(64) <= last_positions[:, None, None], scores, -np.inf))
+    expected = np.einsum("bns,bnsh->bnh", shown / shown.sum(-1, keepdims=True), values)
+    assert_close(found, expected[None], ttnn.bfloat16)
+
+
+# ---- Creating and measuring caches -----------------------------------------------------------------------------------
+
+
+@every_dtype
+def test_init_cache_returns_zeros_in_whole_tiles(device, dtype):
+    cache = mha_tt.init_cache(2, 3, 40, 12, dtype, device=device)
+    assert (cache.keys.dtype, cache.values.dtype, cache.capacity) == (dtype, dtype, 40)
+    for slots in (cache.keys, cache.values):
+        np.testing.assert_array_equal(mha_tt.download(slots), np.zeros((2, 3, 64, 32), np.float32), strict=True)
+    np.testing.assert_array_equal(cache.lengths, np.zeros(2, np.int32), strict=True)
+
+
+def test_kv_cache_nbytes_of_a_large_model():
+    nbytes = mha_tt.kv_cache_nbytes(1, 8, 8192, 128, num_layers=80, dtype=ttnn.bfloat16)
+    assert nbytes == 2.5 * 2**30
+
+
+@every_dtype
+@pytest.mark.parametrize("sizes", [(2, 3, 40, 12), (1, 1, 1, 1), (2, 1, 64, 96), (1, 2, 33, 80)], ids=str)
+def test_kv_cache_nbytes_matches_an_allocated_cache(device, sizes, dtype):
+    cache = mha_tt.init_cache(*sizes, dtype, device=device)
+    held = sum(slots.buffer_num_pages() * slots.buffer_page_size() for slots in (cache.keys, cache.values))
+    assert mha_tt.kv_cache_nbytes(*sizes, dtype=dtype) == held
+
+
+@both_dtypes
+def test_cache_holds_values_of_another_width(device, dtype):
+    """Values of one tile and keys of two, fed as a chunk, as no tokens and token by token."""
+    spec = parity.AttentionSpec(24, 2, head_dim=12, value_head_dim=20, rope=parity.Rope(), fused_qkv=True)
+    module = mha_tt.MultiHeadAttentionWithCache(spec, device=device, dtype=dtype)
+    cache = module.init_cache(2, 40)
+    assert (tuple(cache.keys.shape), tuple(cache.values.shape)) == ((2, 2, 64, 64), (2, 2, 64, 32))
+    sizes = {"head_dim": 64, "value_head_dim": 32, "dtype": dtype}
+    held = sum(slots.buffer_num_pages() * slots.buffer_page_size() for slots in (cache.keys, cache.values))
+    assert mha_tt.kv_cache_nbytes(2, 2, 40, **sizes) == held
+    x = np.random.default_rng(0).standard_normal((2, 5, 24))
+    whole, _ = module(mha_tt.upload(x, device=device, dtype=dtype), cache)
+    cache, steps = module.init_cache(2, 40), []
+    for begin, end in ((0, 3), (3, 3), (3, 4), (4, 5)):
+        output, cache = module(mha_tt.upload(x[:, begin:end], device=device, dtype=dtype), cache)
+        steps.append(mha_tt.download(output))
+    assert_close(np.concatenate(steps, axis=1), mha_tt.download(whole), dtype)
+
+
+# ---- Errors that the device does not report --------------------------------------------------------------------------
+
+
+def test_too_many_kv_heads_raise(device):
+    module = mha_tt.MultiHeadAttentionWithCache(parity.AttentionSpec(66, 33, head_dim=32), device=device)
+    with refuses("num_kv_heads", num_kv_heads=33):
+        module.init_cache(1, 4)
+
+
+@both_dtypes
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_non_finite_padding_reaches_no_real_token(device, dtype, value):
+    module = cached_layer(GQA_ROPE, device, dtype)
+    x = random_tokens(4, dtype, batch=2)
+    poisoned = x.copy()
+    poisoned[0, 2:] = value
+    lengths = [2, 4]
+    outputs = []
+    for tokens in (x, poisoned):
+        output, cache = module(
+            mha_tt.upload(tokens, device=device, dtype=dtype), module.init_cache(2, 40), new_lengths=lengths
+        )
+        outputs.append([mha_tt.download(tensor) for tensor in (output, cache.keys, cache.values)])
+    assert all(np.array_equal(*arrays) for arrays in zip(*outputs, strict=True))
+
+
+@pytest.mark.parametrize("rates", [{"dropout": 0.5}, {"output_dropout": 0.5}], ids=str)
+def test_unsupported_dropout_leaves_cache_unchanged(device, rates):
+    module = mha_tt.MultiHeadAttentionWithCache(parity.AttentionSpec(24, 4, **rates), dtype=ttnn.float32, device=device)
+    cache = module.init_cache(1, 4)
+    with refuses_type("the module", dtype=...):
+        module(mha_tt.upload(np.ones((1, 1, 24)), device=device, dtype=ttnn.float32), cache)
+    assert not mha_tt.download(cache.keys).any()
+
+
+# ---- Empty inputs ----------------------------------------------------------------------------------------------------
+
+
+@both_dtypes
+@pytest.mark.parametrize(
+    "spec", [SPECS["mqa-no-out-proj"], SPECS["fused-qkv-head-dim"]], ids=["no-out-proj", "fused-qkv"]
+)
+@pytest.mark.parametrize(("filled", "new_lengths"), [(0, None), (3, None), (3, [0, 0])], ids=str)
+def test_no_new_tokens_give_empty_output_and_unchanged_cache(device, new_lengths, filled, spec, dtype):
+    module = cached_layer(spec, device, dtype)
+    cache = filled_cache(module, [filled, filled], 6)
+    before = contents(cache)
+    x = mha_tt.upload(np.ones((2, 0, 24)), device=device, dtype=dtype)
+    output, cache = module(x, cache, new_lengths=new_lengths)
+    assert tuple(output.shape)[:2] == (2, 0)
+    assert [np.array_equal(*pair) for pair in zip(contents(cache), before, strict=True)] == [True] * 3
+
+
+@both_dtypes
+@pytest.mark.parametrize("seq_len", [1, 3])
+def test_empty_batch_gives_empty_output(device, seq_len, dtype):
+    module = cached_layer(GQA_ROPE, device, dtype)
+    x = mha_tt.upload(np.ones((0, seq_len, 24)), device=device, dtype=dtype)
+    output, cache = module(x, module.init_cache(0, 6), new_lengths=[])
+    assert (tuple(output.shape), cache.lengths.tolist()) == ((0, seq_len, 24), [])
+    grown, keys, _ = mha_tt.multi_head_attention_with_cache(x, module.weights, GQA_ROPE)
+    assert (tuple(grown.shape), tuple(keys.shape)) == ((0, seq_len, 24), (0, 2, seq_len, 64))
+
+
+@both_dtypes
+def test_no_new_tokens_leave_a_growing_cache_unchanged(device, dtype):
+    module, x = cached_layer(GQA_ROPE, device, dtype), random_tokens(3, dtype)
+    none, some = (mha_tt.upload(x[:, :count], device=device, dtype=dtype) for count in (0, 3))
+    _, keys, values = mha_tt.multi_head_attention_with_cache(some, module.weights, GQA_ROPE)
+    output, grown, _ = mha_tt.multi_head_attention_with_cache(none, module.weights, GQA_ROPE, keys, values)
+    assert tuple(output.shape) == (3, 0, 24)
+    assert np.array_equal(mha_tt.download(grown), mha_tt.download(keys))

@@ -1,0 +1,41 @@
+"""The documentation of mha_tt: its code runs. That of the other siblings is run by tests/repository/test_docs.py."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from helpers import ROOT
+
+BLOCKS = {
+    f"{path.relative_to(ROOT)}-{number}": block
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+    for number, block in enumerate(re.findall(r"^```python\n(.*?)^```$", path.read_text("utf-8"), re.M | re.S))
+    if "mha_tt" in block
+}
+FORKS = """
+import os, sys
+import parity, mha_tt.mock, mha_tt.parallel
+
+failed = 0
+for name, block in zip(sys.argv[1::2], sys.argv[2::2]):
+    if not os.fork():
+        exec(compile(block, name, "exec"), {"__name__": "__main__"})
+        os._exit(0)  # to free what is imported takes as long as to import it
+    failed |= os.wait()[1]
+sys.exit(failed != 0)
+"""
+
+
+def test_there_are_blocks():
+    assert BLOCKS
+
+
+@pytest.mark.thorough
+def test_every_block_runs(only_mock):
+    """In a process of its own: a process has one board for good. They are forks of one, for imports take longest."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    program = [sys.executable, "-c", FORKS, *(text for block in BLOCKS.items() for text in block)]
+    result = subprocess.run(program, capture_output=True, text=True, env=environment, timeout=300)
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,283 @@
+"""Latents: over keys and values made of them, or over latents themselves, the results are those of the formulas."""
+
+import numpy as np
+import pytest
+import ttnn
+from helpers.tt.formulas import assert_close, both_dtypes, every_dtype, layer, module_of, rounded, rounded_weights
+
+import mha_tt
+import parity
+from mha_spec import Latent
+from mha_tt.layout import padded_features, slots_of
+
+KERNEL = "ttnn.transformer.scaled_dot_product_attention"
+
+SPECS = {  # no width takes whole tiles, and blocks of a head take different numbers of them
+    "interleaved": parity.AttentionSpec(
+        24,
+        3,
+        head_dim=10,
+        value_head_dim=7,
+        qkv_bias=False,
+        latent=Latent(9, 4),
+        rope=parity.Rope(500.0, rotary_dim=4, rotated="last", pairs="interleaved"),
+    ),
+    "half-of-two-latents": parity.AttentionSpec(
+        24,
+        4,
+        head_dim=44,
+        value_head_dim=40,
+        latent=Latent(70, 6, q_rank=13, eps=0.1, q_factor=1.6, kv_factor=0.75),
+        rope=parity.Rope(500.0, rotary_dim=6, rotated="last"),
+    ),
+    "no-rope": parity.AttentionSpec(24, 2, head_dim=12, latent=Latent(33, 5), out_bias=False),
+}
+TWO_LATENTS = SPECS["half-of-two-latents"]
+every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+either_way = pytest.mark.parametrize("absorb", [False, True], ids=["expanded", "absorbed"])
+
+
+def random_tokens(num_tokens, dtype, batch=3):
+    return rounded(np.random.default_rng(1).standard_normal((batch, num_tokens, 24)), dtype)
+
+
+def full_pass(spec, dtype, x):
+    """The output of one causal pass, in float64."""
+    return layer(spec, rounded_weights(spec, dtype), x, mask=mha_tt.create_causal_mask(x.shape[1]))[0]
+
+
+def latent_layer(spec, device, dtype, **options):
+    return module_of("MultiHeadLatentAttention", spec, device, dtype, **options)
+
+
+def feed(step, x, chunks, cache, dtype):
+    """The outputs of all tokens, fed in chunks of these sizes to `step(x, cache)`, and the cache."""
+    outputs = []
+    for chunk in np.split(x, np.cumsum(chunks)[:-1], axis=1):
+        output, cache = step(mha_tt.upload(chunk, device=cache.latents.device(), dtype=dtype), cache)
+        outputs.append(mha_tt.download(output))
+    return np.concatenate(outputs, axis=1), cache
+
+
+def by_function(module, absorb):
+    """A step of the function, with the weights of a module."""
+
+    def step(x, cache):
+        return mha_tt.multi_head_latent_attention(x, module.weights, module.spec, cache, absorb=absorb)
+
+    return step
+
+
+# ---- Weights ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.board
+@every_dtype
+@every_spec
+def test_weights_go_up_and_come_back_bit_for_bit(device, spec, dtype):
+    weights = rounded_weights(spec, ttnn.bfloat16 if dtype == ttnn.bfloat8_b else dtype)
+    held = mha_tt.upload_weights(weights, spec, device=device, dtype=dtype)
+    again = mha_tt.upload_weights(mha_tt.download_weights(held, spec), spec, device=device, dtype=dtype)
+    for name, weight in weights.items():
+        assert np.array_equal(mha_tt.download(again[name]), mha_tt.download(held[name]))
+        if dtype != ttnn.bfloat8_b:  # which rounds
+            assert np.array_equal(mha_tt.download_weights(held, spec)[name], weight)
+
+
+def test_blocks_of_a_head_begin_at_tiles():
+    # 38 features of its own take 64; 3 pairs that heads share begin there, their second features a tile later.
+    assert slots_of("q_b_proj", TWO_LATENTS).tolist() == [*range(38), 64, 65, 66, 96, 97, 98]
+    assert slots_of("kv_a_proj", TWO_LATENTS).tolist() == [*range(70), 96, 97, 98, 128, 129, 130]
+    assert slots_of("kv_b_proj", TWO_LATENTS).tolist() == [*range(38), *range(64, 104)]
+    features = {name: padded_features(name, TWO_LATENTS) for name in ("q_b_proj", "kv_a_proj", "v_proj")}
+    assert features == {"q_b_proj": 128, "kv_a_proj": 160, "v_proj": 64}
+
+
+# ---- Without a cache -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.board
+@both_dtypes
+@every_spec
+@pytest.mark.parametrize("need_weights", [False, True], ids=["output", "weights"])
+def test_layer_gives_what_the_formulas_give(device, need_weights, spec, dtype):
+    x, weights = random_tokens(35, dtype), rounded_weights(spec, dtype)
+    held = mha_tt.upload_weights(weights, spec, device=device, dtype=dtype)
+    output, attn_weights = mha_tt.multi_head_attention(
+        mha_tt.upload(x, device=device, dtype=dtype), held, spec, is_causal=True, need_weights=need_weights
+    )
+    expected, expected_weights = layer(spec, weights, x, mask=mha_tt.create_causal_mask(35))
+    assert_close(mha_tt.download(output), expected, dtype)
+    if need_weights:
+        assert_close(mha_tt.download(attn_weights), expected_weights, dtype)
+
+
+@both_dtypes
+def test_module_uploads_its_rotations_once(device, uploads, dtype):
+    module, x = module_of("MultiHeadSelfAttention", TWO_LATENTS, device, dtype), random_tokens(9, dtype)
+    on_device = mha_tt.upload(x, device=device, dtype=dtype)
+    module(on_device, is_causal=True)
+    uploads.clear()
+    assert_close(mha_tt.download(module(on_device, is_causal=True)), full_pass(TWO_LATENTS, dtype, x), dtype)
+    assert uploads == []
+
+
+@pytest.mark.board
+@both_dtypes
+def test_layer_of_no_tokens_gives_none(device, dtype):
+    module = latent_layer(TWO_LATENTS, device, dtype)
+    for shape in ((0, 4, 24), (3, 0, 24)):
+        x = mha_tt.upload(np.zeros(shape), device=device, dtype=dtype)
+        assert tuple(mha_tt.multi_head_attention(x, module.weights, TWO_LATENTS)[0].shape) == shape
+        assert tuple(module(x, module.init_cache(shape[0], 8))[0].shape) == shape
+
+
+# ---- With a cache ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("chunks", "dtype"),
+    [([5, 28, 1, 1, 5], ttnn.float32), ([33, 1, 6], ttnn.bfloat16), ([1] * 3, ttnn.bfloat16)],
+    ids=str,
+)
+def test_any_chunking_equals_the_full_pass(device, chunks, dtype):
+    module, x = latent_layer(TWO_LATENTS, device, dtype), random_tokens(sum(chunks), dtype)
+    output, cache = feed(module, x, chunks, module.init_cache(3, 45), dtype)
+    assert_close(output, full_pass(TWO_LATENTS, dtype, x), dtype)
+    assert cache.lengths.tolist() == [sum(chunks)] * 3
+
+
+@pytest.mark.parametrize(
+    ("spec", "dtype"), [*((spec, ttnn.bfloat16) for spec in SPECS.values()), (TWO_LATENTS, ttnn.float32)]
+)
+@either_way
+def test_latents_absorbed_or_expanded_equal_the_full_pass(device, absorb, spec, dtype):
+    module, x = latent_layer(spec, device, dtype), random_tokens(8, dtype)
+    output, _ = feed(by_function(module, absorb), x, [4, 3, 1], module.init_cache(3, 8), dtype)
+    assert_close(output, full_pass(spec, dtype, x), dtype)
+
+
+@both_dtypes
+def test_keys_and_values_are_cached_as_well(device, dtype):
+    module, x = module_of("MultiHeadAttentionWithCache", TWO_LATENTS, device, dtype), random_tokens(9, dtype)
+    cache, outputs = module.init_cache(3, 12), []
+    for chunk in np.split(x, [6, 7], axis=1):
+        output, cache = module(mha_tt.upload(chunk, device=device, dtype=dtype), cache)
+        outputs.append(mha_tt.download(output))
+    assert_close(np.concatenate(outputs, axis=1), full_pass(TWO_LATENTS, dtype, x), dtype)
+
+
+@pytest.mark.board
+@both_dtypes
+@pytest.mark.parametrize("steps", [[(3, 6, 1), (1, 0, 1), (0, 2, 3)], [(31, 32, 33), (1, 1, 0)]], ids=str)
+def test_ragged_batch_equals_each_sequence_alone(device, steps, dtype):
+    x, module = random_tokens(40, dtype), latent_layer(TWO_LATENTS, device, dtype)
+    cache, output, num_fed = module.init_cache(3, 40), np.zeros(x.shape), np.zeros(3, int)
+    for new_lengths in np.array(steps):
+        new_tokens = np.full((3, new_lengths.max(), 24), np.nan)  # in the padding
+        is_new = np.arange(new_lengths.max()) < new_lengths[:, None]
+        rows, columns = np.nonzero(is_new)
+        places = rows, num_fed[rows] + columns
+        new_tokens[is_new] = x[places]
+        stepped, cache = module(mha_tt.upload(new_tokens, device=device, dtype=dtype), cache, new_lengths=new_lengths)
+        stepped = mha_tt.download(stepped)
+        output[places] = stepped[is_new]
+        assert not stepped[~is_new].any()
+        num_fed += new_lengths
+    is_fed = np.arange(40) < num_fed[:, None]
+    assert cache.lengths.tolist() == num_fed.tolist()
+    assert_close(output, np.where(is_fed[..., None], full_pass(TWO_LATENTS, dtype, x), 0.0), dtype)
+
+
+@pytest.mark.board
+@either_way
+def test_latents_in_bfloat8_b_are_close_to_the_full_pass(device, absorb):
+    module, x = latent_layer(TWO_LATENTS, device, ttnn.bfloat16), random_tokens(8, ttnn.bfloat16)
+    cache = module.init_cache(3, 8, ttnn.bfloat8_b)
+    output, cache = feed(by_function(module, absorb), x, [5, 2, 1], cache, ttnn.bfloat16)
+    assert cache.latents.dtype == ttnn.bfloat8_b
+    assert_close(output, full_pass(TWO_LATENTS, ttnn.bfloat16, x), ttnn.bfloat8_b)
+
+
+@both_dtypes
+def test_appended_latents_stand_for_the_keys_and_values_of_the_layer(device, dtype):
+    weights, x = rounded_weights(TWO_LATENTS, dtype), random_tokens(6, dtype)
+    held = mha_tt.upload_weights(weights, TWO_LATENTS, device=device, dtype=dtype)
+    project = mha_tt.project_with(held, TWO_LATENTS)
+    on_device = mha_tt.upload(x, device=device, dtype=dtype)
+    q, latents = mha_tt.project_latents(project, on_device, TWO_LATENTS)
+    cache = mha_tt.init_latent_cache(3, 6, 70, 6, dtype, device=device)
+    cache = mha_tt.append_to_latent_cache(cache, latents, new_lengths=[6, 0, 4])
+    found = mha_tt.expand_latents(project, cache.latents[:, :, :6], TWO_LATENTS)
+    expected = mha_tt.project_qkv(project, on_device, on_device, on_device, TWO_LATENTS)
+    assert np.array_equal(mha_tt.download(q), mha_tt.download(expected[0]))
+    is_cached = (np.arange(6) < np.array([6, 0, 4])[:, None])[:, None, :, None]
+    for cached, new in zip(found, expected[1:], strict=True):
+        assert_close(mha_tt.download(cached), np.where(is_cached, mha_tt.download(new), 0.0), dtype)
+
+
+@pytest.mark.board
+@both_dtypes
+def test_changed_cache_of_latents_decodes_as_its_sequences_do(device, dtype):
+    module, x = latent_layer(TWO_LATENTS, device, dtype), random_tokens(7, dtype)
+    _, cache = feed(module, x[:, :6], [6], module.init_cache(3, 7), dtype)
+    changed = cache.crop([4, 5, 5]).reorder([2, 0]).repeat(2).grow(40)
+    assert (changed.capacity, changed.lengths.tolist()) == (40, [5, 5, 4, 4])
+    output, _ = module(mha_tt.upload(x[[2, 2, 0, 0], 6:], device=device, dtype=dtype), changed)
+    for row, (sequence, length) in enumerate([(2, 5), (2, 5), (0, 4), (0, 4)]):
+        fed = np.concatenate([x[sequence, :length], x[sequence, 6:]])[None]
+        assert_close(mha_tt.download(output)[row, -1], full_pass(TWO_LATENTS, dtype, fed)[0, -1], dtype)
+
+
+@pytest.mark.board
+def test_step_reads_the_latents_with_the_kernel_for_one_token(device, calls):
+    # More heads than fit a core, each as wide as a latent: 40 are taken 32 at a time, the last 8 three times each.
+    spec = parity.AttentionSpec(24, 40, head_dim=12, value_head_dim=8, latent=Latent(310, 4), qkv_bias=False)
+    module, x = latent_layer(spec, device, ttnn.bfloat16), random_tokens(7, ttnn.bfloat16, batch=2)
+    _, cache = feed(module, x[:, :6], [6], module.init_cache(2, 40), ttnn.bfloat16)
+    calls.clear()
+    output, _ = feed(module, x[:, 6:], [1], cache, ttnn.bfloat16)
+    taken = [call for call in calls if call.name == "ttnn.transformer.scaled_dot_product_attention_decode"]
+    assert [call.arguments[0].shape[2] for call in taken] == [32, 24]
+    assert all(call.arguments[1] is call.arguments[2] is cache.latents for call in taken)
+    assert_close(output, full_pass(spec, ttnn.bfloat16, x)[:, 6:], ttnn.bfloat16)
+
+
+@pytest.mark.board
+def test_step_over_latents_of_a_width_that_its_kernel_gets_wrong_equals_the_full_pass(device, calls):
+    rope = parity.Rope(500.0, rotary_dim=64, rotated="last")
+    spec = parity.AttentionSpec(24, 20, head_dim=72, value_head_dim=8, latent=Latent(512, 64), rope=rope)
+    x = random_tokens(6, ttnn.bfloat16)
+    module = latent_layer(spec, device, ttnn.bfloat16)
+    outputs, _ = feed(module, x, (4, 1, 1), module.init_cache(3, 8), ttnn.bfloat16)
+    taken = [call for call in calls if "scaled_dot_product_attention" in call.name]
+    assert [(call.name, call.arguments[1].shape[3]) for call in taken][2:] == [(KERNEL, 576)] * 4
+    assert_close(outputs, full_pass(spec, ttnn.bfloat16, x), ttnn.bfloat16)
+
+
+@both_dtypes
+def test_weights_of_heads_are_made_once_for_each_load(device, dtype):
+    module, x = latent_layer(TWO_LATENTS, device, dtype), random_tokens(4, dtype)
+    _, cache = feed(module, x[:, :2], [1, 1], module.init_cache(3, 4), dtype)
+    kept = module._kv_b()
+    _, cache = feed(module, x[:, 2:3], [1], cache, dtype)
+    assert module._kv_b() is kept
+    others = {**rounded_weights(TWO_LATENTS, dtype)}
+    others["kv_b_proj.weight"] = others["kv_b_proj.weight"][::-1]
+    module.load_weights(others)
+    output, _ = feed(module, x, [1] * 4, module.init_cache(3, 4), dtype)
+    expected, _ = layer(TWO_LATENTS, others, x, mask=mha_tt.create_causal_mask(4))
+    assert_close(output, expected, dtype)
+    assert module._kv_b() is not kept
+
+
+@pytest.mark.board
+def test_attention_weights_are_dropped_in_training(device):
+    spec, x = (
+        parity.AttentionSpec(24, 2, head_dim=12, latent=Latent(33, 5), dropout=0.5),
+        random_tokens(4, ttnn.bfloat16),
+    )
+    module = latent_layer(spec, device, ttnn.bfloat16, rng=np.random.default_rng(0))
+    whole, _ = feed(module, x, [3, 1], module.init_cache(3, 4), ttnn.bfloat16)
+    dropped, _ = feed(module.train(), x, [3, 1], module.init_cache(3, 4), ttnn.bfloat16)
+    assert (dropped != whole).any(axis=2).all()

@@ -1,0 +1,87 @@
+"""Norms of queries, keys and values: on paper, and in the heads that a device holds."""
+
+import numpy as np
+import pytest
+import ttnn
+from helpers.refusals import refuses, refuses_type
+from helpers.tt.formulas import assert_close
+
+import mha_tt
+import parity
+from parity import Norm
+
+pytestmark = pytest.mark.board
+
+
+def exact(x, norm, weight=None, bias=None):
+    """The norm in float64, straight from its formula."""
+    x = np.asarray(x, np.float64)
+    x = x - x.mean(axis=-1, keepdims=True) if norm.kind == "layer" else x
+    y = x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + norm.eps)
+    y = y if weight is None else y * (weight + (norm.weight == "1+w"))
+    return y if bias is None else y + bias
+
+
+@pytest.mark.parametrize("rope", [None, parity.Rope()], ids=["padded after", "padded between"])
+@pytest.mark.parametrize(
+    "norm",
+    [
+        Norm(weight=None, eps=0.01),
+        Norm(weight="1+w"),
+        Norm("layer", weight=None),
+        Norm("layer", bias=True, per_head=True, eps=0.01),
+    ],
+    ids=str,
+)
+def test_features_that_pad_a_head_count_for_nothing(device, rng, norm, rope):
+    heads, size = 3, 12
+    slots, padded = mha_tt.head_slots(size, rope=rope), mha_tt.padded_head_dim(size, rope=rope is not None)
+    x = rng.standard_normal((2, heads, 5, size)).astype(np.float32) + 1
+    held = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in norm.shapes(heads, size).items()}
+
+    def uploaded(array):
+        wide = np.zeros((*array.shape[:-1], padded), np.float32)
+        wide[..., slots] = array
+        wide = wide[None, :, None] if array.ndim == 2 else wide[None] if array.ndim == 1 else wide
+        return mha_tt.upload(wide, device=device, dtype=ttnn.float32)
+
+    parameters = {name: uploaded(array) for name, array in held.items()}
+    found = mha_tt.download(mha_tt.apply_norm(uploaded(x), norm, **parameters, slots=slots))
+    expected = exact(x, norm, *(array[:, None] if array.ndim == 2 else array for array in held.values()))
+    assert_close(found[..., slots], expected, ttnn.float32)
+    assert not np.delete(found, slots, axis=-1).any()
+
+
+def test_parameters_of_another_norm_are_refused(device):
+    x = mha_tt.upload(np.ones((1, 2, 3, 32)), device=device)
+    with refuses("weight", {"weight.shape": None}):
+        mha_tt.apply_norm(x, Norm())
+    with refuses_type("norm", norm=1e-06):
+        mha_tt.apply_norm(x, 1e-6)
+
+
+def test_nothing_is_normalised_to_nothing(device):
+    empty = mha_tt.device.zeros((0, 2, 3, 32), ttnn.bfloat16, device)
+    assert tuple(mha_tt.apply_norm(empty, Norm(weight=None)).shape) == (0, 2, 3, 32)
+
+
+@pytest.mark.parametrize("dtype", [ttnn.float32, ttnn.bfloat16, ttnn.bfloat8_b], ids=lambda dtype: dtype.name)
+def test_a_new_layer_multiplies_by_one(device, dtype):
+    norm = Norm("layer", bias=True, per_head=True, weight="1+w")
+    spec = parity.AttentionSpec(24, 2, rope=parity.Rope(), qk_norm=norm, v_norm=Norm(over="width"))
+    layer = mha_tt.MultiHeadAttention(spec, device=device, dtype=dtype)
+    held = mha_tt.download_weights(layer.weights, spec)
+    assert held["q_norm.weight"].shape == (2, 12)
+    for name in spec.parameters:
+        assert np.array_equal(held[name], np.full_like(held[name], 1.0 if name == "v_norm.weight" else 0.0))
+
+
+def test_weights_go_in_and_out_bit_for_bit(device):
+    spec = parity.AttentionSpec(
+        24, 2, fused_qkv=True, qk_norm=Norm(over="width"), v_norm=Norm(per_head=True, bias=True)
+    )
+    weights = parity.random_weights(spec)
+    held = mha_tt.upload_weights(weights, spec, device=device, dtype=ttnn.float32)
+    found = mha_tt.download_weights(held, spec)
+    assert list(found) == list(weights)
+    assert all(np.array_equal(found[name], weights[name]) for name in weights)

@@ -1,0 +1,111 @@
+"""Operations held against their golden functions, one by one; on a mock board what is wrong is injected."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ttnn
+from helpers.tt.formulas import module_of
+
+import mha_tt
+import parity
+from mha_tt.mock import Shadow
+
+pytestmark = pytest.mark.usefixtures("only_mock")
+
+SPEC = parity.AttentionSpec(64, 4, num_kv_heads=2, rope=parity.Rope(10000.0))
+
+
+@pytest.fixture
+def layer(device):
+    """A layer with a cache, asked for a prompt and two steps."""
+    module = module_of("MultiHeadAttentionWithCache", SPEC, device)
+
+    def run():
+        cache = module.init_cache(2, 40)
+        for count in (36, 1, 1):
+            x = mha_tt.upload(np.random.default_rng(count).standard_normal((2, count, 64)), device=device)
+            _, cache = module(x, cache)
+
+    return run
+
+
+def broken(monkeypatch, name, change):
+    """Makes a device give something else for an operation."""
+    original = Shadow.__call__
+
+    def call(self, operation, arguments, keywords, result):
+        original(self, operation, arguments, keywords, result)
+        if operation.python_fully_qualified_name == name:
+            for tensor in result if isinstance(result, list | tuple) else [result]:
+                self._values[tensor.tensor_id] = [change(part.clone()) for part in self.parts(tensor)]
+
+    monkeypatch.setattr(Shadow, "__call__", call)
+
+
+def test_a_right_program_passes(layer):
+    with parity.assert_operations() as operations:
+        layer()
+    assert operations.judged > 60
+    assert not operations.not_judged
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("ttnn.transformer.scaled_dot_product_attention", lambda x: x * 1.05),
+        ("ttnn.transformer.scaled_dot_product_attention_decode", lambda x: x * 1.05),
+        ("ttnn.experimental.paged_fused_update_cache", lambda x: x.roll(1, 2)),
+        ("ttnn.plus_one", lambda x: x + 1),
+    ],
+)
+def test_the_first_operation_that_is_off_is_named_with_its_place(monkeypatch, layer, name, change):
+    broken(monkeypatch, name, change)
+    place = rf"operation \d+, {re.escape(name)} of \(.*\), .*mha_tt.*\.py:\d+:"
+    with pytest.raises(AssertionError, match=place), parity.assert_operations():
+        layer()
+
+
+def test_the_place_is_a_line_of_the_program(monkeypatch, device):
+    broken(monkeypatch, "ttnn.softmax", lambda x: x + 0.1)
+    x = mha_tt.upload(np.ones((1, 1, 32, 32)), device=device)
+
+    def program():
+        return ttnn.softmax(ttnn.add(x, x), dim=-1)  # this one
+
+    with pytest.raises(AssertionError) as raised, parity.assert_operations():
+        program()
+    line, text = re.match(r"operation 2, ttnn.softmax of \(1, 1, 32, 32\), .*:(\d+):\n(.*)", str(raised.value)).groups()
+    assert "# this one" in Path(__file__).read_text("utf-8").splitlines()[int(line) - 1]
+    assert "softmax: actual differs from expected (bfloat16)" in text
+
+
+def test_what_follows_a_wrong_operation_is_not_blamed(monkeypatch, device):
+    """It is judged by what went into it."""
+    x = mha_tt.upload(np.ones((1, 1, 32, 32)), device=device)
+    broken(monkeypatch, "ttnn.add", lambda x: x * 2)
+    wrong = ttnn.add(x, x)
+    with parity.assert_operations() as operations:
+        ttnn.softmax(wrong, dim=-1)
+    assert operations.judged == 1
+
+
+def test_what_cannot_be_judged_is_told(monkeypatch, device):
+    x = mha_tt.upload(np.ones((1, 1, 32, 32)), device=device)
+    with parity.assert_operations() as operations:
+        ttnn.typecast(x, ttnn.bfloat8_b)
+    assert operations.not_judged == {"ttnn.typecast": "blocks that share an exponent have no budget"}
+    assert operations.judged == 0
+    monkeypatch.setattr("parity.testing.operations._golden", lambda operation: None)
+    with parity.assert_operations() as operations:
+        ttnn.add(x, x)
+    assert "it has no golden function" in operations.not_judged["ttnn.add"]
+    assert operations.judged == 0
+
+
+def test_the_fast_mode_comes_back(device):
+    before = ttnn.CONFIG.enable_fast_runtime_mode
+    with pytest.raises(ZeroDivisionError), parity.assert_operations():
+        1 / 0  # noqa: B018
+    assert ttnn.CONFIG.enable_fast_runtime_mode == before

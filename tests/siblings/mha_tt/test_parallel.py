@@ -1,0 +1,128 @@
+"""Heads divided over the chips of mock boards: equal to the undivided layer, and what is wrong is seen.
+
+helpers/programs/chips.py computes the results, once for each board, in a process of its own.
+"""
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from helpers import PYTHONPATH, ROOT
+from helpers.programs.chips import JUDGED
+from helpers.refusals import refuses, refuses_type
+from helpers.samples import sample
+
+pytestmark = pytest.mark.usefixtures("only_mock")
+
+every_board = pytest.mark.parametrize("board", JUDGED)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What a board's process found, which one worker starts for all."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+    def of_board(board):
+        path = folder / f"{board}.json"
+        with open(folder / f"{board}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                program = [sys.executable, "-m", "helpers.programs.chips", board]
+                kept = {name: value for name, value in os.environ.items() if not name.startswith("TT_METAL")}
+                kept["PYTHONPATH"] = PYTHONPATH
+                result = subprocess.run(program, env=kept, cwd=ROOT, capture_output=True, text=True, timeout=600)
+                assert result.returncode == 0, result.stderr
+                path.write_text(result.stdout)
+        return json.loads(path.read_text())
+
+    return of_board
+
+
+@sample(board=["n300"])
+@every_board
+def test_divided_heads_are_within_the_budget_of_the_undivided_layer(found, board):
+    judged = found(board)["judged"]
+    assert len(judged) == sum(map(len, JUDGED[board].values()))
+    for stages, failed, _ in judged.values():
+        assert stages
+        assert failed == {}
+
+
+@sample(board=["n300"])
+@every_board
+def test_chips_send_one_sum_and_nothing_else(found, board):
+    sent = [each for _, _, of_cases in found(board)["judged"].values() for each in of_cases]
+    assert {program for _, program, *_ in sent} > {"fused.forward", "step"}
+    assert all(counted == ideal for *_, counted, ideal in sent)
+    assert all(counted == ({} if case == "no-out-proj" else {"all-reduce": 1}) for case, _, counted, _ in sent)
+
+
+@pytest.mark.parametrize(
+    ("bug", "first", "reason"),
+    [
+        ("without all_reduce", "run", "Refusal: tensor "),
+        ("key/value heads in the wrong order", "k", ""),
+        ("the bias of out_proj on every chip", "output", ""),
+    ],
+)
+def test_a_bug_of_dividing_fails(found, bug, first, reason):  # the control of the tests above
+    failed = found("n300")["controls"][bug]
+    stage, told = next(iter(failed.items()))
+    assert stage.split()[-1] == first
+    assert told.startswith(reason)
+
+
+def test_a_sum_too_many_is_counted(found):
+    _, failed, sent = found("n300")["controls"]["a sum too many"]
+    assert failed == {}
+    assert [counted for _, _, counted, _ in sent] == [{"all-reduce": 2}] * 2
+
+
+@sample(board=["n300"])
+@every_board
+def test_collectives_give_what_golden_functions_of_the_framework_say(found, board):
+    told = {name: facts for name, facts in found(board).items() if name.endswith("as ttnn says")}
+    assert told
+    for facts in told.values():
+        assert len(facts) >= 7
+        assert all(facts.values()), facts
+
+
+def test_a_product_by_rows_is_a_part_without_its_sum(found):
+    without, summed, said = found("n300")["by rows"]
+    assert without > 0.1
+    assert summed < 1e-6
+    assert refuses("tensor", where="ValueError").is_printed_in(said)
+
+
+def test_weights_come_out_of_divided_layers_and_go_into_them_bit_for_bit(found):
+    assert found("n300")["carried"] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("name", "refusal"),
+    [
+        ("uneven", refuses("num_heads", "num_heads=9 and 2 chips")),
+        ("norm over the width", refuses("q_norm")),
+        ("alibi", refuses("alibi")),
+        ("shared_kv", refuses("shared_kv", shared_kv=True)),
+        ("no such dimension", refuses("heads", heads=2)),
+        ("a name", refuses_type("heads", heads="tensor")),
+        ("twice", refuses("layer", "along dimension 1")),
+        ("no layer", refuses_type("layer", "object")),
+        ("training with dropout", refuses("the module")),
+        ("bias of all heads", refuses("bias", {"bias.shape": (1, 8, 5, 5)})),
+    ],
+)
+def test_what_would_be_wrong_is_refused_by_name(found, name, refusal):
+    kind, _, said = found("n300")["refused"][name].partition(": ")
+    assert refusal.is_printed_in(said)
+    assert kind == refusal.kind.__name__
+
+
+def test_an_operation_whose_values_are_not_known_is_refused_by_name(found):
+    assert found("n300")["refused"]["broadcast"].startswith("NotImplementedError: ttnn.all_broadcast ")

@@ -1,0 +1,47 @@
+"""Cases with recordings of a computing board replay them, and each recording is current.
+
+On another board than theirs there is nothing to replay: conftest.py collects these tests on that board alone.
+"""
+
+import re
+
+import pytest
+from helpers.tt.formulas import IS_MOCK
+
+from parity import random_weights
+from parity.backends import tt
+from parity.backends.record import record
+from parity.core.cases import CASES
+from parity.core.problem import make_problem
+from parity.core.trace import Reference, judge
+from parity.running.run import run_cases
+
+pytestmark = [
+    pytest.mark.board,
+    pytest.mark.skipif(not IS_MOCK, reason="recordings are given back on a mock board only"),
+]
+
+EVERY = sorted(tt.RECORDINGS.rglob("*.npz"))
+
+
+@pytest.mark.parametrize("path", EVERY, ids=[path.stem for path in EVERY])
+def test_recording_is_current_and_within_tolerance(path):
+    name, _, dtype = path.stem.rpartition("-")
+    assert tt.recording_path(name, dtype) == path, "no case replays it"
+    reference = Reference(make_problem(CASES[name], dtype))
+    trace = record("tt", reference)
+    assert trace.numerics["values"].startswith("a recording made on"), (
+        f"tools/record-tt --cases {name} again: {trace.numerics['not_as_recorded']}"
+    )
+    assert trace.arithmetic == "tensix"
+    assert not [str(comparison) for comparison in judge(trace, reference) if not comparison.passed]
+
+
+def test_run_reports_source_of_its_values():
+    case, weights = CASES["full"], random_weights(CASES["full"].spec, seed=9)
+    values = "tt ran without its hardware: in 1 case its values come from"
+    (told,) = run_cases([case], ["tt"]).warnings
+    assert told.startswith(f"{values} a recording made on a simulated Blackhole")
+    report = run_cases([case], ["tt"], weights=weights)
+    assert report.warnings[0] == f"{values} golden functions"
+    assert re.match(r"tt ran another program .* full in float32: step \d+ uploads other numbers", report.warnings[1])

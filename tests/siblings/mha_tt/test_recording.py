@@ -1,0 +1,105 @@
+"""Recordings of programs from a computing device: making, saving and replaying them, and keeping them current."""
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import ttnn
+from helpers.tt.formulas import IS_MOCK
+
+import mha_tt
+from mha_tt import recording
+from mha_tt.recording import Recording
+
+pytestmark = pytest.mark.skipif(not IS_MOCK, reason="recordings are given back on a mock board only")
+
+X = np.arange(64.0).reshape(1, 64)
+
+
+def program(device, *, x=X, factor=2.0, times=1, is_of_first=False):
+    """Return the output of a small program that multiplies a tensor by a factor repeatedly.
+
+    With `is_of_first`, each step multiplies the first tensor instead of the previous result.
+    """
+    y = first = mha_tt.upload(x, device=device, dtype=ttnn.float32)
+    for _ in range(times):
+        y = ttnn.multiply(first if is_of_first else y, factor)
+    return mha_tt.download(y)
+
+
+def keep(device, monkeypatch, **options):
+    """Return a recording of the program, made on a device whose values are off by one."""
+    with mha_tt.mock.shadow() as values, monkeypatch.context() as patched:
+        patched.setattr(recording, "target", lambda: "simulator")
+        patched.setattr(recording, "read_back", lambda tensor: values.download(tensor) + 1)
+        with recording.recorded() as found:
+            assert np.array_equal(program(device, **options), 2 ** options.get("times", 1) * X + 1)
+    return found
+
+
+@pytest.fixture
+def kept(device, monkeypatch):
+    return keep(device, monkeypatch)
+
+
+def test_same_program_replays_recorded_values(device, kept):
+    with recording.replayed(kept) as replay:
+        assert np.array_equal(program(device), 2 * X + 1)
+    assert replay.differs == ""
+
+
+def test_upload_differing_by_rounding_is_same_program(device, kept):
+    with recording.replayed(kept) as replay:
+        assert np.array_equal(program(device, x=X * (1 + 1e-7)), 2 * X + 1)
+    assert replay.differs == ""
+
+
+OTHERS = {
+    "another number": ({"factor": 3.0}, "step 3 is 'ttnn.multiply .* 3.0 -> #2' and was 'ttnn.multiply .* 2.0 -> #2'"),
+    "another shape": (
+        {"x": X.reshape(2, 32)},
+        r"step 1 is 'ttnn.to_device #0 \(2, 32\) .* was 'ttnn.to_device #0 \(1, 64\)",
+    ),
+    "other numbers in a tensor": ({"x": X + 1}, "step 2 uploads other numbers"),
+    "the same numbers in another order": ({"x": X[:, ::-1]}, "step 2 uploads other numbers"),
+    "an operation more": ({"times": 2}, "step 4 is 'ttnn.multiply .* and was 'read "),
+    "an operation less": ({"times": 0}, "step 3 is 'read .* and was 'ttnn.multiply "),
+}
+
+
+@pytest.mark.parametrize(("options", "told"), OTHERS.values(), ids=list(OTHERS))
+def test_different_program_returns_golden_values_and_is_reported(device, kept, options, told):
+    with recording.replayed(kept) as replay:
+        found = program(device, **options)
+    expected = options.get("x", X) * options.get("factor", 2.0) ** options.get("times", 1)
+    assert np.array_equal(found, expected)
+    assert re.match(told, replay.differs)
+
+
+def test_same_operations_on_other_tensors_are_different_program(device, monkeypatch):
+    """The tensors have the same shapes, as when keys are written instead of values."""
+    twice = keep(device, monkeypatch, times=2)
+    with recording.replayed(twice) as replay:
+        assert np.array_equal(program(device, times=2, is_of_first=True), 2 * X)
+    assert re.match(r"step 4 is 'ttnn.multiply #1 .* and was 'ttnn.multiply #2 ", replay.differs)
+
+
+def test_program_that_ends_early_is_reported(device, kept):
+    with recording.replayed(kept) as replay:
+        mha_tt.upload(X, device=device, dtype=ttnn.float32)
+    assert replay.differs.startswith("step 3 is the end and was 'ttnn.multiply")
+
+
+def test_recording_round_trips_through_file(tmp_path, kept):
+    made = replace(kept, made_on="a simulated board")
+    made.save(tmp_path / "a.npz")
+    found = Recording.load(tmp_path / "a.npz")
+    assert (found.lines, found.sums, found.made_on) == (kept.lines, kept.sums, "a simulated board")
+    assert all(np.array_equal(a, b) for a, b in zip(found.arrays, kept.arrays, strict=True))
+
+
+def test_recording_on_mock_board_raises(device):
+    refused = pytest.raises(RuntimeError, match="a mock one")
+    with refused, recording.recorded():
+        pass

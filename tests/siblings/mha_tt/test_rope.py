@@ -1,0 +1,311 @@
+"""Rotary position embedding: on paper, against float64, and in the heads that a device holds."""
+
+import math
+
+import numpy as np
+import pytest
+import ttnn
+from helpers.refusals import refuses, refuses_type
+from helpers.samples import sample
+from helpers.tt.formulas import TOLERANCES, assert_close, both_dtypes, rotate, rounded
+
+import mha_tt
+import parity
+from mha_spec import DynamicScaling, ProportionalScaling, YarnScaling
+from parity.core.reference.rope import amplitude, axes, frequencies, pairs
+
+
+def rotated(device, x, positions, theta=10000.0, *, dtype=ttnn.float32, **options):
+    """`apply_rope` of NumPy features (B, N, T, H)."""
+    x = mha_tt.upload(x, device=device, dtype=dtype)
+    return mha_tt.download(mha_tt.apply_rope(x, np.array(positions), parity.Rope(theta), **options))
+
+
+def padded_heads(x):
+    """Heads as the device holds them, their halves beginning at a tile."""
+    padded = np.zeros((*x.shape[:3], mha_tt.padded_head_dim(x.shape[3], rope=True)), x.dtype)
+    padded[..., mha_tt.head_slots(x.shape[3], rope=parity.Rope())] = x
+    return padded
+
+
+# ---- On paper --------------------------------------------------------------------------------------------------------
+
+
+def test_frequencies_fall_from_one_by_powers_of_theta():
+    # theta ** (-2 i / H) for i = 0, 1, 2 and H = 6: 1, 1000 ** (-1/3), 1000 ** (-2/3).
+    found = parity.Rope(1000.0).frequencies(6)
+    assert found.dtype == np.float32
+    # Each step is rounded: the exponent, the power, 1 / power.
+    assert found == pytest.approx([1.0, 0.1, 0.01], rel=2e-7)
+
+
+@pytest.mark.parametrize("position", [0, 1, 2, 100])
+def test_two_features_are_rotated_by_their_position(device, position):
+    cos, sin = math.cos(position), math.sin(position)
+    expected = np.array([3 * cos - 4 * sin, 4 * cos + 3 * sin])
+    assert_close(rotated(device, np.array([[[[3.0, 4.0]]]]), [[position]])[0, 0, 0], expected, ttnn.float32)
+
+
+@pytest.mark.parametrize(("feature", "partner", "sign"), [(0, 2, 1), (1, 3, 1), (2, 0, -1), (3, 1, -1)])
+def test_feature_is_rotated_with_the_one_half_a_head_away(device, feature, partner, sign):
+    x = np.zeros((1, 1, 1, 4), np.float32)
+    x[..., feature] = 1.0
+    angle = 7 * 100.0 ** (-(feature % 2) / 2)
+    expected = np.zeros(4)
+    expected[feature], expected[partner] = math.cos(angle), sign * math.sin(angle)
+    assert_close(rotated(device, x, [[7]], 100.0)[0, 0, 0], expected, ttnn.float32)
+
+
+@both_dtypes
+def test_position_zero_changes_nothing(device, rng, dtype):
+    x = rounded(rng.standard_normal((1, 2, 1, 8)), dtype)
+    assert np.array_equal(rotated(device, x, [[0]], dtype=dtype), x)
+
+
+# ---- Against float64 -------------------------------------------------------------------------------------------------
+
+
+@both_dtypes
+@pytest.mark.parametrize("head_dim", [2, 12, 16, 48, 64, 80])
+def test_rotation_is_the_definition(device, rng, head_dim, dtype):
+    x, positions = rounded(rng.standard_normal((2, 3, 5, head_dim)), dtype), np.arange(5)[None]
+    assert_close(rotated(device, x, positions, 500.0, dtype=dtype), rotate(x, positions, 500.0), dtype)
+
+
+@pytest.mark.parametrize("position", [63, 5000, 131071, 2**24 + 1])
+def test_rotation_is_as_close_at_far_positions(device, rng, position):
+    # The angles are taken in float64: in float32 those of the last position would be off by whole radians.
+    x = rng.standard_normal((1, 2, 1, 8)).astype(np.float32)
+    assert_close(rotated(device, x, [[position]], 500000.0), rotate(x, [[position]], 500000.0), ttnn.float32)
+
+
+@pytest.mark.parametrize("position", [1, 1000, 131071])
+def test_rotation_keeps_the_length(device, rng, position):
+    x = rng.standard_normal((1, 2, 1, 8)).astype(np.float32)
+    y = rotated(device, x, [[position]])
+    expected = pytest.approx(np.linalg.norm(x, axis=-1), rel=2 * TOLERANCES[ttnn.float32])
+    assert np.linalg.norm(y, axis=-1) == expected
+
+
+@both_dtypes
+def test_each_sequence_has_its_own_positions(device, rng, dtype):
+    x, positions = rounded(rng.standard_normal((2, 2, 3, 4)), dtype), [[4, 5, 6], [9, 0, 2]]
+    assert_close(rotated(device, x, positions, dtype=dtype), rotate(x, positions, 10000.0), dtype)
+
+
+def test_positions_of_one_sequence_serve_all(device, rng):
+    x = rng.standard_normal((2, 2, 3, 4)).astype(np.float32)
+    assert np.array_equal(rotated(device, x, [[4, 5, 6]]), rotated(device, x, [[4, 5, 6], [4, 5, 6]]))
+
+
+@pytest.mark.parametrize("shift", [1, 64, 5000])
+def test_score_depends_on_the_distance_only(device, rng, shift):
+    query, key = rng.standard_normal((2, 1, 1, 1, 8)).astype(np.float32)
+    near = rotated(device, query, [[5]]) * rotated(device, key, [[2]])
+    far = rotated(device, query, [[5 + shift]]) * rotated(device, key, [[2 + shift]])
+    allowed = 2 * TOLERANCES[ttnn.float32] * np.linalg.norm(query) * np.linalg.norm(key)
+    assert abs(near.sum() - far.sum()) <= allowed
+
+
+def test_theta_changes_the_result(device, rng):
+    x = rng.standard_normal((1, 1, 4, 8)).astype(np.float32)
+    outputs = [rotated(device, x, [[0, 1, 2, 3]], theta) for theta in (1e4, 1e5)]
+    assert np.abs(outputs[0] - outputs[1]).max() > 0.01
+
+
+@both_dtypes
+def test_rotation_keeps_the_dtype(device, dtype):
+    x = mha_tt.upload(np.ones((1, 1, 1, 4)), device=device, dtype=dtype)
+    assert mha_tt.apply_rope(x, np.array([[3]]), parity.Rope()).dtype == dtype
+
+
+def test_narrow_features_are_rounded_once(device, rng):
+    # At position 5001 an angle in bfloat16 would be off by 16 radians.
+    x = rounded(rng.standard_normal((1, 2, 1, 8)), ttnn.bfloat16)
+    wide = rotated(device, x, [[5001]])
+    assert np.array_equal(rotated(device, x, [[5001]], dtype=ttnn.bfloat16), rounded(wide, ttnn.bfloat16))
+
+
+# ---- In the heads that a device holds --------------------------------------------------------------------------------
+
+
+@both_dtypes
+@pytest.mark.parametrize("head_dim", [2, 12, 16, 48, 64, 80])
+def test_padded_head_is_rotated_as_the_bare_one(device, rng, head_dim, dtype):
+    x, positions = rounded(rng.standard_normal((2, 3, 5, head_dim)), dtype), np.arange(5)[None] + 7
+    padded = rotated(device, padded_heads(x), positions, dtype=dtype, head_dim=head_dim)
+    bare = rotated(device, x, positions, dtype=dtype)
+    assert np.array_equal(padded[..., mha_tt.head_slots(head_dim, rope=parity.Rope())], bare)
+
+
+@pytest.mark.parametrize("head_dim", [2, 12, 48, 80])
+def test_features_that_pad_a_head_stay_zero(device, rng, head_dim):
+    x = rng.standard_normal((2, 3, 5, head_dim)).astype(np.float32)
+    padded = rotated(device, padded_heads(x), np.arange(5)[None], head_dim=head_dim)
+    assert not np.delete(padded, mha_tt.head_slots(head_dim, rope=parity.Rope()), axis=-1).any()
+
+
+# ---- Kinds -----------------------------------------------------------------------------------------------------------
+
+KINDS = {
+    "neighbours": parity.Rope(pairs="interleaved"),
+    "the last features": parity.Rope(rotary_dim=8, rotated="last"),
+    "neighbours among the first": parity.Rope(rotary_dim=4, pairs="interleaved"),
+    "scaled": parity.Rope(scaling=YarnScaling(4.0, 64), rotary_dim=8),
+    "proportional": parity.Rope(scaling=ProportionalScaling(0.5)),
+    "by length": parity.Rope(scaling=DynamicScaling(4.0, 6)),
+    "sections": parity.Rope(100.0, sections=(3, 2, 1), section_order="interleaved"),
+    "sections of their own": parity.Rope(100.0, sections=(2, 2, 2), section_frequencies="own", pairs="interleaved"),
+    "sections that are dealt": parity.Rope(100.0, sections=(2, 2, 2), section_frequencies="dealt"),
+}
+
+
+def rotated_on_paper(x, positions, rope):
+    """Feature by feature; positions are (axes or 1, B or 1, T)."""
+    lengths = positions.max(axis=(0, 2)) + 1
+    found = x.astype(np.float64)
+    firsts, seconds = pairs(rope, x.shape[3])
+    for b in range(x.shape[0]):
+        row = b % positions.shape[1]
+        angular = frequencies(rope, x.shape[3], int(lengths[row]))
+        for pair, (i, j, axis) in enumerate(zip(firsts, seconds, axes(rope, x.shape[3]), strict=True)):
+            angles = positions[axis % len(positions), row] * angular[pair]
+            cos, sin = amplitude(rope) * np.cos(angles), amplitude(rope) * np.sin(angles)
+            found[b, :, :, i] = x[b, :, :, i] * cos - x[b, :, :, j] * sin
+            found[b, :, :, j] = x[b, :, :, j] * cos + x[b, :, :, i] * sin
+    return found
+
+
+@sample(12)
+@both_dtypes
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_of_rope_rotates_the_heads_that_it_orders(device, rng, kind, dtype):
+    rope, x = KINDS[kind], rounded(rng.standard_normal((2, 3, 5, 12)), dtype)
+    positions = rng.integers(0, 12, (3 if rope.sections else 1, 2, 5))
+    padded = np.zeros((2, 3, 5, mha_tt.padded_head_dim(12, rope=True)), x.dtype)
+    slots = mha_tt.head_slots(12, rope=rope)
+    padded[..., slots] = x
+    heads = mha_tt.upload(padded, device=device, dtype=dtype)
+    given = positions if rope.sections else positions[0]
+    found = mha_tt.download(mha_tt.apply_rope(heads, given, rope, head_dim=12))
+    assert_close(found[..., slots], rotated_on_paper(x, positions, rope), dtype)
+    assert not np.delete(found, slots, axis=-1).any()
+
+
+@pytest.mark.parametrize("kind", ["neighbours", "the last features"])
+def test_bare_heads_with_other_pairs_are_refused(device, kind):
+    x = mha_tt.upload(np.ones((1, 1, 1, 12)), device=device)
+    with refuses("head_dim", head_dim=None, rope=...):
+        mha_tt.apply_rope(x, np.array([[0]]), KINDS[kind])
+
+
+def test_positions_on_axes_want_sections(device):
+    x = mha_tt.upload(np.ones((1, 1, 3, 12)), device=device)
+    with refuses("positions", {"positions.shape": (3, 1, 3)}):
+        mha_tt.apply_rope(x, np.zeros((3, 1, 3), np.int32), parity.Rope())
+    with refuses("positions", {"positions.shape": (2, 1, 3)}):
+        mha_tt.apply_rope(x, np.zeros((2, 1, 3), np.int32), KINDS["sections"])
+
+
+# ---- In a layer ------------------------------------------------------------------------------------------------------
+
+
+SPEC = parity.AttentionSpec(8, 2, rope=parity.Rope(100.0))
+
+
+def layer_output(device, x, **options):
+    """The output of a layer with RoPE, its weights always the same."""
+    module = mha_tt.MultiHeadAttention(SPEC, device=device, dtype=ttnn.float32, rng=np.random.default_rng(0))
+    output, _ = module(mha_tt.upload(x, device=device, dtype=ttnn.float32), **options)
+    return mha_tt.download(output)
+
+
+def test_layer_counts_positions_from_zero(device, rng):
+    x = rng.standard_normal((2, 3, 8))
+    assert np.array_equal(layer_output(device, x), layer_output(device, x, positions=np.array([[0, 1, 2]])))
+
+
+def test_layer_uses_the_positions_given(device, rng):
+    x = rng.standard_normal((2, 3, 8))
+    given = layer_output(device, x, positions=np.array([[0, 1, 9]]))
+    assert np.abs(layer_output(device, x) - given).max() > 1e-3
+
+
+def test_layer_rotates_the_tokens_of_another_length_by_their_own_positions(device, rng):
+    # A layer keeps the rotations of the last length.
+    x = rng.standard_normal((2, 5, 8)).astype(np.float32)
+    module = mha_tt.MultiHeadAttention(SPEC, device=device, dtype=ttnn.float32, rng=np.random.default_rng(0))
+    module(mha_tt.upload(x[:, :3], device=device, dtype=ttnn.float32))
+    output, _ = module(mha_tt.upload(x, device=device, dtype=ttnn.float32))
+    assert np.array_equal(mha_tt.download(output), layer_output(device, x))
+
+
+def test_layer_rotates_queries_and_keys_but_not_values(device, rng):
+    x = mha_tt.upload(rng.standard_normal((1, 3, 128)), device=device, dtype=ttnn.float32)
+
+    def projected(rope):
+        heads = mha_tt.project_qkv(lambda _, x: x, x, x, x, parity.AttentionSpec(128, 2, rope=rope))
+        return [mha_tt.download(part) for part in heads]
+
+    unchanged = [np.array_equal(*pair) for pair in zip(projected(None), projected(parity.Rope(100.0)), strict=True)]
+    assert unchanged == [False, False, True]
+
+
+# ---- Refused ---------------------------------------------------------------------------------------------------------
+
+REFUSALS = {
+    "odd head": ((1, 1, 1, 3), [[0]], 1e4, refuses("head_dim", head_dim=3)),
+    "theta 0": ((1, 1, 1, 4), [[0]], 0.0, refuses("theta", theta=0.0)),
+    "theta negative": ((1, 1, 1, 4), [[0]], -1.0, refuses("theta", theta=-1.0)),
+    "theta NaN": ((1, 1, 1, 4), [[0]], math.nan, refuses("theta", theta=math.nan)),
+    "theta text": ((1, 1, 1, 4), [[0]], "1e4", refuses_type("theta", theta="1e4")),
+    "three axes": ((1, 1, 4), [[0]], 1e4, refuses("x", {"x.shape": (1, 1, 4)})),
+    "float positions": ((1, 1, 1, 4), [[0.0]], 1e4, refuses_type("positions", {"positions.dtype": ...})),
+    "boolean positions": ((1, 1, 1, 4), [[True]], 1e4, refuses_type("positions", {"positions.dtype": ...})),
+    "flat positions": ((1, 1, 1, 4), [0], 1e4, refuses("positions", {"positions.shape": (1,)})),
+    "too many positions": ((1, 1, 1, 4), [[0, 1]], 1e4, refuses("positions", {"positions.shape": (1, 2)})),
+    "another batch": ((3, 1, 1, 4), [[0], [1]], 1e4, refuses("positions", {"positions.shape": (2, 1)})),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_rotation_refuses(device, name):
+    shape, positions, theta, refusal = REFUSALS[name]
+    with refusal:
+        rotated(device, np.ones(shape, np.float32), positions, theta)
+
+
+def test_rotation_refuses_a_list_of_positions(device):
+    x = mha_tt.upload(np.ones((1, 1, 1, 4)), device=device)
+    with refuses_type("positions", "list"):
+        mha_tt.apply_rope(x, [[0]], parity.Rope())
+
+
+def test_rotation_refuses_a_number_for_a_rope(device):
+    x = mha_tt.upload(np.ones((1, 1, 1, 32), np.float32), device=device)
+    with refuses_type("rope", rope=10000.0):
+        mha_tt.apply_rope(x, np.array([[0]]), 10000.0)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "refusal"),
+    [(10, refuses("head_dim", head_dim=10)), (0, refuses("head_dim", head_dim=0))],
+)
+def test_rotation_refuses_heads_of_other_features(device, head_dim, refusal):
+    with refusal:
+        rotated(device, np.ones((1, 1, 1, 8), np.float32), [[0]], head_dim=head_dim)
+
+
+def test_rotation_refuses_heads_padded_in_another_way(device):
+    # Six features of eight: the second half would begin at the 32nd.
+    with refuses("heads of head_dim=6", "8"):
+        rotated(device, np.ones((1, 1, 1, 8), np.float32), [[0]], head_dim=6)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "theta", "refusal"),
+    [(3, 1e4, refuses("head_dim", head_dim=3)), (4, 0.0, refuses("theta", theta=0.0))],
+)
+def test_frequencies_refuse(head_dim, theta, refusal):
+    with refusal:
+        parity.Rope(theta).frequencies(head_dim)

@@ -1,0 +1,56 @@
+"""Layers written out in TTNN: every case of the run, on a mock board."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import ttnn
+from helpers.samples import sample
+from helpers.written import WRITTEN, Writing, call_of, module_of, problem_of
+
+import mha_tt
+import parity
+from mha_spec import AttentionSpec
+from parity.backends import tt
+from parity.core.cases import CASES
+from parity.core.problem import Problem
+from parity.writing import source_of
+
+FLOAT16 = {name for name, case in CASES.items() if case.dtype == "float16"}
+"""Cases in a dtype that ttnn has not."""
+
+
+def tt_layer(module: Any, problem: Problem) -> Any:
+    return module.Attention(problem.weights, tt.open_device(), ttnn.float32)
+
+
+TT = Writing(
+    mha_tt,
+    tt_layer,
+    lambda _, layer, problem: layer.empty_cache(problem.case.batch, problem.case.capacity),
+    lambda layer, x: layer.upload(np.ascontiguousarray(x)),
+    np.asarray,
+)
+
+
+@sample(64)
+@pytest.mark.parametrize("name", [name for name in WRITTEN if name not in FLOAT16])
+def test_every_case_is_written_and_agrees_with_the_reference(name):
+    problem = problem_of(name)
+    module = module_of(source_of(problem.spec, "ttnn", **call_of(problem.case)))
+    with mha_tt.mock.shadow():
+        outputs = TT.outputs(module, problem)
+        parity.assert_parity(outputs, problem=problem, diagnose=False)
+
+
+def test_a_written_layer_computes_in_bfloat16():
+    spec = AttentionSpec(64, 4, num_kv_heads=2)
+    problem = parity.make_problem(parity.Case("bf16", spec, "narrow", seq_len=9, is_causal=True), "bfloat16")
+    module = module_of(source_of(spec, "ttnn"))
+    with mha_tt.mock.shadow():
+        layer = module.Attention(problem.weights, tt.open_device())
+        output = layer(layer.upload(problem.inputs["query"]))
+        assert output.dtype == ttnn.bfloat16
+        parity.assert_parity({"module.output": output}, problem=problem)

@@ -1,0 +1,1357 @@
+"""The fast paths: what is told, skipped, cut into blocks or left to a library changes nothing but the rounding.
+
+The yardstick is the plain path of torch in float64; what is allowed is the error of the same path in the dtype that is
+tested, times the factor of `parity.core.compare`.
+"""
+
+import functools
+import math
+import re
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from helpers.refusals import refuses
+from helpers.samples import sample
+from jax.sharding import NamedSharding, PartitionSpec
+
+import mha_jax
+import mha_torch
+import parity
+from mha_jax.kernels.fused import FusedAttention
+from mha_jax.masks import Mask
+from mha_jax.parallel import ContextParallel
+from mha_jax.scores import Scores
+from mha_spec import Alibi, AttentionSpec, RelativeBias, Rope
+from parity.backends import jax as jax_backend
+from parity.backends import torch as torch_backend
+
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+HALVES = {name: dtype for name, dtype in DTYPES.items() if name != "float32"}
+BATCH, NUM_QUERIES, NUM_KEYS, HEAD_DIM = 3, 29, 41, 8  # with blocks of 16, the last of each are smaller
+LENGTHS = (0, 17, 41)
+
+both_forms = pytest.mark.parametrize("form", ["plain", "fused"])
+
+
+SMALL_BLOCKS = FusedAttention(few_scores=0, queries=16, keys=16, last_keys=4)  # every shape goes block by block
+
+
+@pytest.fixture
+def off_the_cpu(monkeypatch):
+    """JAX takes the path that it takes on an accelerator."""
+    monkeypatch.setattr(mha_jax.fused, "platform_of", lambda *arrays: "metal")  # has no kernel of its own
+    with jax.numpy_dtype_promotion("standard"):  # the gradient of JAX's own function mixes dtypes
+        yield
+
+
+QUICKLY = {"xla_backend_optimization_level": 0}  # most of what is compiled here runs once
+
+
+def problem(
+    heads=(2, 2), lengths=(NUM_QUERIES, NUM_KEYS), *, mask=None, bias=None, padding=None, minus=None, dtype=np.float32
+):
+    """Split heads and a cotangent; perhaps a mask, as it is or of a shape, a bias of a shape, and padding lengths.
+
+    `minus` is put into the bias where another random mask is True.
+    """
+    rng = np.random.default_rng(5)
+    (num_heads, num_kv_heads), (num_queries, num_keys) = heads, lengths
+    shapes = {
+        "query": (BATCH, num_heads, num_queries, HEAD_DIM),
+        "key": (BATCH, num_kv_heads, num_keys, HEAD_DIM),
+        "value": (BATCH, num_kv_heads, num_keys, HEAD_DIM),
+        "cotangent": (BATCH, num_heads, num_queries, HEAD_DIM),
+    }
+    arrays = {name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
+    if bias is not None:
+        arrays["bias"] = rng.standard_normal(bias).astype(dtype)
+        if minus is not None:
+            arrays["bias"][rng.random(bias) < 0.4] = minus
+    if mask is not None:
+        arrays["mask"] = rng.random(mask) < 0.5 if isinstance(mask, tuple) else mask
+    if padding is not None:
+        arrays["key_padding_lengths"] = np.array(padding, np.int32)
+    return arrays
+
+
+def sliding_window(num_tokens, window_size):
+    distance = np.arange(num_tokens)[:, None] - np.arange(num_tokens)
+    return (distance < 0) | (distance >= window_size)
+
+
+def blocks_hidden():
+    """Whole blocks of one head, all of one sequence, and a block between two that are seen."""
+    mask = np.zeros((BATCH, 2, NUM_QUERIES, NUM_KEYS), bool)
+    mask[0, 0, :16, :16] = True
+    mask[1] = True
+    mask[2, :, :, 16:32] = True
+    return mask
+
+
+def rows_hidden():
+    """Rows 3 and 20 see nothing; causality hides from row 0 the rest of what it sees."""
+    mask = np.zeros((NUM_QUERIES, NUM_KEYS), bool)
+    mask[[3, 20]] = True
+    mask[:, 0] = True
+    return mask
+
+
+def is_hidden(arrays, is_causal=False):
+    """Where a key is hidden, (B, N, T, S), by the definitions."""
+    (batch, num_heads, num_queries, _), num_keys = arrays["query"].shape, arrays["key"].shape[2]
+    positions = np.arange(num_keys)
+    hidden = np.zeros((batch, num_heads, num_queries, num_keys), bool)
+    hidden |= arrays.get("mask", False)
+    hidden |= np.isneginf(arrays.get("bias", np.zeros(1)).astype(np.float64))
+    if "key_padding_lengths" in arrays:
+        hidden |= positions >= arrays["key_padding_lengths"][:, None, None, None]
+    return hidden | (positions > np.arange(num_queries)[:, None]) if is_causal else hidden
+
+
+def results(package, function, arrays, **options):
+    """The context and the gradient of each floating-point input, from NumPy to NumPy; in JAX under jit."""
+    if package is mha_jax:
+        return numpy_of(jitted_with_gradients(function, **options)(as_jax(arrays)))
+    arrays = {name: torch_backend.from_numpy(x) for name, x in arrays.items()}
+    cotangent = arrays.pop("cotangent")
+    leaves = {name: x.requires_grad_() for name, x in arrays.items() if x.is_floating_point()}
+    context, _ = function(**arrays, **options)
+    gradients = torch.autograd.grad(context, list(leaves.values()), cotangent)
+    found = {"context": context, **dict(zip(map("grad.{}".format, leaves), gradients, strict=True))}
+    return {name: torch_backend.to_numpy(x) for name, x in found.items()}
+
+
+def jitted_with_gradients(function, **options):
+    return jax.jit(functools.partial(with_gradients, function, **options), compiler_options=QUICKLY)
+
+
+def as_jax(arrays):
+    return {name: jnp.asarray(x) for name, x in arrays.items()}
+
+
+def numpy_of(arrays):
+    return {name: np.asarray(x) for name, x in arrays.items()}
+
+
+def with_gradients(function, arrays, **options):
+    """The same of a function of JAX's arrays, not compiled."""
+    leaves = {name: x for name, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+    hidden = {name: x for name, x in arrays.items() if name not in leaves}
+    cotangent = leaves.pop("cotangent")
+    context, pull_back = jax.vjp(lambda leaves: function(**leaves, **hidden, **options)[0], leaves)
+    return {"context": context, **{f"grad.{name}": x for name, x in pull_back(cotangent)[0].items()}}
+
+
+def yardstick(arrays, **options):
+    """What is expected, and what another implementation in the same precision makes of it."""
+    wide = {name: x if x.dtype.kind in "bi" else x.astype(np.float64) for name, x in arrays.items()}
+    plain = mha_torch.scaled_dot_product_attention
+    return {
+        "expected": results(mha_torch, plain, wide, **options),
+        "same_precision": results(mha_torch, plain, arrays, **options),
+    }
+
+
+# What is computed, as `problem` takes it, and whether it is causal; of every way to hide a key, and to broadcast.
+PROBLEMS = {
+    "full": ({}, False),
+    "causal": ({}, True),
+    "causal-square": ({"lengths": (41, 41)}, True),
+    "causal-fewer-keys": ({"lengths": (41, 29)}, True),
+    "one-query": ({"lengths": (1, 41)}, False),
+    "whole-blocks": ({"lengths": (32, 32)}, False),
+    "whole-blocks-causal": ({"lengths": (32, 32)}, True),
+    "queries-beyond-keys": ({"lengths": (64, 32)}, True),
+    "window": ({"lengths": (41, 41), "mask": sliding_window(41, 5)}, False),
+    "mask-of-keys": ({"mask": (NUM_KEYS,)}, False),
+    "mask-t-s": ({"mask": (NUM_QUERIES, NUM_KEYS)}, False),
+    "mask-b-1-1-s": ({"mask": (BATCH, 1, 1, NUM_KEYS)}, False),
+    "mask-1-n-t-1": ({"mask": (1, 2, NUM_QUERIES, 1)}, False),
+    "mask-b-n-t-s": ({"mask": (BATCH, 2, NUM_QUERIES, NUM_KEYS)}, False),
+    "mask-of-blocks": ({"mask": blocks_hidden()}, False),
+    "mask-of-rows-causal": ({"mask": rows_hidden()}, True),
+    "everything-hidden": ({"mask": np.ones((1, 1), bool)}, False),
+    "padding": ({"padding": LENGTHS}, False),
+    "padding-causal": ({"padding": LENGTHS}, True),
+    "padding-causal-mask": ({"padding": LENGTHS, "mask": (1, 2, NUM_QUERIES, NUM_KEYS)}, True),
+    "odd-heads": ({"heads": (3, 3)}, True),
+    "gqa": ({"heads": (4, 2)}, True),
+    "gqa-mask-padding": ({"heads": (6, 3), "mask": (BATCH, 6, NUM_QUERIES, 1), "padding": LENGTHS}, True),
+    "mqa": ({"heads": (3, 1), "mask": (1, 3, 1, NUM_KEYS)}, False),
+    "bias-of-keys": ({"bias": (NUM_KEYS,)}, False),
+    "bias-t-1": ({"bias": (NUM_QUERIES, 1), "padding": LENGTHS}, True),
+    "bias-n-1-1": ({"bias": (2, 1, 1), "mask": (NUM_KEYS,)}, False),
+    "bias-b-1-t-s": ({"bias": (BATCH, 1, NUM_QUERIES, NUM_KEYS)}, True),
+    "bias-gqa": ({"bias": (1, 4, NUM_QUERIES, NUM_KEYS), "heads": (4, 2)}, True),
+    "bias-infinite": ({"bias": (BATCH, 2, NUM_QUERIES, NUM_KEYS), "minus": -np.inf}, True),
+    "bias-infinite-rows": ({"bias": (1, 2, NUM_QUERIES, 1), "minus": -np.inf, "heads": (2, 1)}, False),
+    "bias-lowest": ({"bias": (NUM_QUERIES, NUM_KEYS), "minus": np.finfo(np.float32).min}, True),
+}
+# Those in which JAX takes every key at once where a block holds them all.
+WITHOUT_LOOP = ["full", "causal-square", "causal-fewer-keys", "gqa", "bias-b-1-t-s"]
+IN_HALF_PRECISION = {  # each in one of them: what they widen, the other does, too
+    "causal": "bfloat16",
+    "padding-causal-mask": "float16",
+    "mask-of-blocks": "bfloat16",
+    "bias-infinite": "bfloat16",
+    "gqa-mask-padding": "float16",
+}
+
+IN_MAKE_TEST = [
+    *("queries-beyond-keys", "mask-of-blocks", "mask-of-rows-causal", "everything-hidden", "padding-causal-mask"),
+    *("gqa-mask-padding", "bias-gqa", "bias-infinite-rows"),
+]
+"""Every way to hide, to share heads and to broadcast, at once."""
+
+every_problem = pytest.mark.parametrize("name", PROBLEMS)
+problems_in_half_precision = pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, HALVES[dtype]) for name, dtype in IN_HALF_PRECISION.items()],
+    ids=map("-".join, IN_HALF_PRECISION.items()),
+)
+
+
+def named(name, dtype=np.float32):
+    """The arrays and the options of a problem."""
+    keywords, is_causal = PROBLEMS[name]
+    return problem(**keywords, dtype=dtype), {"is_causal": is_causal}
+
+
+def single_key():
+    """Every query sees the first key only."""
+    return problem(lengths=(NUM_QUERIES, 1))
+
+
+def assert_single_key_is_seen(found, arrays):
+    """The context is the value; what the scores get back is a difference of two equal sums, each of a rounding."""
+    np.testing.assert_array_equal(found["context"], np.broadcast_to(arrays["value"], found["context"].shape))
+    sizes = {name: float(np.abs(x).max()) for name, x in arrays.items()}
+    rounding = HEAD_DIM * np.finfo(np.float32).eps * sizes["cotangent"] * sizes["value"] * HEAD_DIM**-0.5
+    assert np.abs(found["grad.query"]).max() <= rounding * sizes["key"]
+    assert np.abs(found["grad.key"]).max() <= rounding * sizes["query"] * NUM_QUERIES
+
+
+# ---- Told is as good as masked ---------------------------------------------------------------------------------------
+
+
+@sample(jax=1)
+@both_forms
+@pytest.mark.parametrize("lengths", [(5, 5), (5, 7), (7, 5)], ids=["square", "wide", "tall"])
+@pytest.mark.parametrize(
+    ("padding", "is_causal"), [(None, True), ((0, 2, 5), False), ((5, 0, 3), True)], ids=["causal", "padding", "both"]
+)
+def test_what_is_told_is_the_mask(sibling, form, lengths, padding, is_causal):
+    function = (sibling.package if form == "plain" else sibling.package.fused).scaled_dot_product_attention
+    told = problem(lengths=lengths, padding=padding)
+    masked = problem(lengths=lengths, mask=is_hidden(told, is_causal))
+    expected = yardstick(masked)
+    parity.assert_parity(results(sibling.package, function, told, is_causal=is_causal), **expected)
+
+
+@sample(jax=1)
+@both_forms
+def test_what_is_told_is_joined_with_the_mask(sibling, form):
+    function = (sibling.package if form == "plain" else sibling.package.fused).scaled_dot_product_attention
+    told = problem(lengths=(5, 7), padding=(0, 2, 7), mask=(5, 7))
+    masked = problem(lengths=(5, 7), mask=is_hidden(told, is_causal=True))
+    parity.assert_parity(results(sibling.package, function, told, is_causal=True), **yardstick(masked))
+
+
+@sample(jax=1)
+@both_forms
+@pytest.mark.parametrize(
+    "kind", [list, tuple, lambda lengths: np.array(lengths, np.int64)], ids=["list", "tuple", "array"]
+)
+def test_lengths_may_be_of_any_kind(sibling, form, kind):
+    function = (sibling.package if form == "plain" else sibling.package.fused).scaled_dot_product_attention
+    arrays = problem(lengths=(5, 7))
+    lengths = kind([0, 2, 7])
+    lengths = torch.from_numpy(lengths) if isinstance(lengths, np.ndarray) and sibling.package is mha_torch else lengths
+    found = results(sibling.package, function, arrays, key_padding_lengths=lengths)
+    parity.assert_parity(found, **yardstick(problem(lengths=(5, 7), padding=(0, 2, 7))))
+
+
+# ---- Windows and chunks: a few queries at a time ---------------------------------------------------------------------
+
+SPANS = {
+    "window": ({"window_size": 20}, {}, True),
+    "window-padding": ({"window_size": 20}, {"padding": (0, 100, 290)}, True),
+    "window-both-ways-padding": ({"window_size": 20}, {"padding": (0, 100, 290)}, False),
+    "window-both-ways-mask": ({"window_size": 150}, {"mask": (1, 2, 290, 290)}, False),
+    "window-bias": ({"window_size": 150}, {"bias": (1, 2, 290, 290), "minus": -np.inf}, True),
+    "window-tall": ({"window_size": 20}, {"lengths": (290, 120)}, True),
+    "window-both-ways-tall": ({"window_size": 20}, {"lengths": (290, 120)}, False),
+    "chunk-padding": ({"chunk_size": 64}, {"padding": (0, 100, 290)}, True),
+    "chunk-both-ways": ({"chunk_size": 130}, {"bias": (290, 1)}, False),
+}
+
+
+@sample(jax=1)
+@pytest.mark.parametrize("name", SPANS)
+def test_a_few_queries_at_a_time_give_what_all_at_once_give(sibling, name):
+    """What a layer's span hides is hidden by a mask made here; more queries than go together in either sibling."""
+    span, keywords, is_causal = SPANS[name]
+    arrays = problem(**{"lengths": (290, 290), **keywords})
+    num_queries, num_keys = arrays["query"].shape[2], arrays["key"].shape[2]
+    places, keys = np.arange(num_queries)[:, None], np.arange(num_keys)
+    if "window_size" in span:
+        out_of_reach = abs(places - keys) >= span["window_size"]
+    else:
+        out_of_reach = places // span["chunk_size"] != keys // span["chunk_size"]
+    spec = parity.AttentionSpec(2 * HEAD_DIM, 2, **span)
+    function = sibling.package.fused.scaled_dot_product_attention
+    options = {"kernel": FusedAttention(few_scores=0)} if sibling.package is mha_jax else {}
+    found = results(sibling.package, function, arrays, spec=spec, is_causal=is_causal, **options)
+    masked = {**arrays, "mask": arrays.get("mask", False) | out_of_reach}
+    parity.assert_parity(found, **yardstick(masked, is_causal=is_causal))
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("window_size", [20, 90])
+def test_alike_parts_of_a_window_go_together_in_torch_if_nobody_asks_for_a_gradient(is_causal, window_size):
+    spec, arrays = parity.AttentionSpec(4 * HEAD_DIM, 4, window_size=window_size), problem(lengths=(290, 290))
+    arrays = [torch.from_numpy(arrays[name]) for name in ("query", "key", "value")]
+    arrays[0] = torch.cat([arrays[0], arrays[0] + 1.0], dim=1)  # two query heads for each of the others
+    found, expected = (
+        package.scaled_dot_product_attention(*arrays, spec, is_causal=is_causal)[0]
+        for package in (mha_torch.fused, mha_torch)
+    )
+    torch.testing.assert_close(found, expected)
+
+
+@sample(jax=1)
+@pytest.mark.parametrize("keywords", [{}, {"key_padding_lengths": []}], ids=["alone", "lengths"])
+def test_a_window_of_no_sequences_is_empty(sibling, keywords):
+    spec, heads = parity.AttentionSpec(16, 2, window_size=20), np.zeros((0, 2, 290, 8), np.float32)
+    heads = jnp.asarray(heads) if sibling.package is mha_jax else torch.from_numpy(heads)
+    context, _ = sibling.package.fused.scaled_dot_product_attention(heads, heads, heads, spec, **keywords)
+    assert context.shape == (0, 2, 290, 8)
+
+
+# ---- JAX: block by block ---------------------------------------------------------------------------------------------
+
+jax_fused = mha_jax.fused.scaled_dot_product_attention
+jax_blocks = functools.partial(jax_fused, kernel=SMALL_BLOCKS)
+
+
+@functools.cache
+def jitted_in_blocks(is_causal):
+    """Compiled once for all arrays of the same shapes."""
+    return jitted_with_gradients(jax_blocks, is_causal=is_causal)
+
+
+def in_blocks(arrays, is_causal=False):
+    return numpy_of(jitted_in_blocks(is_causal)(as_jax(arrays)))
+
+
+PARTS = {
+    "causal": {"is_causal": True},
+    "lengths": {"key_padding_lengths": [290, 100]},
+    "mask-of-heads": {"is_causal": True, "mask": (2, 4, 290, 290)},
+    "bias-of-heads": {"bias": (1, 4, 290, 290)},
+    "mask-of-keys": {"mask": (2, 1, 1, 290)},
+    "sinks": {"is_causal": True, "sinks": (4,)},
+    "alibi": {"is_causal": True},
+}
+
+
+@sample(9)
+@pytest.mark.parametrize("few_scores", [50_000, 2_000], ids=["one-kernel", "several-kernels"])
+@pytest.mark.parametrize("span", [{"window_size": 20}, {"chunk_size": 64}], ids=["window", "chunks"])
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_of_windows_give_what_the_plain_path_gives(name, span, few_scores):
+    """Heads of two sequences are divided over parts, and the last block of queries overlaps another."""
+    rng, options = np.random.default_rng(0), dict(PARTS[name])
+    alibi = {"alibi": Alibi()} if name == "alibi" else {}
+    spec = parity.AttentionSpec(32, 4, num_kv_heads=2, sinks=name == "sinks", **alibi, **span)
+    query, key, value = (jnp.asarray(rng.standard_normal((2, n, 290, 8)), jnp.float32) for n in (4, 2, 2))
+    if "mask" in options:
+        options["mask"] = jnp.asarray(rng.random(options["mask"]) < 0.3)
+    for each in {"bias", "sinks"} & options.keys():
+        options[each] = jnp.asarray(rng.standard_normal(options[each]), jnp.float32)
+    attend = functools.partial(jax_fused, kernel=FusedAttention(few_scores=few_scores))
+    plain = mha_jax.stages.scaled_dot_product_attention
+
+    def attended(attend, *arrays):
+        return attend(*arrays, spec, **options)[0]
+
+    for gradient, expected in zip(
+        *(jax.grad(lambda *x, of=of: attended(of, *x).sum(), (0, 1, 2))(query, key, value) for of in (attend, plain)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-5)
+    # The product of the first two is beyond float32, and the others are not finite.
+    query, key = query.at[0, 1, 7].set(3e30), key.at[0, 0, 20].set(1e25)
+    query, key, value = query.at[1, 2, 5].set(jnp.nan), key.at[0, 1, 200].set(jnp.inf), value.at[1, 0, 80].set(jnp.nan)
+    found, expected = (attended(of, query, key, value) for of in (attend, plain))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=2e-6)
+    assert np.isnan(expected).any()
+    assert np.isfinite(expected).any()
+
+
+@pytest.mark.parametrize("group", [1, 4])
+def test_scores_of_a_head_that_fit_a_cache_are_one_kernel(group):
+    """However few the rows: XLA's library takes no operation of fewer elements than 4096, apart from the products."""
+    rows = 256
+    query, key = jnp.ones((1, 2 * group, rows // group, 8)), jnp.ones((1, 2, rows // group, 8))
+    attend = functools.partial(jax_fused, is_causal=True)
+    program = jax.jit(lambda q, k, v: attend(q, k, v)[0]).lower(query, key, key).compile().as_text()
+    kernels = re.findall(r"= \w+\[([\d,]*)\]\S* fusion\(", program[program.index("ENTRY") :])
+    sizes = [math.prod(map(int, filter(None, shape.split(",")))) for shape in kernels]
+    assert max(sizes) < 2 * rows * rows // group  # none returns scores
+    assert 2 * rows * 8 in sizes  # one returns the context
+
+
+# Masks and biases of other axes differ in how they are broadcast: "mask-1-n-t-1", "bias-t-1" and "bias-gqa" show that.
+BLOCKS_LIKE_OTHERS = {
+    *("causal-square", "whole-blocks", "mask-t-s", "mask-b-1-1-s", "bias-of-keys", "bias-n-1-1", "bias-b-1-t-s", "gqa"),
+}
+assert PROBLEMS.keys() > BLOCKS_LIKE_OTHERS
+
+
+@sample(name=IN_MAKE_TEST)
+@pytest.mark.parametrize("name", [name for name in PROBLEMS if name not in BLOCKS_LIKE_OTHERS])
+def test_blocks_give_what_the_plain_path_gives(name):
+    arrays, options = named(name)
+    parity.assert_parity(in_blocks(arrays, **options), **yardstick(arrays, **options))
+
+
+DIVIDED = replace(SMALL_BLOCKS, last_keys=SMALL_BLOCKS.last_keys + 1)  # so that nothing traced before is taken
+
+
+@pytest.mark.parametrize("name", ["gqa-mask-padding", "bias-infinite-rows"])
+def test_blocks_that_xla_divides_give_what_the_plain_path_gives(monkeypatch, name):
+    """XLA divides them among devices, of which test_sharded_jax has several."""
+    monkeypatch.setattr(mha_jax.kernels.blockwise, "is_automatic", lambda x: True)
+    arrays, options = named(name)
+    attend = functools.partial(jax_blocks, kernel=DIVIDED)
+    found = numpy_of(jitted_with_gradients(attend, **options)(as_jax(arrays)))
+    parity.assert_parity(found, **yardstick(arrays, **options))
+
+
+def test_a_token_over_a_cache_that_xla_divides_gives_what_the_plain_path_gives(monkeypatch):
+    monkeypatch.setattr(mha_jax.kernels.blockwise, "is_automatic", lambda x: True)
+    arrays = cache_problem((6, 2), LAST_POSITIONS["ragged"])
+    attend = functools.partial(attend_to_cache, kernel=DIVIDED)
+    parity.assert_parity(numpy_of(jitted_with_gradients(attend)(as_jax(arrays))), **yardstick(arrays))
+
+
+def test_tokens_divided_along_no_dimension_of_the_mesh_are_refused():
+    x = jnp.zeros((1, 2, 4, 8))
+    with refuses("tokens", axis="tokens"):
+        jax_blocks(x, x, x, kernel=ContextParallel("tokens", SMALL_BLOCKS))
+
+
+@sample(where=lambda name: name in IN_MAKE_TEST)
+@problems_in_half_precision
+def test_blocks_give_what_the_plain_path_gives_in_half_precision(name, dtype):
+    arrays, options = named(name, dtype)
+    parity.assert_parity(in_blocks(arrays, **options), **yardstick(arrays, **options))
+
+
+@sample(name=["bias-b-1-t-s"])
+@pytest.mark.parametrize("name", WITHOUT_LOOP)
+def test_blocks_of_all_keys_give_what_the_plain_path_gives(name):
+    arrays, options = named(name)
+    fused = functools.partial(jax_blocks, kernel=replace(SMALL_BLOCKS, keys=512))
+    parity.assert_parity(results(mha_jax, fused, arrays, **options), **yardstick(arrays, **options))
+
+
+def test_block_of_a_single_key_gives_its_value():
+    assert_single_key_is_seen(in_blocks(single_key()), single_key())
+
+
+@sample(name=["queries-beyond-keys"])
+@pytest.mark.parametrize("name", ["causal-square", "queries-beyond-keys", "bias-b-1-t-s"])
+def test_blocks_of_fewer_keys_than_queries_give_what_the_plain_path_gives(name):
+    arrays, options = named(name)
+    fused = functools.partial(jax_blocks, kernel=replace(SMALL_BLOCKS, keys=6))
+    parity.assert_parity(results(mha_jax, fused, arrays, **options), **yardstick(arrays, **options))
+
+
+@sample(name=["bias-infinite"])
+@pytest.mark.parametrize("name", ["padding-causal-mask", "bias-infinite"])
+def test_blocks_give_float64_in_float64(name):
+    arrays, options = named(name, np.float64)
+    expected = yardstick(arrays, **options)["expected"]
+    with jax.enable_x64(True):
+        found = results(mha_jax, jax_blocks, arrays, **options)
+        plain = results(mha_jax, mha_jax.scaled_dot_product_attention, arrays, **options)
+    parity.assert_parity(found, expected, same_precision=plain)
+
+
+@pytest.mark.parametrize("name", ["mask-of-rows-causal", "padding-causal", "bias-infinite-rows"])
+def test_row_without_a_key_gives_zero_and_takes_no_gradient(name):
+    arrays, options = named(name)
+    empty = is_hidden(arrays, **options).all(axis=-1)
+    found = in_blocks(arrays, **options)
+    assert empty.any()
+    assert not found["context"][empty].any()
+    assert not found["grad.query"][empty].any()
+
+
+def test_blocks_need_no_jit():
+    arrays, options = named("gqa")
+    found = with_gradients(jax_blocks, as_jax(arrays), **options)
+    parity.assert_parity(found, **yardstick(arrays, **options))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["window"])
+def test_blocks_give_the_same_where_jit_is_disabled(name):  # loops count in numbers of Python there
+    arrays, options = named(name)
+    assert_same_without_jit(jax_blocks, arrays, **options)
+
+
+def assert_same_without_jit(function, arrays, **options):
+    """Of one sequence, for every operation of a loop is run by itself."""
+    arrays = {name: x if name == "mask" else x[1:2] for name, x in arrays.items()}
+    inputs = {name: x for name, x in as_jax(arrays).items() if name != "cotangent"}
+    with jax.disable_jit():
+        found, _ = function(**inputs, **options)
+    allowed = {name: x["context"] for name, x in yardstick(arrays, **options).items()}
+    parity.assert_parity(np.asarray(found), **allowed)
+
+
+@sample(name=["gqa-mask-padding"])
+@pytest.mark.parametrize("name", ["bias-b-1-t-s", "gqa-mask-padding"])
+def test_blocks_may_be_mapped_over_sequences(name):
+    arrays, options = named(name)
+
+    def of_one(arrays):
+        batch = {name: x[None] for name, x in arrays.items()}
+        return {name: x[0] for name, x in with_gradients(jax_blocks, batch, **options).items()}
+
+    found = jax.jit(jax.vmap(of_one), compiler_options=QUICKLY)(as_jax(arrays))
+    parity.assert_parity(found, **yardstick(arrays, **options))
+
+
+def test_blocks_may_be_computed_again_in_the_backward_pass():
+    arrays, options = named("padding-causal-mask")
+
+    def function(**arrays):
+        return jax.checkpoint(lambda arrays: jax_blocks(**arrays, **options))(arrays)
+
+    parity.assert_parity(results(mha_jax, function, arrays), **yardstick(arrays, **options))
+
+
+@sample(where=lambda num_tokens, is_causal, share: (num_tokens, is_causal, share) in [(2048, True, 1 / 4)])
+@pytest.mark.parametrize(
+    ("num_tokens", "is_causal", "share"),
+    [(2048, True, 1 / 4), (8192, False, 1 / 50)],
+)
+def test_no_array_of_all_scores_is_stored(num_tokens, is_causal, share):
+    shape = jax.ShapeDtypeStruct((1, 8, num_tokens, 16), jnp.float32)
+    arrays = dict.fromkeys(("query", "key", "value", "cotangent"), shape)
+    compiled = jax.jit(functools.partial(with_gradients, jax_fused, is_causal=is_causal)).lower(arrays).compile()
+    assert 0 < compiled.memory_analysis().temp_size_in_bytes < share * 8 * num_tokens**2 * 4
+
+
+CASES_IN_BLOCKS = [
+    ("window-cross", "float32"),
+    ("trained-anarcii-cross", "float32"),
+    ("rope-gqa", "bfloat16"),
+    ("large-logits", "float16"),
+    ("bias-causal", "float64"),
+]
+
+
+def layer_with_gradients(problem):
+    """Output and gradients of the layer that a case is about, in blocks of three, as its stages."""
+    case, spec = problem.case, problem.spec
+    inputs = as_jax({name: x for name, x in problem.inputs.items() if name in ("query", "key", "bias")})
+    mask = mha_jax.create_attention_mask(
+        case.seq_len, case.key_len, is_causal=case.is_causal, key_padding_lengths=case.key_padding_lengths
+    )
+    if case.window_size is not None:
+        mask |= mha_jax.create_sliding_window_mask(case.seq_len, case.key_len, window_size=case.window_size)[None, None]
+    if "mask" in problem.inputs:
+        mask |= problem.inputs["mask"]
+    layer = mha_jax.MultiHeadAttention(spec, param_dtype=jnp.dtype(problem.dtype), rngs=nnx.Rngs(0))
+    layer.kernel = FusedAttention(few_scores=0, queries=3, keys=3)
+
+    def attend(inputs, weights):
+        module = nnx.clone(layer)
+        nnx.update(module, weights)
+        return module(**inputs, mask=mask)[0]
+
+    @functools.partial(jax.jit, compiler_options=QUICKLY)
+    def run(inputs, weights, cotangent):
+        output, pull_back = jax.vjp(attend, inputs, weights)
+        return output, *pull_back(cotangent)
+
+    weights = jax_backend.to_params(problem.weights, spec)
+    output, gradients, of_weights = run(inputs, weights, jnp.asarray(problem.inputs["cotangent"]))
+    gradients |= jax_backend.from_params(of_weights, spec)
+    return {"blocks.output": output, **{f"blocks.grad.{name}": x for name, x in gradients.items()}}
+
+
+@sample(where=lambda name, dtype: (name, dtype) in [("rope-gqa", "bfloat16")])
+@pytest.mark.parametrize(("name", "dtype"), CASES_IN_BLOCKS)
+def test_layer_in_blocks_agrees_with_the_reference(name, dtype):
+    problem = parity.make_problem(parity.CASES[name], dtype)
+    with jax_backend.lock(dtype):
+        found = {stage: np.asarray(x) for stage, x in layer_with_gradients(problem).items()}
+    parity.assert_parity(found, problem=problem)
+
+
+# ---- What is not seen does not matter --------------------------------------------------------------------------------
+
+
+def window_of_the_last(num_tokens):
+    """Nobody sees the first 20 tokens, nor those from 36 on."""
+    hidden = np.zeros((num_tokens, num_tokens), bool)
+    hidden[:, :20] = hidden[:, 36:] = True
+    return hidden
+
+
+# Where nothing that a block holds is seen; the last block begins earlier than it should, for it is as long as others.
+SKIPPED = {
+    "mask": ({"lengths": (48, 48), "mask": window_of_the_last(48)}, False, [(slice(None), slice(0, 16))]),
+    "padding": ({"padding": (16, 20, 5)}, False, [(0, slice(16, 41)), (2, slice(16, 41)), (1, slice(32, 41))]),
+    "causal": ({"lengths": (29, 64)}, True, [(slice(None), slice(32, 64))]),
+    "padding-causal": ({"padding": (0, 7, 41)}, True, [(0, slice(0, 41)), (1, slice(16, 41)), (2, slice(32, 41))]),
+}
+
+
+@pytest.mark.parametrize("name", SKIPPED)
+def test_blocks_that_nobody_sees_are_not_read(name):
+    keywords, is_causal, places = SKIPPED[name]
+    arrays = problem(**keywords)
+    emptied, spoilt = ({**arrays, **{side: arrays[side].copy() for side in ("key", "value")}} for _ in range(2))
+    for batch, keys in places:
+        for side in ("key", "value"):
+            emptied[side][batch, :, keys], spoilt[side][batch, :, keys] = 0.0, np.nan
+    expected, found = (in_blocks(each, is_causal) for each in (emptied, spoilt))
+    assert all(np.isfinite(x).all() for x in expected.values())
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+UNSEEN = {  # keys that no query of a sequence sees
+    "mask": ({"mask": np.arange(NUM_KEYS) % 3 == 0}, False),
+    "padding": ({"padding": LENGTHS}, False),
+    "padding-causal": ({"padding": LENGTHS}, True),
+    "bias": ({"bias": (NUM_KEYS,), "minus": -np.inf}, False),
+    "causal": ({}, True),
+}
+
+
+def changed_where_unseen(arrays, side, value, **options):
+    unseen = is_hidden(arrays, **options).all(axis=(1, 2))  # (B, S)
+    assert unseen.any()
+    changed = arrays[side].copy()
+    changed[np.broadcast_to(unseen[:, None], changed.shape[:3])] = value
+    return {**arrays, side: changed}
+
+
+@pytest.mark.parametrize("value", [1e30, np.finfo(np.float32).min], ids=["large", "lowest"])
+@pytest.mark.parametrize("side", ["key", "value"])
+@pytest.mark.parametrize("name", UNSEEN)
+def test_changing_an_unseen_token_changes_nothing_in_blocks(name, side, value):
+    keywords, is_causal = UNSEEN[name]
+    arrays = problem(**keywords)
+    changed = changed_where_unseen(arrays, side, value, is_causal=is_causal)
+    expected, found = (in_blocks(each, is_causal) for each in (arrays, changed))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize("value", [1e30, -1e30])
+@pytest.mark.parametrize("side", ["key", "value"])
+@pytest.mark.parametrize("name", UNSEEN)
+def test_changing_an_unseen_token_changes_nothing_in_torch(name, side, value):
+    keywords, is_causal = UNSEEN[name]
+    arrays = problem(**keywords)
+    changed = changed_where_unseen(arrays, side, value, is_causal=is_causal)
+    expected, found = (results(mha_torch, torch_fused, each, is_causal=is_causal) for each in (arrays, changed))
+    np.testing.assert_array_equal(found["context"], expected["context"])
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_torch_does_not_read_the_padding(is_causal):
+    arrays = problem(padding=(1, 17, 41))
+    spoilt = changed_where_unseen(arrays, "value", np.nan)
+    spoilt = changed_where_unseen(spoilt, "key", np.nan)
+    expected, found = (results(mha_torch, torch_fused, each, is_causal=is_causal) for each in (arrays, spoilt))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+# ---- JAX: one token over a cache -------------------------------------------------------------------------------------
+
+CAPACITY = 43  # neither a multiple of large blocks nor of small ones
+LAST_POSITIONS = {
+    "ragged": (1, 17, 42),
+    "without-a-key": (-1, 17, 42),
+    "even": (31, 31, 31),
+    "beside-a-block": (15, 16, 14),
+}
+
+
+def cache_problem(heads, last_positions, dtype=np.float32):
+    """A token of each sequence and its cache, and the lengths that hide what lies beyond a position."""
+    return problem(heads, (1, CAPACITY), padding=np.array(last_positions) + 1, dtype=dtype)
+
+
+def attend_to_cache(query, key, value, key_padding_lengths, kernel=SMALL_BLOCKS):
+    """A step of the fused kernel, as `results` calls it."""
+    return kernel.step(query, key, value, Mask(is_causal=True, q_offset=key_padding_lengths - 1), Scores()), None
+
+
+@functools.cache
+def jitted_over_a_cache():
+    """Compiled once for all arrays of the same shapes."""
+    return jitted_with_gradients(attend_to_cache)
+
+
+def over_a_cache(arrays):
+    return numpy_of(jitted_over_a_cache()(as_jax(arrays)))
+
+
+@pytest.mark.parametrize(
+    ("heads", "last_positions"),
+    [((2, 2), positions) for positions in LAST_POSITIONS.values()]
+    + [(heads, LAST_POSITIONS["ragged"]) for heads in ((6, 2), (3, 1))],
+    ids=[*LAST_POSITIONS, "ragged-gqa", "ragged-mqa"],
+)
+def test_token_over_a_cache_gives_what_the_plain_path_gives(heads, last_positions):
+    arrays = cache_problem(heads, last_positions)
+    parity.assert_parity(over_a_cache(arrays), **yardstick(arrays))
+
+
+@pytest.mark.thorough
+def test_token_over_a_cache_is_the_same_where_jit_is_disabled():
+    arrays = cache_problem((2, 2), LAST_POSITIONS["ragged"])
+    assert_same_without_jit(attend_to_cache, arrays)
+
+
+def test_first_token_of_a_cache_gets_its_value():
+    arrays = cache_problem((2, 2), (0, 0, 0))
+    context = over_a_cache(arrays)["context"]
+    np.testing.assert_array_equal(context, arrays["value"][:, :, :1])
+
+
+@sample(dtype=[HALVES["bfloat16"]])
+@pytest.mark.parametrize("dtype", HALVES.values(), ids=HALVES)
+def test_token_over_a_cache_gives_what_the_plain_path_gives_in_half_precision(dtype):
+    arrays = cache_problem((6, 2), LAST_POSITIONS["ragged"], dtype)
+    parity.assert_parity(over_a_cache(arrays), **yardstick(arrays))
+
+
+@sample(capacity=[mha_jax.fused.attend.keys + 1])
+@pytest.mark.parametrize(
+    "capacity",
+    [12, mha_jax.fused.attend.keys, mha_jax.fused.attend.keys + 1],
+)
+def test_token_over_a_cache_about_as_large_as_a_block_gives_what_the_plain_path_gives(capacity):
+    arrays = problem((4, 2), (1, capacity), padding=(2, 5, 12))
+    attend = functools.partial(attend_to_cache, kernel=mha_jax.fused.attend)
+    parity.assert_parity(results(mha_jax, attend, arrays), **yardstick(arrays))
+
+
+def test_last_blocks_of_a_cache_are_no_larger_than_the_others():
+    arrays = problem((4, 2), (1, 12), padding=(2, 5, 12))
+    attend = functools.partial(attend_to_cache, kernel=FusedAttention(few_scores=0, queries=8, keys=8))
+    parity.assert_parity(results(mha_jax, attend, arrays), **yardstick(arrays))
+
+
+@pytest.mark.parametrize("name", ["queries", "keys", "last_keys", "heads_side_by_side"])
+def test_a_block_has_a_size(name):
+    with refuses(name, {name: 0}):
+        FusedAttention(**{name: 0})
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (3, 1)], ids=["mha", "mqa"])
+def test_slots_beyond_the_last_blocks_of_a_cache_are_not_read(heads):
+    arrays = cache_problem(heads, (17, 5, 18))
+    spoilt = {**arrays, **{side: arrays[side].copy() for side in ("key", "value")}}
+    for side in ("key", "value"):
+        spoilt[side][:, :, 20:] = np.nan  # the longest sequence ends in the block of slots 16 to 19
+    function = jax.jit(lambda arrays: attend_to_cache(**arrays)[0], compiler_options=QUICKLY)
+    expected, found = (
+        function({name: x for name, x in as_jax(each).items() if name != "cotangent"}) for each in (arrays, spoilt)
+    )
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("side", ["key", "value"])
+def test_changing_a_slot_beyond_the_last_position_changes_nothing(side):
+    arrays = cache_problem((2, 2), (17, 5, 18))
+    changed = changed_where_unseen(arrays, side, 1e30)
+    jax.tree.map(np.testing.assert_array_equal, over_a_cache(changed), over_a_cache(arrays))
+
+
+def test_a_token_over_a_cache_gains_the_relative_bias_of_the_plain_path():
+    """And passes a gradient on to the table, within a window that begins in the cache."""
+    arrays = as_jax(cache_problem((4, 2), LAST_POSITIONS["ragged"]))
+    cotangent, last_positions = arrays.pop("cotangent"), arrays.pop("key_padding_lengths") - 1
+    record, table = RelativeBias(8, 20, bidirectional=False), np.linspace(-1.0, 1.0, 32, dtype=np.float32).reshape(8, 4)
+    head_dim = arrays["query"].shape[3]
+    spec = AttentionSpec(4 * head_dim, 4, num_kv_heads=2, relative_bias=record, window_size=30)
+    visible = Mask(is_causal=True, span=spec.span, q_offset=last_positions)
+
+    def plain(query, key, value, relative_bias):
+        return mha_jax.stages.attend(query, key, value, visible, Scores(spec, relative_bias=relative_bias))[0]
+
+    def fused(query, key, value, relative_bias):
+        return SMALL_BLOCKS.step(query, key, value, visible, Scores(spec, relative_bias=relative_bias))
+
+    inputs = (*(arrays[side] for side in ("query", "key", "value")), jax.numpy.asarray(table))
+    expected, found = (
+        jax.jit(lambda *inputs, attend=attend: [attend(*inputs), *jax.vjp(attend, *inputs)[1](cotangent)])(*inputs)
+        for attend in (plain, fused)
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)  # a few roundings of float32
+
+
+# ---- Decoding --------------------------------------------------------------------------------------------------------
+
+SPEC = parity.AttentionSpec(16, 4, num_kv_heads=2, head_dim=32, rope=Rope(10000.0))
+
+
+@functools.cache
+def layer(package, kind):
+    """A module with the random weights of its spec; tests share it."""
+    options = {"rngs": nnx.Rngs(0)} if package is mha_jax else {}
+    return parity.load_into(getattr(package, kind)(SPEC, **options), parity.random_weights(SPEC), SPEC)
+
+
+@functools.cache
+def decoder(package):
+    """A module with a cache, which goes block by block in JAX."""
+    if package is not mha_jax:
+        return layer(package, "MultiHeadAttentionWithCache")
+    module = nnx.clone(layer(package, "MultiHeadAttentionWithCache"))
+    module.kernel = SMALL_BLOCKS
+    return module
+
+
+@functools.cache
+def tokens(num_tokens, batch=2):
+    return np.random.default_rng(3).standard_normal((batch, num_tokens, SPEC.d_in)).astype(np.float32)
+
+
+@functools.cache
+def one_pass(num_tokens, dtype=torch.float32):
+    """What one causal pass over all tokens gives, on torch's plain path."""
+    module, x = layer(mha_torch, "MultiHeadSelfAttention"), torch.from_numpy(tokens(num_tokens))
+    weights = {name: weight.to(dtype) for name, weight in module.state_dict().items()}
+    mask = mha_torch.create_causal_mask(num_tokens)
+    return mha_torch.multi_head_attention(x.to(dtype), weights, SPEC, mask=mask, need_weights=True)[0]
+
+
+def expected_of(num_tokens, part=slice(None)):
+    """The tokens of one pass as `assert_parity` takes them."""
+    wide, same = one_pass(num_tokens, torch.float64), one_pass(num_tokens)
+    return {"expected": wide[:, part], "same_precision": same[:, part]}
+
+
+@pytest.fixture
+def jax_step():
+    """A step of the module, compiled, into whose cache it may write."""
+    return jax.jit(lambda module, x, cache: module(x, cache), donate_argnums=2)
+
+
+def test_jax_decodes_64_tokens_with_one_compilation():
+    traced = []  # what is traced is compiled, and nothing else is
+
+    @functools.partial(jax.jit, donate_argnums=2)
+    def step(module, x, cache):
+        traced.append(x.shape)
+        return module(x, cache)
+
+    module, x = decoder(mha_jax), jnp.asarray(tokens(64))
+    cache, outputs = module.init_cache(2, 70), []
+    for index in range(64):
+        output, cache = step(module, x[:, index : index + 1], cache)
+        outputs.append(output)
+    assert traced == [(2, 1, SPEC.d_in)]
+    assert cache.lengths.tolist() == [64, 64]
+    parity.assert_parity(jnp.concatenate(outputs, axis=1), **expected_of(64))
+
+
+def test_jax_decodes_into_the_storage_it_is_given(jax_step):
+    module, x = layer(mha_jax, "MultiHeadAttentionWithCache"), jnp.asarray(tokens(4))
+    cache = module.init_cache(2, mha_jax.fused.attend.keys + 8)
+    _, cache = jax_step(module, x[:, :1], cache)
+    before = [part.unsafe_buffer_pointer() for part in (cache.keys, cache.values)]
+    _, cache = jax_step(module, x[:, 1:2], cache)
+    assert [part.unsafe_buffer_pointer() for part in (cache.keys, cache.values)] == before
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_jax_step_takes_little_memory_beside_its_cache(jax_step, batch):
+    module = layer(mha_jax, "MultiHeadAttentionWithCache")
+    cache = module.init_cache(batch, 16 * mha_jax.fused.attend.keys)
+    analysis = jax_step.lower(module, jnp.asarray(tokens(1, batch)), cache).compile().memory_analysis()
+    assert 0 < analysis.temp_size_in_bytes < cache.keys.nbytes / 4
+
+
+def filled(package, counts, num_tokens, capacity):
+    """A cache that holds as many tokens of each sequence as `counts` says, and the tokens."""
+    module, x = decoder(package), tokens(num_tokens)
+    cache = module.init_cache(len(counts), capacity)
+    return module, fed(package, module, x[:, : max(counts)], cache, counts)[1] if max(counts) else cache
+
+
+def fed(package, module, x, cache, new_lengths=None):
+    """What a module gives, and its cache; compiled in JAX."""
+    if package is mha_jax:
+        return jitted(module, x, cache, None if new_lengths is None else np.array(new_lengths, np.int32))
+    with torch.no_grad():
+        return module(torch.from_numpy(x), cache, new_lengths=new_lengths)
+
+
+jitted = jax.jit(lambda module, x, cache, new_lengths: module(x, cache, new_lengths=new_lengths))
+
+
+def next_tokens(counts, num_tokens, num_new):
+    """The tokens of each sequence that come after those that are cached, and what is expected of them."""
+    rows, places = np.arange(len(counts))[:, None], np.array(counts)[:, None] + np.arange(num_new)
+    expected = {role: x[rows, places] for role, x in expected_of(num_tokens).items()}
+    return tokens(num_tokens)[rows, places], expected
+
+
+@sample(jax=1)
+@pytest.mark.parametrize("num_new", [1, 3], ids=["step", "chunk"])
+@pytest.mark.parametrize("counts", [(0, 0), (20, 20), (3, 33)], ids=str)
+def test_ragged_tokens_give_what_one_pass_gives(sibling, counts, num_new):
+    module, cache = filled(sibling.package, counts, 40, 43)
+    x, expected = next_tokens(counts, 40, num_new)
+    output, cache = fed(sibling.package, module, x, cache)
+    assert np.asarray(cache.lengths).tolist() == [count + num_new for count in counts]
+    parity.assert_parity(output, **expected)
+
+
+@sample(jax=1)
+@pytest.mark.parametrize("counts", [(20, 20), (3, 33)], ids=["even", "ragged"])
+def test_chunk_with_padding_gives_what_one_pass_gives(sibling, counts):
+    module, cache = filled(sibling.package, counts, 40, 43)
+    x, expected = next_tokens(counts, 40, 3)
+    output, cache = fed(sibling.package, module, x, cache, [1, 3])
+    parity.assert_parity(output[1], **{role: value[1] for role, value in expected.items()})
+    parity.assert_parity(output[0, :1], **{role: value[0, :1] for role, value in expected.items()})
+    assert not np.asarray(output[0, 1:]).any()
+
+
+TORCH_STEPS = {"prompt": [9], "prompt-and-steps": [5, 1, 1, 1, 1], "steps": [1, 1, 1], "chunks": [4, 3, 2]}
+
+
+@pytest.mark.parametrize("cuts", TORCH_STEPS.values(), ids=TORCH_STEPS)
+@torch.inference_mode()
+def test_torch_static_cache_equals_the_growing_one(cuts):
+    module, weights = (
+        layer(mha_torch, "MultiHeadAttentionWithCache"),
+        layer(mha_torch, "MultiHeadSelfAttention").state_dict(),
+    )
+    x, cache, grown, begin = torch.from_numpy(tokens(sum(cuts))), module.init_cache(2, 12), (None, None), 0
+    outputs, grown_outputs = [], []
+    for num_new in cuts:
+        new, begin = x[:, begin : begin + num_new], begin + num_new
+        output, cache = module(new, cache)
+        grown_output, *grown = mha_torch.multi_head_attention_with_cache(new, weights, SPEC, *grown)
+        outputs, grown_outputs = [*outputs, output], [*grown_outputs, grown_output]
+    expected = {"expected": one_pass(sum(cuts), torch.float64), "same_precision": torch.cat(grown_outputs, dim=1)}
+    parity.assert_parity(torch.cat(outputs, dim=1), **expected)
+    cached = {"cache.keys": cache.keys[:, :, : sum(cuts)], "cache.values": cache.values[:, :, : sum(cuts)]}
+    parity.assert_parity(cached, dict(zip(cached, grown, strict=True)))
+
+
+@pytest.mark.parametrize("counts", [(20, 20), (3, 33)], ids=["even", "ragged"])
+@torch.inference_mode()
+def test_torch_decodes_into_the_storage_it_is_given(counts):
+    module, cache = filled(mha_torch, counts, 40, 43)
+    _, after = module(torch.from_numpy(tokens(1)), cache)
+    assert [x.data_ptr() for x in (after.keys, after.values)] == [x.data_ptr() for x in (cache.keys, cache.values)]
+
+
+def allocations(run):
+    """Sizes in bytes of what is allocated meanwhile, inside kernels too."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    events = profile.profiler.kineto_results.events()
+    return [event.nbytes() for event in events if event.name() == "[memory]" and event.nbytes() > 0]
+
+
+@pytest.mark.parametrize("counts", [(500, 500), (300, 500)], ids=["even", "ragged"])
+@torch.inference_mode()
+def test_torch_step_allocates_nothing_of_the_size_of_its_cache(counts):
+    module, cache = filled(mha_torch, counts, 501, 1024)
+    x = torch.from_numpy(tokens(1))
+    sizes = allocations(lambda: module(x, cache))
+    assert sizes  # the output, at least
+    assert max(sizes) < cache.keys[:, :, :300].nbytes / 4
+
+
+@torch.inference_mode()
+def test_torch_growing_cache_is_allocated_anew():  # the control of the test above
+    x, cached = torch.from_numpy(tokens(1)), torch.zeros(2, 2, 500, 32)
+    weights = layer(mha_torch, "MultiHeadSelfAttention").state_dict()
+    sizes = allocations(lambda: mha_torch.multi_head_attention_with_cache(x, weights, SPEC, cached, cached))
+    assert max(sizes) >= cached.nbytes
+
+
+@torch.inference_mode()
+def test_torch_compiled_step_gives_what_one_pass_gives():
+    torch.compiler.reset()
+    compiled = torch.compile(decoder(mha_torch), fullgraph=True, backend="eager")
+    for counts in ((20, 20), (3, 33)):
+        _, cache = filled(mha_torch, counts, 40, 43)
+        x, expected = next_tokens(counts, 40, 1)
+        output, cache = compiled(torch.from_numpy(x), cache)
+        assert cache.lengths.tolist() == [count + 1 for count in counts]
+        parity.assert_parity(output, **expected)
+
+
+@sample(backend=["aot_eager"])
+@torch.inference_mode()
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_torch_compiled_step_without_room_is_nan_and_leaves_the_cache_as_it_was(backend):
+    torch.compiler.reset()
+    compiled = torch.compile(decoder(mha_torch), fullgraph=True, backend=backend)
+    _, cache = filled(mha_torch, (2, 1), 2, 2)
+    before = [x.clone() for x in cache.slots.values()]
+    output, cache = compiled(torch.from_numpy(tokens(1)), cache)
+    assert cache.lengths.tolist() == [2, 2]
+    assert output.isnan().all(dim=(1, 2)).tolist() == [True, False]
+    assert not output[1].isnan().any()
+    for was, held in zip(before, cache.slots.values(), strict=True):
+        assert torch.equal(was[0], held[0])
+        assert torch.equal(was[1, :, 0], held[1, :, 0])
+
+
+@torch.no_grad()
+def test_torch_compiled_self_attention_gives_what_the_module_gives():
+    module, x = layer(mha_torch, "MultiHeadSelfAttention"), torch.from_numpy(tokens(9))
+    lengths = torch.tensor([4, 9])
+    torch.compiler.reset()
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    found, expected = (each(x, is_causal=True, key_padding_lengths=lengths) for each in (compiled, module))
+    parity.assert_parity(found, expected)
+
+
+# ---- torch: the cheapest form of a mask ------------------------------------------------------------------------------
+
+torch_fused = mha_torch.fused.scaled_dot_product_attention
+
+
+@sample(name=IN_MAKE_TEST)
+@every_problem
+def test_torch_kernel_gives_what_the_plain_path_gives(name):
+    arrays, options = named(name)
+    parity.assert_parity(results(mha_torch, torch_fused, arrays, **options), **yardstick(arrays, **options))
+
+
+def test_torch_kernel_of_a_single_key_gives_its_value():
+    assert_single_key_is_seen(results(mha_torch, torch_fused, single_key()), single_key())
+
+
+@sample(where=lambda name: name in IN_MAKE_TEST)
+@problems_in_half_precision
+def test_torch_kernel_gives_what_the_plain_path_gives_in_half_precision(name, dtype):
+    arrays, options = named(name, dtype)
+    parity.assert_parity(results(mha_torch, torch_fused, arrays, **options), **yardstick(arrays, **options))
+
+
+PADDING = {"some": (1, 17, 41), "none": (41, 41, 41), "all": (0, 0, 0), "one-empty": (41, 0, 5)}
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("padding", PADDING.values(), ids=PADDING)
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2)], ids=["mha", "gqa"])
+def test_torch_lengths_give_what_the_plain_path_gives(heads, padding, is_causal):
+    arrays = problem(heads, padding=padding)
+    found = results(mha_torch, torch_fused, arrays, is_causal=is_causal)
+    parity.assert_parity(found, **yardstick(arrays, is_causal=is_causal))
+
+
+def strided(x):
+    """The same values, tokens outermost in memory and features apart."""
+    if x.ndim < 4:
+        return x
+    memory = torch.zeros(*x.transpose(1, 2).shape[:3], 2 * x.shape[3], dtype=x.dtype)
+    memory[..., ::2] = x.transpose(1, 2)
+    return memory[..., ::2].transpose(1, 2)
+
+
+@pytest.mark.parametrize("name", ["causal", "padding-causal", "gqa", "bias-b-1-t-s"])
+def test_torch_kernel_takes_strided_inputs(name):
+    arrays, options = named(name)
+
+    def function(**arrays):
+        return torch_fused(**{name: strided(x) for name, x in arrays.items()}, **options)
+
+    parity.assert_parity(results(mha_torch, function, arrays), **yardstick(arrays, **options))
+
+
+@pytest.fixture
+def kernel_calls(monkeypatch):
+    """The keywords of each call of torch's own function, as it happens."""
+    calls, kernel = [], torch.nn.functional.scaled_dot_product_attention
+
+    def note(*arrays, **keywords):
+        calls.append(keywords)
+        return kernel(*arrays, **keywords)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", note)
+    return calls
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("padding", [None, (1, 17, 41)], ids=["whole", "padded"])
+def test_torch_kernel_is_told_what_is_causal_and_given_no_mask(kernel_calls, padding, is_causal):
+    results(mha_torch, torch_fused, problem(padding=padding), is_causal=is_causal)
+    calls = [(call["attn_mask"], call["is_causal"]) for call in kernel_calls]
+    assert calls == [(None, is_causal)] * (1 if padding is None else BATCH)
+
+
+@pytest.fixture
+def no_masks(monkeypatch):
+    """Whoever builds a mask fails."""
+
+    def fail(*args, **keywords):
+        raise AssertionError("a mask is built")
+
+    monkeypatch.setattr(mha_torch.masks.Mask, "implicit_bool", fail)
+    for name in ("create_causal_mask", "create_padding_mask"):
+        monkeypatch.setattr(mha_torch.mask_arrays, name, fail)
+
+
+@pytest.mark.usefixtures("no_masks")
+@pytest.mark.parametrize("padding", [None, [4, 9]], ids=["whole", "padded"])
+@torch.no_grad()
+def test_torch_causal_self_attention_builds_no_mask(padding):
+    module = layer(mha_torch, "MultiHeadSelfAttention")
+    module(torch.from_numpy(tokens(9)), is_causal=True, key_padding_lengths=padding)
+
+
+@pytest.mark.usefixtures("no_masks")
+@torch.no_grad()
+def test_torch_causal_self_attention_with_an_empty_sequence_builds_a_mask():  # the control of the test above
+    module = layer(mha_torch, "MultiHeadSelfAttention")
+    with pytest.raises(AssertionError, match="a mask is built"):
+        module(torch.from_numpy(tokens(9)), is_causal=True, key_padding_lengths=[0, 9])
+
+
+# ---- JAX: off the CPU ------------------------------------------------------------------------------------------------
+
+OFF_THE_CPU = [
+    "full",
+    "causal",
+    "causal-square",
+    "causal-fewer-keys",
+    "mask-of-keys",
+    "mask-1-n-t-1",
+    "mask-of-blocks",
+    "mask-of-rows-causal",
+    "everything-hidden",
+    "padding",
+    "padding-causal",
+    "padding-causal-mask",
+    "gqa-mask-padding",
+    "mqa",
+    "bias-of-keys",
+    "bias-gqa",
+    "bias-infinite",
+    "bias-infinite-rows",
+]
+
+
+@sample(
+    name=[
+        *("causal", "causal-fewer-keys", "mask-of-blocks", "everything-hidden"),
+        *("padding-causal-mask", "gqa-mask-padding", "bias-gqa", "bias-infinite-rows"),
+    ]
+)
+@pytest.mark.usefixtures("off_the_cpu")
+@pytest.mark.parametrize("name", OFF_THE_CPU)
+def test_library_gives_what_the_plain_path_gives(name):
+    arrays, options = named(name)
+    parity.assert_parity(results(mha_jax, jax_fused, arrays, **options), **yardstick(arrays, **options))
+
+
+@pytest.mark.usefixtures("off_the_cpu")
+@pytest.mark.parametrize("name", ["causal-square", "bias-infinite", "gqa-mask-padding"])
+def test_library_gives_what_the_plain_path_gives_in_bfloat16(name):  # of float16 it has no gradient on a CPU
+    arrays, options = named(name, ml_dtypes.bfloat16)
+    parity.assert_parity(results(mha_jax, jax_fused, arrays, **options), **yardstick(arrays, **options))
+
+
+@pytest.mark.usefixtures("off_the_cpu")
+def test_library_gives_what_the_plain_path_gives_for_a_token_over_a_cache():
+    arrays = cache_problem((6, 2), LAST_POSITIONS["ragged"])
+    parity.assert_parity(results(mha_jax, attend_to_cache, arrays), **yardstick(arrays))
+
+
+@pytest.mark.usefixtures("off_the_cpu")
+@pytest.mark.parametrize("features", [3, 12])
+def test_library_takes_values_of_another_width(features, rng):
+    q, k, v = (jax.numpy.asarray(rng.standard_normal((2, n, 5, 8)), jax.numpy.float32) for n in (4, 2, 2))
+    v = jax.numpy.concatenate([v, v], axis=3)[..., :features]
+    found, _ = jax_fused(q, k, v, is_causal=True)
+    expected, _ = mha_jax.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert found.shape == (2, 4, 5, features)
+    assert float(abs(found - expected).max()) <= 1e-6
+
+
+@pytest.fixture
+def library_calls(monkeypatch):
+    """The keywords of each call of JAX's own function, as it happens; it takes its portable form whatever is asked."""
+    calls, library = [], jax.nn.dot_product_attention
+
+    def note(*arrays, **keywords):
+        calls.append(keywords)
+        return library(*arrays, **{**keywords, "implementation": "xla"})
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", note)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "head_dim", "expected"),
+    [
+        ("gpu", np.float16, 64, "cudnn"),
+        ("gpu", ml_dtypes.bfloat16, 128, "cudnn"),
+        ("gpu", np.float32, 64, "xla"),
+        ("gpu", np.float16, 20, "xla"),
+        ("gpu", np.float16, 256, "xla"),
+        ("tpu", ml_dtypes.bfloat16, 64, "xla"),
+    ],
+    ids=["float16", "bfloat16", "float32", "odd-width", "too-wide", "tpu"],
+)
+def test_flash_attention_of_a_gpu_is_taken_where_it_fits(
+    monkeypatch, library_calls, platform, dtype, head_dim, expected
+):
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    x = jax.ShapeDtypeStruct((1, 2, 4, head_dim), dtype)
+    jax.eval_shape(lambda x: jax_fused(x, x, x, is_causal=True)[0], x)
+    assert [(call["implementation"], call["is_causal"]) for call in library_calls] == [(expected, True)]
+
+
+def test_arrays_on_the_cpu_take_its_kernels_whatever_the_default_platform_is(monkeypatch, library_calls):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    x = jnp.ones((1, 2, 24, HEAD_DIM), jnp.float16)
+
+    def attend(x):
+        return jax_fused(x, x, x, is_causal=True, kernel=SMALL_BLOCKS)[0]
+
+    mesh = jax.make_mesh((1,), ("devices",))  # whose types say how arrays lie on it
+    divided = jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
+    for function in (attend, jax.grad(lambda x: attend(x).sum())):
+        np.testing.assert_array_equal(function(x), np.asarray(function(divided)))
+    assert not library_calls
+    jax.eval_shape(attend, x)  # nobody knows yet where these will lie
+    assert [call["implementation"] for call in library_calls] == ["cudnn"]
+    with jax.default_device("cpu"):
+        jax.eval_shape(attend, x)
+    assert len(library_calls) == 1
+
+
+def test_cudnn_gets_no_mask_in_float16(monkeypatch, library_calls):
+    """It would hide a key by a score of -45875, which others fall below."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    mask = jnp.zeros((4, 4), bool)
+    for dtype, expected in ((np.float16, "xla"), (ml_dtypes.bfloat16, "cudnn")):
+        x = jax.ShapeDtypeStruct((1, 2, 4, 64), dtype)
+        jax.eval_shape(lambda x: jax_fused(x, x, x, mask=mask)[0], x)
+        assert library_calls.pop()["implementation"] == expected
+
+
+# A window of JAX's own function, with rows that it leaves without a key: beyond the lengths, and beyond the keys.
+WINDOWS_OF_LIBRARY = {
+    "causal-padding-gqa": ({"heads": (4, 2), "padding": LENGTHS}, True),
+    "both-ways-padding": ({"padding": (0, 3, 41)}, False),
+    "beyond-keys": ({"lengths": (41, 29)}, True),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS_OF_LIBRARY)
+def test_library_told_a_window_gives_what_the_plain_path_gives_of_its_mask(off_the_cpu, library_calls, name):
+    keywords, is_causal = WINDOWS_OF_LIBRARY[name]
+    arrays = problem(**keywords)
+    num_queries, num_keys = arrays["query"].shape[2], arrays["key"].shape[2]
+    out_of_reach = abs(np.arange(num_queries)[:, None] - np.arange(num_keys)) >= 5
+    masked = {**arrays, "mask": out_of_reach}
+    assert is_hidden(masked, is_causal).all(axis=-1).any()
+    num_heads, num_kv_heads = keywords.get("heads", (2, 2))
+    spec = AttentionSpec(num_heads * HEAD_DIM, num_heads, num_kv_heads=num_kv_heads, window_size=5)
+    found = results(mha_jax, jax_fused, arrays, spec=spec, is_causal=is_causal)
+    parity.assert_parity(found, **yardstick(masked, is_causal=is_causal))
+    assert [call["local_window_size"] for call in library_calls] == [(4, 0 if is_causal else 4)]
+
+
+NUM_TOLD = {"square": (48, 48), "wide": (40, 48), "tall": (48, 40)}
+TOLD = {  # what there is of whom, and the words in which the library is told of it; None where it takes a mask
+    "nothing": ("wide", {}, False, False, {}),
+    "causal-wide": ("wide", {}, True, False, {}),
+    "causal-tall": ("tall", {}, True, False, {}),
+    "lengths-causal": ("tall", {}, True, True, {}),
+    "window": ("wide", {"window_size": 8}, True, False, {"local_window_size": (7, 0)}),
+    "window-both-ways": ("wide", {"window_size": 8}, False, False, None),
+    "window-lengths": ("square", {"window_size": 8}, True, True, None),
+    "window-tall": ("tall", {"window_size": 8}, True, False, None),
+    "chunk": ("square", {"chunk_size": 8}, True, False, None),
+}
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+@pytest.mark.parametrize("name", TOLD)
+def test_library_is_told_what_it_has_words_for_and_no_array_of_scores_is_made_for_it(monkeypatch, platform, name):
+    sizes, span, is_causal, has_lengths, window = TOLD[name]
+    calls = []
+
+    def library(query, *others, **keywords):
+        calls.append((others[2:], keywords))
+        return query
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", library)
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    num_queries, num_keys = NUM_TOLD[sizes]
+    query, key = (jnp.zeros((2, 2, count, 16), jnp.bfloat16) for count in (num_queries, num_keys))
+    spec = AttentionSpec(32, 2, **span)
+
+    def function(query, key, lengths):
+        return jax_fused(query, key, key, spec, is_causal=is_causal, key_padding_lengths=lengths)[0]
+
+    made = str(jax.make_jaxpr(function)(query, key, jnp.array([0, 30], jnp.int32) if has_lengths else None))
+    [(mask_and_bias, told)] = calls
+    if platform == "tpu" and "window_size" in span:  # XLA takes any window
+        window = {"local_window_size": (7, 0 if is_causal else 7)}
+    is_told = mask_and_bias == (None, None)
+    assert is_told == (window is not None)
+    assert is_told != (f",{num_queries},{num_keys}]" in made)
+    if is_told:
+        told.pop("scale")
+        assert told.pop("implementation") == ("cudnn" if platform == "gpu" else "xla")
+        assert ("key_value_seq_lengths" in told) == has_lengths
+        assert {**told, "key_value_seq_lengths": None} == {
+            "is_causal": is_causal,
+            "key_value_seq_lengths": None,
+            **window,
+        }
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("hidden", [{}, {"key_padding_lengths": [150, 290]}], ids=["alone", "padding"])
+@pytest.mark.parametrize("span", [{}, {"window_size": 40}, {"chunk_size": 100}], ids=["all", "window", "chunk"])
+@pytest.mark.parametrize("added", ["alibi", "relative_bias"])
+def test_what_many_queries_gain_by_distance_is_that_of_the_plain_path(added, span, is_causal, hidden):
+    """In torch, which makes the bias of a few queries at a time; JAX's small blocks are in every case."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 2, 290, 8, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(3))
+    leaves, sinks = {"query": q, "key": k, "value": v}, torch.tensor([0.5, -1.0], dtype=torch.float64)
+    if added == "relative_bias":
+        leaves[added] = torch.randn(8, 2, dtype=torch.float64, generator=generator).requires_grad_()
+    spec = AttentionSpec(16, 2, **{added: Alibi() if added == "alibi" else RelativeBias(8, 200)}, sinks=True, **span)
+    contexts = [
+        attend(spec=spec, is_causal=is_causal, sinks=sinks, **leaves, **hidden)[0]
+        for attend in (mha_torch.scaled_dot_product_attention, torch_fused)
+    ]
+    expected, found = ([x, *torch.autograd.grad(x.square().sum(), [*leaves.values()])] for x in contexts)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)

@@ -1,0 +1,336 @@
+"""Multi-head latent attention: both its forms, its cache, and what is refused; released layers elsewhere."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+import torch
+import torch.nn.utils.prune
+from helpers.frameworks import SIBLINGS
+from helpers.refusals import refuses, refuses_type
+from helpers.samples import sample
+
+import mha_torch
+import parity
+from mha_spec import AttentionSpec, Latent, Rope
+from parity.core.weights import random_weights
+
+SPEC = AttentionSpec(
+    *(32, 4),
+    head_dim=16,
+    value_head_dim=8,
+    latent=Latent(32, 8, q_rank=12),
+    rope=Rope(100.0, rotary_dim=8, rotated="last", pairs="interleaved"),
+)
+PLAIN = AttentionSpec(32, 4)
+WEIGHTS = random_weights(SPEC, 3)
+X = np.random.default_rng(4).standard_normal((2, 13, 32)).astype(np.float32)
+
+
+def module(sibling, spec=SPEC):
+    return parity.load_into(sibling.module("MultiHeadLatentAttention", spec), random_weights(spec, 3), spec)
+
+
+def expected(sibling, **keywords):
+    whole = parity.load_into(sibling.module("MultiHeadSelfAttention", SPEC), WEIGHTS, SPEC)
+    return sibling.numpy(whole(sibling.array(X), is_causal=True, **keywords))
+
+
+def near(found, wanted, allowed=2e-6):
+    return np.abs(found - wanted).max() <= allowed * np.abs(wanted).max()
+
+
+@sample(jax=0)
+@pytest.mark.parametrize("absorb", [True, False])
+def test_absorbed_and_expanded_are_the_same_function(sibling, absorb):
+    layer, outputs = module(sibling), []
+    held = sibling.backend.to_params if sibling.name == "jax" else sibling.backend.to_state_dict
+    cache = layer.init_cache(2, 14)
+    for begin, end in [(0, 7), (7, 8), (8, 12), (12, 13)]:
+        output, cache = sibling.package.multi_head_latent_attention(
+            sibling.array(X[:, begin:end]), held(WEIGHTS, SPEC), SPEC, cache, absorb=absorb
+        )
+        outputs.append(sibling.numpy(output))
+    assert near(np.concatenate(outputs, axis=1), expected(sibling))
+
+
+@sample(jax=0)
+@pytest.mark.parametrize("absorb", [True, False])
+def test_factors_of_latents_are_as_if_the_weights_of_their_norms_had_them(sibling, absorb):
+    spec = replace(SPEC, latent=replace(SPEC.latent, q_factor=1.75, kv_factor=2.5))
+    held = sibling.backend.to_params if sibling.name == "jax" else sibling.backend.to_state_dict
+    folded = {name: WEIGHTS[name] * factor for name, factor in (("q_a_norm.weight", 1.75), ("kv_a_norm.weight", 2.5))}
+    found = []
+    for weights, each in ((WEIGHTS, spec), (WEIGHTS | folded, SPEC), (WEIGHTS, SPEC)):
+        cache, outputs = sibling.package.init_latent_cache(2, 13, 32, 8), []
+        for begin, end in ((0, 12), (12, 13)):
+            output, cache = sibling.package.multi_head_latent_attention(
+                sibling.array(X[:, begin:end]), held(weights, each), each, cache, absorb=absorb
+            )
+            outputs.append(sibling.numpy(output))
+        whole = parity.load_into(sibling.module("MultiHeadSelfAttention", each), weights, each)
+        found += [np.concatenate(outputs, axis=1), sibling.numpy(whole(sibling.array(X), is_causal=True))]
+    with_factors, _, *others = found
+    assert all(near(other, with_factors) for other in found[1:4])
+    assert not any(near(other, with_factors, 0.1) for other in others[2:])
+
+
+@sample(jax=0)
+def test_the_module_takes_whichever_costs_less(sibling, monkeypatch):
+    package, taken = sibling.package, []
+    for name in ("absorb_keys", "expand_latents"):
+        original = getattr(package, name)
+        counted = lambda *inputs, name=name, original=original: taken.append(name) or original(*inputs)  # noqa: E731
+        monkeypatch.setattr(f"{package.__name__}.cache_mha.{name}", counted)
+    layer = module(sibling)
+    cache = layer.init_cache(2, 13)
+    for begin, end in [(0, 12), (12, 13)]:
+        _, cache = layer(sibling.array(X[:, begin:end]), cache)
+    assert taken == ["expand_latents", "absorb_keys"]
+    assert SPEC.absorbs(10)
+    assert not SPEC.absorbs(11)
+
+
+@sample(jax=0)
+def test_sequences_of_different_lengths(sibling):
+    layer, outputs = module(sibling), []
+    cache = layer.init_cache(2, 10)
+    for (begin, end), added in (((0, 5), (5, 3)), ((5, 6), (1, 0)), ((6, 9), (2, 3))):
+        output, cache = layer(sibling.array(X[:, begin:end]), cache, new_lengths=list(added))
+        outputs.append(sibling.numpy(output))
+    assert sibling.numpy(cache.lengths).tolist() == [8, 6]
+    for row, tokens in enumerate(([0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 6, 7, 8])):
+        whole = parity.load_into(sibling.module("MultiHeadSelfAttention", SPEC), WEIGHTS, SPEC)
+        wanted = sibling.numpy(whole(sibling.array(X[row : row + 1, tokens]), is_causal=True))
+        found = np.concatenate(outputs, axis=1)[row][tokens]
+        assert near(found, wanted[0])
+    assert not outputs[0][1, 3:].any()
+    assert not outputs[1][1].any()
+
+
+def test_a_cache_holds_kv_rank_and_rope_dim_numbers_a_token(sibling):
+    cache = module(sibling).init_cache(2, 10)
+    assert cache.latents.shape == (2, 1, 10, 40)
+    assert cache.latents.nbytes == SPEC.cache_nbytes(2, 10, np.dtype(np.float32))
+
+
+@sample(jax=0)
+def test_a_cache_is_reordered_repeated_grown_and_cropped(sibling):
+    layer = module(sibling)
+    _, cache = layer(sibling.array(X[:, :5]), layer.init_cache(2, 6))
+    latents = sibling.numpy(cache.latents)
+    reordered, repeated, grown, cropped = cache.reorder([1, 0]), cache.repeat(2), cache.grow(9), cache.crop([2, 5])
+    assert (sibling.numpy(reordered.latents) == latents[[1, 0]]).all()
+    assert (sibling.numpy(repeated.latents) == latents[[0, 0, 1, 1]]).all()
+    assert (sibling.numpy(grown.latents)[:, :, :6] == latents).all()
+    assert grown.capacity == 9
+    assert sibling.numpy(cropped.lengths).tolist() == [2, 5]
+    assert not sibling.numpy(cropped.latents)[0, 0, 2:].any()
+    assert all(isinstance(each, sibling.package.LatentCache) for each in (reordered, repeated, grown, cropped))
+
+
+@sample(jax=0)
+def test_a_mask_and_a_bias_reach_attention_over_latents(sibling):
+    mask = np.zeros((2, 1, 1, 14), bool)
+    mask[:, :, :, 3] = True
+    bias = np.random.default_rng(5).standard_normal((1, 4, 1, 14)).astype(np.float32)
+    layer = module(sibling)
+    _, cache = layer(sibling.array(X[:, :12]), layer.init_cache(2, 14))
+    output, _ = layer(sibling.array(X[:, 12:]), cache, mask=sibling.array(mask), bias=sibling.array(bias))
+    of_last = {"mask": sibling.array(mask[..., :13]), "bias": sibling.array(bias[..., :13])}
+    assert near(sibling.numpy(output), expected(sibling, **of_last)[:, 12:])
+
+
+@sample(jax=0)
+def test_an_implementation_without_a_norm_is_not_equal(sibling):
+    weights = {**WEIGHTS, "kv_a_norm.weight": np.ones_like(WEIGHTS["kv_a_norm.weight"])}
+    layer = parity.load_into(sibling.module("MultiHeadLatentAttention", SPEC), weights, SPEC)
+    output, _ = layer(sibling.array(X[:, :5]), layer.init_cache(2, 6))
+    assert not near(sibling.numpy(output), expected(sibling)[:, :5], 1e-2)
+
+
+@pytest.mark.parametrize(
+    ("call", "refusal"),
+    {
+        "no latents": (
+            lambda sibling, _: sibling.module("MultiHeadLatentAttention", PLAIN),
+            refuses("spec", spec=...),
+        ),
+        "cache of keys": (
+            lambda sibling, layer: layer(
+                sibling.array(X), sibling.module("MultiHeadAttentionWithCache", SPEC).init_cache(2, 4)
+            ),
+            refuses_type("cache", "KVCache"),
+        ),
+        "cache of latents": (
+            lambda sibling, layer: sibling.module("MultiHeadAttentionWithCache", SPEC)(
+                sibling.array(X), layer.init_cache(2, 20)
+            ),
+            refuses_type("cache", "LatentCache"),
+        ),
+        "cache of another layer": (
+            lambda sibling, layer: layer(sibling.array(X), sibling.package.init_latent_cache(2, 20, 16, 8)),
+            refuses("cache.latents", {"cache.latents.shape": (2, 1, 20, 24)}),
+        ),
+        "no array": (
+            lambda sibling, layer: layer([1.0, 2.0], layer.init_cache(2, 12)),
+            refuses_type("x", "list"),
+        ),
+        "one axis": (
+            lambda sibling, layer: layer(sibling.array(X[0, 0]), layer.init_cache(2, 12)),
+            refuses("x", {"x.shape": (32,)}),
+        ),
+        "too many tokens": (
+            lambda sibling, layer: layer(sibling.array(X), layer.init_cache(2, 12)),
+            refuses("lengths + new tokens", lengths=[0, 0], new_lengths=...),
+        ),
+        "a key": (
+            lambda sibling, _: sibling.module("MultiHeadAttention", AttentionSpec(32, 4, latent=Latent(8, 4)))(
+                sibling.array(X), sibling.array(X)
+            ),
+            refuses("key"),
+        ),
+        "widths of latents": (
+            lambda sibling, layer: sibling.package.expand_latents(layer.project, sibling.array(X[:, None]), SPEC),
+            refuses("latents", {"latents.shape": (2, 1, 13, 32)}),
+        ),
+        "size of a cache": (
+            lambda sibling, _: sibling.package.init_latent_cache(2, 4, 0, 8),
+            refuses("kv_rank", kv_rank=0),
+        ),
+    }.values(),
+)
+def test_what_does_not_fit_is_refused(sibling, call, refusal):
+    with refusal:
+        call(sibling, module(sibling))
+
+
+@sample(jax=0)
+def test_no_tokens_and_no_sequences(sibling):
+    layer, whole = module(sibling), parity.load_into(sibling.module("MultiHeadSelfAttention", SPEC), WEIGHTS, SPEC)
+    for x in (X[:, :0], X[:0]):
+        assert whole(sibling.array(x), is_causal=True).shape == x.shape
+        output, cache = layer(sibling.array(x), layer.init_cache(len(x), 4))
+        assert output.shape == x.shape
+        assert sibling.numpy(cache.lengths).tolist() == [x.shape[1]] * len(x)
+
+
+@sample(jax=0)
+@pytest.mark.parametrize("absorb", [True, False])
+def test_a_token_that_is_not_finite_and_hidden_spoils_no_gradient(sibling, absorb):
+    x, mask = X[:, :5].copy(), np.zeros((1, 1, 5, 6), bool)
+    x[:, 0], mask[..., 0] = np.nan, True
+    held = sibling.backend.to_params if sibling.name == "jax" else sibling.backend.to_state_dict
+    weights, cache = held(WEIGHTS, SPEC), sibling.package.init_latent_cache(2, 6, 32, 8)
+
+    def loss(weights):
+        given = {"mask": sibling.array(mask), "absorb": absorb}
+        output, _ = sibling.package.multi_head_latent_attention(sibling.array(x), weights, SPEC, cache, **given)
+        return (output[:, 1:] ** 2).sum()
+
+    if sibling.name == "jax":
+        grads = jax.tree.leaves(jax.grad(loss)(weights))
+    else:
+        grads = torch.autograd.grad(loss({name: w.requires_grad_() for name, w in weights.items()}), weights.values())
+    assert all(np.isfinite(sibling.numpy(grad)).all() for grad in grads)
+    assert all(sibling.numpy(grad).any() for grad in grads)
+
+
+# ---- What one framework has ------------------------------------------------------------------------------------------
+
+
+class Wrapped(torch.nn.Module):
+    """A projection with something beside it, as LoRA puts there."""
+
+    def __init__(self, held):
+        super().__init__()
+        self.held, self.beside = held, torch.nn.Linear(32, 64, bias=False)
+
+    def forward(self, x):
+        return self.held(x) + self.beside(x)
+
+
+def test_a_projection_that_was_replaced_takes_part():
+    layer = module(SIBLINGS["torch"])
+    whole = parity.load_into(mha_torch.MultiHeadSelfAttention(SPEC), WEIGHTS, SPEC)
+    layer.kv_b_proj = whole.kv_b_proj = Wrapped(layer.kv_b_proj)
+    x = torch.from_numpy(X[:, :5])
+    with torch.no_grad():
+        wanted = whole(x, is_causal=True)
+        _, cache = layer(x[:, :4], layer.init_cache(2, 6))
+        output, _ = layer(x[:, 4:], cache)
+    assert near(output.numpy(), wanted[:, 4:].numpy())
+
+
+def doubled(layer):
+    layer.kv_b_proj.register_forward_hook(lambda module, inputs, output: 2 * output)
+
+
+def called_otherwise(layer):
+    forward = layer.kv_b_proj.forward
+    layer.kv_b_proj.forward = lambda x: 2 * forward(x)
+
+
+def pruned(layer):
+    torch.nn.utils.prune.l1_unstructured(layer.kv_b_proj, "weight", amount=0.5)
+    with torch.no_grad():
+        layer.kv_b_proj.weight_orig *= 3  # `weight` is made of it in the call only
+
+
+@pytest.mark.parametrize("change", [doubled, called_otherwise, pruned])
+def test_a_projection_that_does_more_than_multiply_by_its_weight_is_called(change):
+    layer = module(SIBLINGS["torch"])
+    whole = parity.load_into(mha_torch.MultiHeadSelfAttention(SPEC), WEIGHTS, SPEC)
+    change(layer)
+    change(whole)
+    x = torch.from_numpy(X[:, :5])
+    with torch.no_grad():
+        _, cache = layer(x[:, :4], layer.init_cache(2, 6))
+        output, _ = layer(x[:, 4:], cache)
+        assert near(output.numpy(), whole(x, is_causal=True)[:, 4:].numpy())
+
+
+def test_autocast_narrows_the_cache():
+    layer = module(SIBLINGS["torch"])
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        cache = layer.init_cache(2, 6)
+        output, cache = layer(torch.from_numpy(X[:, :5]), cache)
+    assert cache.latents.dtype == output.dtype == torch.bfloat16
+    assert near(output.float().numpy(), expected(SIBLINGS["torch"])[:, :5], 0.05)
+
+
+def test_gradients_go_through_latents_of_earlier_steps():
+    sibling = SIBLINGS["torch"]
+    layer, x = module(sibling).double(), torch.from_numpy(X[:, :6]).double().requires_grad_()
+    _, cache = layer(x[:, :5], layer.init_cache(2, 6))
+    output, _ = layer(x[:, 5:], cache)
+    (found,) = torch.autograd.grad(output.sum(), x)
+    whole = parity.load_into(mha_torch.MultiHeadSelfAttention(SPEC), WEIGHTS, SPEC).double()
+    (wanted,) = torch.autograd.grad(whole(x, is_causal=True)[:, 5:].sum(), x)
+    assert near(found.numpy(), wanted.numpy(), 1e-12)
+
+
+def test_lengths_that_are_not_known_under_jit():
+    sibling = SIBLINGS["jax"]
+    layer = module(sibling)
+    step = jax.jit(lambda x, cache: layer(x, cache))
+    cache, outputs = layer.init_cache(2, 6), []
+    for begin, end in ((0, 5), (5, 6), (6, 7)):
+        output, cache = step(sibling.array(X[:, begin:end]), cache)
+        outputs.append(np.asarray(output))
+    assert near(np.concatenate(outputs[:2], axis=1), expected(sibling)[:, :6])
+    assert np.isnan(outputs[2]).all()
+    assert np.asarray(cache.lengths).tolist() == [6, 6]
+
+
+def test_a_port_with_another_scale_keeps_what_yarn_multiplies_it_by():
+    """As in `softmax_scale = v_head_dim ** -0.5`, and then `softmax_scale *= mscale * mscale`."""
+    case = replace(parity.CASES["latent-yarn"], key_padding_lengths=None)
+    problem = parity.make_problem(case, "float32")
+    spec = problem.spec
+    wrong = replace(spec, scale=spec.rope.scaling.score_factor * spec.value_head_dim**-0.5)
+    weights = {name: torch.from_numpy(weight) for name, weight in problem.weights.items()}
+    output, _ = mha_torch.multi_head_attention(torch.from_numpy(problem.inputs["query"]), weights, wrong)
+    (found,) = parity.diagnose({"output": output.numpy()}, problem).explanations
+    assert found.bugs == ("scale-by-value-head-dim",)

@@ -1,0 +1,112 @@
+"""Tests of a layer's kernel: users may replace it on every path, and it receives checked inputs."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers.refusals import refuses
+from helpers.samples import sample
+
+import mha_jax
+import parity
+from mha_spec import AttentionSpec, Latent, Rope
+
+SPEC = AttentionSpec(16, 4, num_kv_heads=2, window_size=2, soft_cap=5.0, sinks=True)
+LATENT = AttentionSpec(16, 4, head_dim=8, latent=Latent(8, 4), rope=Rope(rotary_dim=4, rotated="last"))
+
+
+class Noting:
+    """The plain path as a custom kernel that records its arguments."""
+
+    def __init__(self, sibling):
+        self.stages, self.calls = sibling.package.stages, []
+
+    def __call__(self, query, key, value, mask, scores):
+        self.calls.append((query, key, value, mask, scores))
+        return self.stages.attend(query, key, value, mask, scores)[0]
+
+
+def filled(sibling, kind, spec):
+    return parity.load_into(sibling.module(kind, spec), parity.random_weights(spec), spec)
+
+
+def tokens(sibling, seq_len=5, spec=SPEC):
+    x = np.random.default_rng(0).standard_normal((2, seq_len, spec.d_in))
+    return sibling.array(x.astype(np.float32))
+
+
+def test_layer_calls_its_kernel_with_heads_mask_and_scores(sibling):
+    layer, x = filled(sibling, "MultiHeadAttention", SPEC), tokens(sibling)
+    bias = sibling.array(np.random.default_rng(1).standard_normal((5, 5)).astype(np.float32))
+    expected, _ = layer(x, is_causal=True, bias=bias)
+    layer.kernel = kernel = Noting(sibling)
+    found, attn_weights = layer(x, is_causal=True, bias=bias)
+    np.testing.assert_allclose(sibling.numpy(found), sibling.numpy(expected), rtol=1e-5, atol=1e-6)
+    ((query, key, value, mask, scores),) = kernel.calls
+    assert attn_weights is None
+    assert [tuple(x.shape) for x in (query, key, value)] == [(2, 4, 5, 4), (2, 2, 5, 4), (2, 2, 5, 4)]
+    assert (mask.is_causal, mask.span, mask.mask) == (True, SPEC.span, None)
+    assert (scores.scale, scores.soft_cap, scores.has_distances) == (0.5, 5.0, False)
+    assert scores.bias is bias
+
+
+def test_weights_are_computed_without_the_kernel(sibling):
+    layer = filled(sibling, "MultiHeadAttention", SPEC)
+    layer.kernel = kernel = Noting(sibling)
+    assert layer(tokens(sibling), need_weights=True)[1] is not None
+    assert kernel.calls == []
+
+
+@sample(jax=1)
+@pytest.mark.parametrize("kind", ["MultiHeadAttentionWithCache", "MultiHeadLatentAttention"])
+def test_cached_layer_calls_its_kernel_for_prompts_and_steps(sibling, kind):
+    spec, outputs = LATENT if kind == "MultiHeadLatentAttention" else SPEC, []
+    for kernel in (None, Noting(sibling)):
+        layer = filled(sibling, kind, spec)
+        layer.kernel = kernel or layer.kernel
+        prompt, cache = layer(tokens(sibling, 3, spec), layer.init_cache(2, 8))
+        step, _ = layer(tokens(sibling, 1, spec), cache)
+        outputs.append([sibling.numpy(x) for x in (prompt, step)])
+    assert len(kernel.calls) == 2
+    for expected, found in zip(*outputs, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_one_new_token_uses_the_step_method_of_a_kernel():
+    """In JAX only: its default kernel reads only the filled part of a cache."""
+
+    class Stepping(mha_jax.fused.FusedAttention):
+        def step(self, query, key, value, mask, scores):
+            steps.append((query.shape, mask.q_offset.tolist()))
+            return super().step(query, key, value, mask, scores)
+
+    steps, layer = [], mha_jax.MultiHeadAttentionWithCache(SPEC, rngs=nnx.Rngs(0))
+    layer.kernel = Stepping()
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 4, SPEC.d_in)), jnp.float32)
+    _, cache = layer(x[:, :3], layer.init_cache(2, 8), new_lengths=[3, 1])
+    assert steps == []
+    layer(x[:, 3:], cache)
+    assert steps == [((2, 4, 1, 4), [3, 1])]
+
+
+def test_functions_accept_a_kernel(sibling):
+    layer, x = filled(sibling, "MultiHeadAttention", SPEC), tokens(sibling)
+    weights = sibling.weights_of(layer)
+    kernel = Noting(sibling)
+    found, _ = sibling.package.multi_head_attention(x, weights, SPEC, kernel=kernel)
+    np.testing.assert_allclose(sibling.numpy(found), sibling.numpy(layer(x)[0]), rtol=1e-5, atol=1e-6)
+    assert len(kernel.calls) == 1
+
+
+@pytest.mark.parametrize("wrong", ["mask", "bias", "lengths"])
+def test_invalid_input_raises_before_the_kernel_is_called(sibling, wrong):
+    layer = filled(sibling, "MultiHeadAttention", SPEC)
+    layer.kernel = kernel = Noting(sibling)
+    options, refusal = {
+        "mask": ({"mask": sibling.array(np.ones((3, 3), bool))}, refuses("mask", {"mask.shape": (3, 3)})),
+        "bias": ({"bias": sibling.array(np.ones((3, 3), np.float32))}, refuses("bias", {"bias.shape": (3, 3)})),
+        "lengths": ({"key_padding_lengths": [6, 1]}, refuses("key_padding_lengths", key_padding_lengths=[6, 1])),
+    }[wrong]
+    with refusal:
+        layer(tokens(sibling), **options)
+    assert kernel.calls == []

@@ -1,0 +1,1052 @@
+"""Tests of the layer specification, the list of cases and the stage names."""
+
+import copy
+import itertools
+import json
+import math
+import pickle
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+from helpers.refusals import refuses, refuses_type
+
+import mha_spec
+from mha_spec import (
+    Alibi,
+    DynamicScaling,
+    Gate,
+    GridBias,
+    Latent,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    Norm,
+    ProportionalScaling,
+    Refusal,
+    RelativeBias,
+    RelativeProducts,
+    Rope,
+    Temperature,
+    YarnScaling,
+)
+from mha_spec.scaling import SCALINGS
+from parity import CASES, AttentionSpec, pretrained, random_case
+from parity.cli.run import MOST_RANDOM
+from parity.core import reference
+from parity.core.case import Case
+from parity.core.cases import case_named
+from parity.core.problem import make_problem
+from parity.core.stages import STAGES, Stage, run_steps, stage_named
+from parity.core.weights import load_tensors, weight_shapes
+
+
+def test_spec_derives_omitted_sizes():
+    spec = AttentionSpec(32, 4)
+    assert (spec.num_kv_heads, spec.head_dim, spec.d_in, spec.d_kv, spec.value_head_dim) == (4, 8, 32, 32, 8)
+    assert AttentionSpec(32, 4, head_dim=12).value_head_dim == 12
+
+
+def test_key_width_defaults_to_query_width():
+    assert AttentionSpec(32, 4, d_in=24).d_kv == 24
+
+
+def test_spec_stores_plain_numbers():
+    numbers = {"window_size": np.int64(4), "scale": np.float32(0.5), "rope": Rope(sections=np.array([2, 1, 1]))}
+    spec = AttentionSpec(np.int64(32), 4, sinks=np.bool_(True), **numbers)
+    same = AttentionSpec(32, 4, window_size=4, scale=0.5, rope=Rope(sections=(2, 1, 1)), sinks=True)
+    assert (spec, spec.to_json()) == (same, same.to_json())
+    assert AttentionSpec(32, 4, chunk_size=np.int32(3)).to_json() == AttentionSpec(32, 4, chunk_size=3).to_json()
+
+
+def test_replace_rederives_omitted_sizes():
+    spec = AttentionSpec(512, 8)
+    assert spec.replace(d_model=1024) == AttentionSpec(1024, 8)
+    assert spec.replace(num_heads=4) == AttentionSpec(512, 4)
+    assert spec.replace(d_in=256) == AttentionSpec(512, 8, d_in=256, d_kv=256)
+    assert spec.replace(head_dim=32) == AttentionSpec(512, 8, head_dim=32, value_head_dim=32)
+    assert spec.replace(d_model=30, head_dim=12).q_width == 96
+
+
+def test_layer_with_shared_keys_has_no_key_value_weights():
+    spec = AttentionSpec(8, 2, num_kv_heads=1, shared_kv=True, qk_norm=Norm(), rope=Rope())
+    assert list(spec.weight_shapes) == [
+        "q_proj.weight",
+        "q_proj.bias",
+        "out_proj.weight",
+        "out_proj.bias",
+        "q_norm.weight",
+    ]
+    assert AttentionSpec.from_json(spec.to_json()) == spec
+    assert not AttentionSpec.from_json('{"d_model": 8, "num_heads": 2}').shared_kv
+
+
+def test_replace_keeps_given_fields():
+    sizes = {"num_kv_heads": 2, "head_dim": 32, "d_in": 256, "d_kv": 128, "value_head_dim": 16}
+    spec = AttentionSpec(512, 8, **sizes, dropout=0.1, gate=Gate())
+    assert spec.replace(d_model=1024, num_heads=16) == AttentionSpec(1024, 16, **sizes, dropout=0.1, gate=Gate())
+    assert spec.replace(gate=None, dropout=0.0) == AttentionSpec(512, 8, **sizes)
+    assert spec.replace(**dict.fromkeys(sizes)) == AttentionSpec(512, 8, dropout=0.1, gate=Gate())
+
+
+COPIES = {
+    "JSON": lambda spec: AttentionSpec.from_json(spec.to_json()),
+    "pickle": lambda spec: pickle.loads(pickle.dumps(spec)),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "replace": lambda spec: spec.replace(),
+    "dataclasses.replace": replace,
+    "all sizes given": lambda spec: AttentionSpec(512, 8, num_kv_heads=8, head_dim=64, d_in=512, d_kv=512),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copy_of_a_spec_behaves_the_same(name):
+    """Sizes count as omitted by value, so equal specifications cannot behave differently."""
+    spec = AttentionSpec(512, 8)
+    again = COPIES[name](spec)
+    assert (again, hash(again), repr(again)) == (spec, hash(spec), "AttentionSpec(512, 8)")
+    assert again.replace(d_model=1024) == spec.replace(d_model=1024) == AttentionSpec(1024, 8)
+
+
+def test_replace_without_arguments_returns_equal_spec():
+    specs = [case.spec for case in CASES.values()]
+    assert [spec.replace() for spec in specs] == specs
+    assert [hash(spec.replace()) for spec in specs] == [hash(spec) for spec in specs]
+
+
+def test_records_have_replace():
+    rope = Rope(500.0, scaling=LinearScaling(8.0))
+    assert rope.replace(theta=1e4) == Rope(scaling=LinearScaling(8.0))
+    assert rope.scaling.replace(factor=2) == LinearScaling(2.0)
+    assert Norm("layer").replace(bias=True) == Norm("layer", bias=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "refusal"),
+    [
+        ({"num_heads": 3}, refuses("d_model")),
+        ({"num_kv_heads": 3}, refuses("num_heads", num_heads=8, num_kv_heads=3)),
+        ({"d_model": None}, refuses_type("d_model", d_model=None)),
+        ({"heads": 4}, pytest.raises(TypeError, match="'heads'")),
+    ],
+)
+def test_invalid_replace_raises(changes, refusal):
+    with refusal:
+        AttentionSpec(512, 8).replace(**changes)
+
+
+def test_repr_round_trips():
+    specs = [case.spec for case in CASES.values()] + [random_case(seed).spec for seed in range(100)]
+    specs += [AttentionSpec(16, 2, rope=rope) for rope in ROPES]
+    assert [spec for spec in specs if eval(repr(spec), {**vars(mha_spec)}) != spec] == []
+
+
+@pytest.mark.parametrize(
+    ("record", "text"),
+    [
+        (AttentionSpec(512, 8), "AttentionSpec(512, 8)"),
+        (AttentionSpec(512, 8, num_kv_heads=8, head_dim=64, value_head_dim=64, d_kv=512), "AttentionSpec(512, 8)"),
+        (AttentionSpec(500, 8, head_dim=62), "AttentionSpec(500, 8, head_dim=62)"),
+        (
+            AttentionSpec(512, 8, num_kv_heads=2, rope=Rope(), qkv_bias=False, dropout=0.5),
+            "AttentionSpec(512, 8, num_kv_heads=2, qkv_bias=False, rope=Rope(theta=10000.0), dropout=0.5)",
+        ),
+        (AttentionSpec(512, 8, d_in=256, qk_norm=Norm()), "AttentionSpec(512, 8, d_in=256, qk_norm=Norm())"),
+        (AttentionSpec(512, 8, d_in=256, d_kv=512), "AttentionSpec(512, 8, d_in=256, d_kv=512)"),
+        (Norm("layer", weight=None), "Norm(kind='layer', weight=None)"),
+        (Latent(12, 8), "Latent(kv_rank=12, rope_dim=8)"),
+        (Gate(), "Gate()"),
+        (Alibi(scaled=True), "Alibi(scaled=True)"),
+        (RelativeBias(max_distance=64), "RelativeBias(max_distance=64)"),
+        (GridBias(7, 4, class_token=True), "GridBias(7, 4, class_token=True)"),
+        (RelativeProducts(64, 8, of_keys=True), "RelativeProducts(64, 8, of_keys=True)"),
+        (Temperature(8192), "Temperature(length=8192)"),
+        (YarnScaling(4, 32, truncate=False), "YarnScaling(factor=4.0, original_length=32, truncate=False)"),
+    ],
+    ids=str,
+)
+def test_repr_shows_given_fields(record, text):
+    assert repr(record) == text
+
+
+def test_given_head_dim_is_kept():
+    assert AttentionSpec(30, 4, head_dim=12).q_width == 48
+
+
+def test_values_of_another_width_have_their_own_projection_width():
+    spec = AttentionSpec(32, 4, num_kv_heads=2, value_head_dim=12, v_norm=Norm(), gate=Gate())
+    assert (spec.q_width, spec.k_width, spec.v_width, spec.context_width, spec.output_width) == (32, 16, 24, 48, 32)
+    assert weight_shapes(spec) | {"v_norm.weight": (12,)} == weight_shapes(spec)
+    shapes = {name: weight_shapes(spec)[f"{name}_proj.weight"] for name in ("q", "k", "v", "out", "gate")}
+    assert shapes == {"q": (32, 32), "k": (16, 32), "v": (24, 32), "out": (32, 48), "gate": (48, 32)}
+    assert replace(spec, fused_qkv=True).held_shapes["qkv_proj.weight"] == (72, 32)
+    assert replace(spec, out_proj=False).output_width == 48
+    assert spec.cache_nbytes(2, 5, np.dtype(np.float32)) == 2 * 5 * (16 + 24) * 4
+    assert AttentionSpec.from_json(spec.to_json()) == spec
+
+
+SHARED = {"d_model": 8, "num_heads": 2, "shared_kv": True}
+LATENT = {"d_model": 8, "num_heads": 2, "latent": Latent(6, 2)}
+
+
+@pytest.mark.parametrize(
+    ("keywords", "refusal"),
+    [
+        (
+            {"d_model": 10, "num_heads": 4},
+            refuses("d_model", "d_model=10 and num_heads=4 without head_dim"),
+        ),
+        ({"d_model": 0, "num_heads": 4}, refuses("d_model", d_model=0)),
+        ({"d_model": 8.0, "num_heads": 4}, refuses_type("d_model", d_model=8.0)),
+        ({"d_model": 8, "num_heads": True}, refuses_type("num_heads", num_heads=True)),
+        (
+            {"d_model": 8, "num_heads": 4, "num_kv_heads": 3},
+            refuses("num_heads", num_heads=4, num_kv_heads=3),
+        ),
+        ({"d_model": 8, "num_heads": 4, "head_dim": -1}, refuses("head_dim", head_dim=-1)),
+        ({"d_model": 8, "num_heads": 4, "value_head_dim": 0}, refuses("value_head_dim", value_head_dim=0)),
+        (
+            {"d_model": 8, "num_heads": 4, "value_head_dim": 2.0},
+            refuses_type("value_head_dim", value_head_dim=2.0),
+        ),
+        ({"d_model": 6, "num_heads": 2, "rope": Rope()}, refuses("head_dim", head_dim=3)),
+        ({"d_model": 8, "num_heads": 2, "rope": 1e4}, refuses_type("rope", rope=10000.0)),
+        ({"d_model": 8, "num_heads": 2, "dropout": math.nan}, refuses("dropout", dropout=math.nan)),
+        ({"d_model": 8, "num_heads": 2, "dropout": "0.5"}, refuses_type("dropout", dropout="0.5")),
+        (
+            {"d_model": 8, "num_heads": 2, "output_dropout": False},
+            refuses_type("output_dropout", output_dropout=False),
+        ),
+        (
+            {"d_model": 8, "num_heads": 2, "qkv_bias": (True, False)},
+            refuses("qkv_bias", qkv_bias=(True, False)),
+        ),
+        (
+            {"d_model": 8, "num_heads": 2, "qkv_bias": (1, 0, 1)},
+            refuses_type("qkv_bias", qkv_bias=1),
+        ),
+        (
+            {"d_model": 8, "num_heads": 2, "qkv_bias": (True, False, True), "fused_qkv": True},
+            refuses("qkv_bias", qkv_bias=(True, False, True)),
+        ),
+        ({"d_model": 8, "num_heads": 2, "qkv_bias": "no"}, refuses_type("qkv_bias", qkv_bias="no")),
+        ({"d_model": 8, "num_heads": 2, "out_bias": 1}, refuses_type("out_bias", out_bias=1)),
+        ({"d_model": 8, "num_heads": 2, "out_proj": None}, refuses_type("out_proj", out_proj=None)),
+        ({"d_model": 8, "num_heads": 2, "fused_qkv": "x"}, refuses_type("fused_qkv", fused_qkv="x")),
+        ({"d_model": 8, "num_heads": 2, "d_kv": 4, "rope": Rope()}, refuses("d_kv", d_kv=4, d_in=8)),
+        ({"d_model": 8, "num_heads": 2, "dropout": 1.0}, refuses("dropout", dropout=1.0)),
+        ({"d_model": 8, "num_heads": 2, "d_kv": 4, "fused_qkv": True}, refuses("d_kv", d_kv=4, d_in=8)),
+        ({"d_model": 8, "num_heads": 2, "qk_norm": "rms"}, refuses_type("qk_norm", qk_norm="rms")),
+        ({"d_model": 8, "num_heads": 2, "gate": True}, refuses_type("gate", gate=True)),
+        ({"d_model": 8, "num_heads": 2, "temperature": 8192}, refuses_type("temperature", temperature=8192)),
+        (
+            {"d_model": 8, "num_heads": 1, "temperature": Temperature(4), "rope": Rope(sections=(2, 1, 1))},
+            refuses("temperature", temperature=..., sections=(2, 1, 1)),
+        ),
+        (LATENT | {"latent": 16}, refuses_type("latent", latent=16)),
+        (
+            LATENT | {"num_kv_heads": 1},
+            refuses("num_kv_heads", num_kv_heads=1, latent=...),
+        ),
+        (LATENT | {"d_kv": 4}, refuses("d_kv", d_kv=4, latent=...)),
+        (LATENT | {"fused_qkv": True}, refuses("fused_qkv", fused_qkv=True, latent=...)),
+        (LATENT | {"qk_norm": Norm()}, refuses("qk_norm", qk_norm=..., latent=...)),
+        (LATENT | {"v_norm": Norm()}, refuses("v_norm", v_norm=..., latent=...)),
+        (LATENT | {"clip_qkv": 1.0}, refuses("clip_qkv", clip_qkv=1.0, latent=...)),
+        (LATENT | {"head_dim": 2}, refuses("rope_dim", rope_dim=2, head_dim=2)),
+        (LATENT | {"qkv_bias": (True, True, False)}, refuses("qkv_bias", qkv_bias=(True, True, False))),
+        (LATENT | {"rope": Rope()}, refuses("rope", rope=..., latent=...)),
+        (LATENT | {"rope": Rope(rotary_dim=2)}, refuses("rope", rope=..., latent=...)),
+        (SHARED | {"d_kv": 4}, refuses("d_kv", d_kv=4)),
+        (SHARED | {"fused_qkv": True}, refuses("fused_qkv", fused_qkv=True)),
+        (SHARED | {"v_norm": Norm()}, refuses("v_norm", v_norm=...)),
+        (SHARED | {"qkv_bias": (True, False, True)}, refuses("qkv_bias", qkv_bias=(True, False, True))),
+        (LATENT | {"shared_kv": True}, refuses("latent", latent=...)),
+        (SHARED | {"shared_kv": 1}, refuses_type("shared_kv", shared_kv=1)),
+        ({"d_model": 8, "num_heads": 2, "context_norm": Norm()}, refuses("context_norm", context_norm=...)),
+        (
+            {"d_model": 8, "num_heads": 2, "context_norm": Norm(over="width"), "gate": Gate()},
+            refuses("gate", gate=..., context_norm=...),
+        ),
+        (LATENT | {"context_norm": Norm(over="width")}, refuses("context_norm", context_norm=..., latent=...)),
+        ({"d_model": 8, "num_heads": 2, "alibi": True}, refuses_type("alibi", alibi=True)),
+        (
+            {"d_model": 8, "num_heads": 2, "relative_bias": 32},
+            refuses_type("relative_bias", relative_bias=32),
+        ),
+        (
+            {"d_model": 8, "num_heads": 2, "alibi": Alibi(), "relative_bias": RelativeBias()},
+            refuses("alibi", alibi=..., relative_bias=...),
+        ),
+        (
+            {"d_model": 8, "num_heads": 2, "relative_bias": GridBias(2, 2), "window_size": 2},
+            refuses("window_size", window_size=2, grid=...),
+        ),
+        (
+            {"d_model": 8, "num_heads": 2, "relative_products": RelativeBias()},
+            refuses_type("relative_products", relative_products=...),
+        ),
+        (
+            {"d_model": 8, "num_heads": 2, "relative_products": RelativeProducts(2, 2), "soft_cap": 2.0},
+            refuses("soft_cap", soft_cap=2.0),
+        ),
+        (
+            LATENT | {"relative_products": RelativeProducts(2, 2)},
+            refuses("relative_products", relative_products=..., latent=...),
+        ),
+        ({"d_model": 8, "num_heads": 2, "sinks": 1}, refuses_type("sinks", sinks=1)),
+        ({"d_model": 8, "num_heads": 2, "clip_qkv": 0.0}, refuses("clip_qkv", clip_qkv=0.0)),
+        ({"d_model": 8, "num_heads": 2, "clip_qkv": math.nan}, refuses("clip_qkv", clip_qkv=math.nan)),
+        ({"d_model": 8, "num_heads": 2, "clip_qkv": True}, refuses_type("clip_qkv", clip_qkv=True)),
+        ({"d_model": 8, "num_heads": 2, "v_norm": True}, refuses_type("v_norm", v_norm=True)),
+        (
+            {"d_model": 8, "num_heads": 2, "qk_norm": Norm(after_rope=True)},
+            refuses("qk_norm", after_rope=True, rope=None),
+        ),
+        (
+            {"d_model": 8, "num_heads": 2, "v_norm": Norm(after_rope=True)},
+            refuses("v_norm", after_rope=True),
+        ),
+    ],
+)
+def test_invalid_spec_raises(keywords, refusal):
+    with refusal:
+        AttentionSpec(**keywords)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "refusal"),
+    [
+        ({"kind": "batch"}, refuses("kind", kind="batch")),
+        ({"over": "tokens"}, refuses("over", over="tokens")),
+        ({"weight": True}, refuses("weight", weight=True)),
+        ({"kind": np.array(["rms", "layer"])}, refuses("kind", kind=...)),
+        ({"eps": 0}, refuses("eps", eps=0.0)),
+        ({"eps": "small"}, refuses_type("eps", eps="small")),
+        ({"bias": 1}, refuses_type("bias", bias=1)),
+        ({"bias": True, "weight": None}, refuses("bias", bias=True, weight=None)),
+        ({"per_head": True, "weight": None}, refuses("per_head", per_head=True, weight=None)),
+        ({"per_head": True, "over": "width"}, refuses("per_head", per_head=True, over="width")),
+        ({"after_rope": True, "over": "width"}, refuses("after_rope", after_rope=True, over="width")),
+    ],
+)
+def test_invalid_norm_raises(keywords, refusal):
+    with refusal:
+        Norm(**keywords)
+
+
+def test_norms_have_their_parameters():
+    norm = Norm("layer", per_head=True, bias=True)
+    spec = AttentionSpec(48, 6, num_kv_heads=2, qk_norm=norm, v_norm=Norm(over="width"))
+    assert spec.parameters == {
+        "q_norm.weight": (6, 8),
+        "q_norm.bias": (6, 8),
+        "k_norm.weight": (2, 8),
+        "k_norm.bias": (2, 8),
+        "v_norm.weight": (16,),
+    }
+    assert list(weight_shapes(spec))[-5:] == list(spec.parameters)
+    assert AttentionSpec(8, 2, qk_norm=Norm(weight=None), v_norm=Norm(weight=None)).parameters == {}
+
+
+@pytest.mark.parametrize(
+    ("keywords", "refusal"),
+    [
+        ({"length": 0}, refuses("length", length=0)),
+        ({"length": 8192.0}, refuses_type("length", length=8192.0)),
+        ({"length": 4, "scale": 0.0}, refuses("scale", scale=0.0)),
+        ({"length": 4, "first_position": -1}, refuses("first_position", first_position=-1)),
+    ],
+)
+def test_invalid_temperature_raises(keywords, refusal):
+    with refusal:
+        Temperature(**keywords)
+
+
+def test_temperature_survives_json():
+    spec = AttentionSpec(8, 2, temperature=Temperature(4, 0.5, first_position=1))
+    assert AttentionSpec.from_json(spec.to_json()) == spec
+    assert spec.has_positions
+    assert not AttentionSpec(8, 2).has_positions
+
+
+def test_gate_adds_a_projection():
+    spec = AttentionSpec(8, 2, num_kv_heads=1, d_in=6, gate=Gate(bias=True))
+    assert weight_shapes(spec)["gate_proj.weight"] == (8, 6)
+    assert weight_shapes(spec)["gate_proj.bias"] == (8,)
+    assert weight_shapes(AttentionSpec(8, 2, gate=Gate(per_head=True)))["gate_proj.weight"] == (2, 8)
+    assert AttentionSpec.from_json(spec.to_json()) == spec
+    with refuses_type("per_head", per_head=1):
+        Gate(per_head=1)
+
+
+def test_sinks_are_one_number_per_query_head():
+    spec = AttentionSpec(8, 4, num_kv_heads=2, qk_norm=Norm(), sinks=True)
+    assert list(spec.parameters.items())[-1] == ("sinks", (4,))
+    assert AttentionSpec.from_json(spec.to_json()) == spec
+    assert "sinks" not in weight_shapes(AttentionSpec(8, 4))
+
+
+def test_latents_have_their_own_projections_and_norms():
+    spec = AttentionSpec(
+        *(16, 2),
+        head_dim=6,
+        value_head_dim=5,
+        qkv_bias=(True, False, False),
+        out_bias=False,
+        latent=Latent(7, 2, q_rank=9, eps=1e-5, q_factor=1.5, kv_factor=2),
+        rope=Rope(rotary_dim=2, rotated="last", scaling=YarnScaling(4.0, 64, mscale=1.0, mscale_all_dim=0.5)),
+    )
+    assert spec.weight_shapes == {
+        "q_a_proj.weight": (9, 16),
+        "q_a_proj.bias": (9,),
+        "q_b_proj.weight": (12, 9),
+        "kv_a_proj.weight": (9, 16),
+        "kv_b_proj.weight": (18, 7),
+        "out_proj.weight": (16, 10),
+        "q_a_norm.weight": (9,),
+        "kv_a_norm.weight": (7,),
+    }
+    assert spec.norms == dict.fromkeys(("q_a_norm", "kv_a_norm"), Norm(over="width", eps=1e-5))
+    assert spec.score_scale == pytest.approx((0.1 * 0.5 * math.log(4) + 1) ** 2 / 6**0.5, rel=1e-15)
+    assert replace(spec, scale=0.5).score_scale == 0.5
+    assert spec.cache_nbytes(2, 10, np.dtype(np.float16), num_layers=3) == 2 * 10 * (7 + 2) * 2 * 3
+    assert AttentionSpec.from_json(spec.to_json()) == spec
+
+
+@pytest.mark.parametrize(
+    ("keywords", "refusal"),
+    [
+        ({"q_rank": 3, "q_factor": 0.0}, refuses("q_factor", q_factor=0.0)),
+        ({"kv_factor": math.inf}, refuses("kv_factor", kv_factor=math.inf)),
+        ({"kv_factor": "2"}, refuses_type("kv_factor", kv_factor="2")),
+        ({"q_factor": 2.0}, refuses("q_factor", q_factor=2.0)),
+    ],
+)
+def test_invalid_latent_factors_raise(keywords, refusal):
+    with refusal:
+        Latent(6, 2, **keywords)
+
+
+def test_absorbed_is_attention_over_latents():
+    spec = AttentionSpec(16, 2, head_dim=6, value_head_dim=5, latent=Latent(7, 2), sinks=True, window_size=4)
+    widths = {"num_kv_heads": 1, "head_dim": 9, "value_head_dim": 7}
+    assert spec.absorbed == replace(spec, latent=None, scale=spec.score_scale, **widths)
+    with refuses("spec", spec=...):
+        AttentionSpec(16, 2).absorbed  # noqa: B018
+
+
+def test_latents_are_absorbed_if_that_costs_less():
+    deepseek = AttentionSpec(7168, 128, head_dim=192, value_head_dim=128, latent=Latent(512, 64, q_rank=1536))
+    assert deepseek.absorbs(1)
+    assert deepseek.absorbs(170)
+    assert not deepseek.absorbs(171)
+    assert deepseek.absorbs(171, 172)  # one slot is empty, as far as the specification knows
+    assert deepseek.absorbs(2048, 32768)
+    assert not deepseek.absorbs(4096, 32768)
+
+
+def test_alibi_slopes_match_the_paper():
+    assert Alibi().slopes(8) == tuple(2.0**-n for n in range(1, 9))
+    assert Alibi().slopes(6) == tuple(2.0**-n for n in (2, 4, 6, 8, 1, 3))
+    assert Alibi().slopes(1) == (2.0**-8,)
+    spec = AttentionSpec(32, 2, alibi=Alibi(max_bias=4, scaled=True))
+    assert spec.alibi_slopes == (0.25 * 2.0**-2, 0.25 * 2.0**-4)
+    assert AttentionSpec.from_json(spec.to_json()) == spec
+    assert AttentionSpec(32, 2).alibi_slopes is None
+
+
+@pytest.mark.parametrize(
+    ("keywords", "refusal"),
+    [
+        ({"max_bias": 0.0}, refuses("max_bias", max_bias=0.0)),
+        ({"max_bias": "8"}, refuses_type("max_bias", max_bias="8")),
+        ({"scaled": 1}, refuses_type("scaled", scaled=1)),
+    ],
+)
+def test_invalid_alibi_raises(keywords, refusal):
+    with refusal:
+        Alibi(**keywords)
+
+
+def test_relative_bias_has_one_number_per_bucket_and_head():
+    spec = AttentionSpec(8, 4, num_kv_heads=2, sinks=True, relative_bias=RelativeBias(6, 5, bidirectional=False))
+    assert list(spec.parameters.items()) == [("sinks", (4,)), ("relative_bias", (6, 4))]
+    assert AttentionSpec.from_json(spec.to_json()) == spec
+    assert hash(AttentionSpec.from_json(spec.to_json())) == hash(spec)
+    assert spec.has_distance_bias
+    assert not AttentionSpec(8, 4).has_distance_bias
+    assert {name for name in weight_shapes(AttentionSpec(8, 4)) if "relative" in name} == set()
+
+
+def test_grid_bias_has_one_number_per_offset():
+    spec = AttentionSpec(8, 4, relative_bias=GridBias(2, 3))
+    assert list(spec.parameters.items()) == [("relative_bias", (15, 4))]
+    assert AttentionSpec.from_json(spec.to_json()) == spec
+    assert GridBias(1, 3).buckets().tolist() == [[2, 1, 0], [3, 2, 1], [4, 3, 2]]
+    assert GridBias(3, 1).buckets().tolist() == GridBias(1, 3).buckets().tolist()
+    assert GridBias(2, 2).buckets().tolist() == [[4, 3, 1, 0], [5, 4, 2, 1], [7, 6, 4, 3], [8, 7, 5, 4]]
+    assert GridBias(1, 2, class_token=True).buckets().tolist() == [[5, 3, 3], [4, 1, 0], [4, 2, 1]]
+
+
+@pytest.mark.parametrize(
+    ("keywords", "refusal"),
+    [
+        ({"height": 0, "width": 2}, refuses("height", height=0)),
+        ({"height": 2, "width": 2.0}, refuses_type("width", width=2.0)),
+        ({"height": 2, "width": 2, "class_token": 1}, refuses_type("class_token", class_token=1)),
+    ],
+)
+def test_invalid_grid_bias_raises(keywords, refusal):
+    with refusal:
+        GridBias(**keywords)
+
+
+def test_relative_products_have_vectors_per_distance_bucket():
+    spec = AttentionSpec(8, 4, relative_products=RelativeProducts(2, 1))
+    assert list(spec.parameters.items()) == [("relative_keys", (4, 2))]
+    assert AttentionSpec.from_json(spec.to_json()) == spec
+    assert spec.has_distance_bias
+    record = RelativeProducts(2, 1, of_queries=False, of_keys=True, per_head=True)
+    assert AttentionSpec(8, 4, relative_products=record).parameters == {"relative_queries": (4, 4, 2)}
+    assert RelativeProducts(2, 1).buckets().tolist() == [0, 1, 2, 3, 3]
+    assert RelativeProducts(0, 2).buckets().tolist() == [0, 0, 0, 1, 2]
+
+
+def test_logarithmic_buckets_begin_after_exact_distances():
+    """From 4 on, 3 steps of factor (9 / 4) ** (1 / 3) = 1.31: distances up to 5.2, 6.9 and 9."""
+    found = RelativeProducts(7, 8, num_exact=4, max_distance=10).buckets() - 7
+    assert found[10:].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 7, 7, 8]
+    assert found[:10].tolist() == [-7, -7, -7, -7, -6, -5, -4, -3, -2, -1]
+
+
+@pytest.mark.parametrize(
+    ("keywords", "refusal"),
+    [
+        ({"num_before": -1, "num_after": 2}, refuses("num_before", num_before=-1)),
+        ({"num_before": 1, "num_after": 2.0}, refuses_type("num_after", num_after=2.0)),
+        ({"num_before": 1, "num_after": 2, "per_head": 1}, refuses_type("per_head", per_head=1)),
+        (
+            {"num_before": 1, "num_after": 2, "of_queries": False},
+            refuses("of_queries or of_keys", of_queries=False, of_keys=False),
+        ),
+        (
+            {"num_before": 1, "num_after": 2, "num_exact": 4},
+            refuses("max_distance", num_exact=4, max_distance=None),
+        ),
+        (
+            {"num_before": 1, "num_after": 2, "num_exact": 4, "max_distance": 5},
+            refuses("max_distance", max_distance=5, num_exact=4),
+        ),
+        (
+            {"num_before": 9, "num_after": 2, "num_exact": 4, "max_distance": 16},
+            refuses("num_before", num_before=9, num_exact=4),
+        ),
+    ],
+)
+def test_invalid_relative_products_raise(keywords, refusal):
+    with refusal:
+        RelativeProducts(**keywords)
+
+
+def test_buckets_grow_logarithmically_with_distance():
+    """With 4 buckets per direction: 0, 1, then 2 from distance 2 and 3 from 4 = sqrt(2 * 8)."""
+    before = [3, 3, 3, 3, 3, 2, 2, 1, 0]
+    assert RelativeBias(4, 8, bidirectional=False).buckets().tolist() == [*before, *[0] * 8]
+    assert RelativeBias(8, 8).buckets().tolist() == [*before, 5, 6, 6, 7, 7, 7, 7, 7]
+
+
+@pytest.mark.parametrize(
+    ("keywords", "refusal"),
+    [
+        ({"num_buckets": 31}, refuses("num_buckets", num_buckets=31)),
+        ({"num_buckets": 2}, refuses("num_buckets", num_buckets=2)),
+        ({"num_buckets": 1, "bidirectional": False}, refuses("num_buckets", num_buckets=1)),
+        ({"num_buckets": 32.0}, refuses_type("num_buckets", num_buckets=32.0)),
+        ({"max_distance": 8}, refuses("max_distance", max_distance=8, num_buckets=32)),
+        (
+            {"max_distance": 16, "bidirectional": False},
+            refuses("max_distance", max_distance=16, num_buckets=32),
+        ),
+        ({"bidirectional": 1}, refuses_type("bidirectional", bidirectional=1)),
+    ],
+)
+def test_invalid_relative_bias_raises(keywords, refusal):
+    with refusal:
+        RelativeBias(**keywords)
+
+
+def test_three_equal_biases_are_stored_as_one():
+    assert AttentionSpec(8, 2, qkv_bias=(True, True, True)) == AttentionSpec(8, 2)
+    assert AttentionSpec(8, 2, qkv_bias=(False, False, False)).qkv_bias is False
+    spec = AttentionSpec(8, 2, qkv_bias=(True, False, True))
+    assert [name for name in weight_shapes(spec) if name.endswith("bias")] == [
+        "q_proj.bias",
+        "v_proj.bias",
+        "out_proj.bias",
+    ]
+    assert AttentionSpec.from_json(spec.to_json()) == spec
+    assert hash(AttentionSpec.from_json(spec.to_json())) == hash(spec)
+
+
+def test_spec_with_norms_survives_json():
+    spec = AttentionSpec(48, 6, rope=Rope(), qk_norm=Norm(weight="1+w", after_rope=True), v_norm=Norm(weight=None))
+    assert AttentionSpec.from_json(spec.to_json()) == spec
+    assert hash(AttentionSpec.from_json(spec.to_json())) == hash(spec)
+
+
+def test_spec_survives_json():
+    spec = AttentionSpec(48, 6, num_kv_heads=2, head_dim=16, rope=Rope(10000.0), out_bias=False)
+    assert AttentionSpec.from_json(spec.to_json()) == spec
+
+
+def test_spec_of_numpy_scalars_survives_json():
+    numbers = {"rope": Rope(np.float32(1e4)), "dropout": np.float64(0.5), "output_dropout": np.int64(0)}
+    spec = AttentionSpec(np.int64(8), np.int32(2), qkv_bias=np.False_, out_proj=np.True_, **numbers)
+    assert spec == AttentionSpec(8, 2, qkv_bias=False, rope=Rope(1e4), dropout=0.5)
+    assert AttentionSpec.from_json(spec.to_json()) == spec
+    assert all(type(value) in (int, bool, float, Rope, type(None)) for value in spec.values().values())
+    assert type(spec.rope.theta) is float
+
+
+def test_spec_reads_json_from_before_rope():
+    old = '{"d_model": 8, "num_heads": 2, "rope_theta": %s}'
+    assert AttentionSpec.from_json(old % "500.0") == AttentionSpec(8, 2, rope=Rope(500.0))
+    assert AttentionSpec.from_json(old % "null") == AttentionSpec(8, 2)
+
+
+def test_spec_is_hashable_and_equal_by_value():
+    spec = AttentionSpec(8, 2, rope=Rope(500.0))
+    assert {spec: 1}[AttentionSpec(8, 2, num_kv_heads=2, head_dim=4, rope=Rope(500))] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "refusal"),
+    [
+        ("[]", refuses("a specification", "'[]'")),
+        ('{"d_model": 8}', refuses("a specification", missing=["num_heads"])),
+        ('{"d_model": 8, "num_heads": 2, "colour": 1}', refuses("a specification", unexpected=["colour"])),
+        ("null", refuses("a specification", "'null'")),
+        ('{"d_model": 8, "num_heads": 2, "rope": {"base": 1}}', refuses("rope", unexpected=["base"])),
+    ],
+)
+def test_json_of_invalid_spec_raises(text, refusal):
+    with refusal:
+        AttentionSpec.from_json(text)
+
+
+def test_invalid_json_raises():
+    with pytest.raises(json.JSONDecodeError):
+        AttentionSpec.from_json("{")
+
+
+LONGROPE = LongRopeScaling(4.0, 8, (1.0, 2.0), (3, 4), attention_factor=1.5)
+ROPES = [
+    Rope(scaling=LinearScaling(4)),
+    Rope(scaling=DynamicScaling(4.0, 8), rotary_dim=4, rotated="last", pairs="interleaved"),
+    Rope(scaling=Llama3Scaling(8.0, 8192, 1.0, 4.0)),
+    Rope(scaling=YarnScaling(4.0, 32, 16.0, 2.0, truncate=False, mscale=1, mscale_all_dim=np.float32(0.5))),
+    Rope(scaling=LONGROPE, rotary_dim=np.int64(4)),
+    Rope(scaling=ProportionalScaling(0.25, 2.0)),
+    Rope(sections=[2, 1, 1], section_order="interleaved"),
+    Rope(sections=(2, 2), section_frequencies="dealt"),
+]
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=str)
+def test_spec_with_each_rope_survives_json_and_is_hashable(rope):
+    spec = AttentionSpec(16, 2, rope=rope)
+    again = AttentionSpec.from_json(spec.to_json())
+    assert (again, hash(again)) == (spec, hash(spec))
+    assert {type(each) for each in (again.rope.sections, spec.rope.sections)} <= {tuple, type(None)}
+
+
+def test_rope_repr_shows_theta_and_non_default_fields():
+    assert repr(Rope(500)) == "Rope(theta=500.0)"
+    rope = Rope(scaling=LinearScaling(8.0), rotary_dim=4, pairs="interleaved")
+    assert repr(rope) == "Rope(theta=10000.0, scaling=LinearScaling(factor=8.0), rotary_dim=4, pairs='interleaved')"
+
+
+def test_every_kind_of_scaling_survives_json():
+    assert {rope.scaling.kind for rope in ROPES if rope.scaling} == SCALINGS.keys()
+
+
+@pytest.mark.parametrize(
+    ("scaling", "refusal"),
+    [
+        ('{"kind": "ntk", "factor": 2}', refuses("scaling", scaling=...)),
+        ('{"factor": 2}', refuses("scaling", scaling=...)),
+        ("2", refuses("scaling", scaling=2)),
+        ('{"kind": "linear"}', refuses("scaling", missing=...)),
+        ('{"kind": "linear", "factor": 2, "beta": 1}', refuses("scaling", unexpected=...)),
+    ],
+)
+def test_json_of_invalid_scaling_raises(scaling, refusal):
+    with refusal:
+        AttentionSpec.from_json(f'{{"d_model": 8, "num_heads": 2, "rope": {{"theta": 1e4, "scaling": {scaling}}}}}')
+
+
+@pytest.mark.parametrize(
+    ("make", "refusal"),
+    [
+        (lambda: Rope(scaling=8.0), refuses_type("scaling", scaling=8.0)),
+        (lambda: Rope(rotary_dim=3), refuses("rotary_dim", rotary_dim=3)),
+        (lambda: Rope(rotary_dim=4.0), refuses_type("rotary_dim", rotary_dim=4.0)),
+        (lambda: Rope(rotated="middle"), refuses("rotated", rotated="middle")),
+        (lambda: Rope(pairs="odd"), refuses("pairs", pairs="odd")),
+        (lambda: Rope(section_order="x"), refuses("section_order", section_order="x")),
+        (lambda: Rope(section_frequencies="x"), refuses("section_frequencies", section_frequencies="x")),
+        (lambda: Rope(section_frequencies="own"), refuses("sections", sections=None)),
+        (lambda: Rope(sections=(3, 1), section_frequencies="dealt"), refuses("sections", sections=(3, 1))),
+        (
+            lambda: Rope(scaling=LinearScaling(4.0), sections=(2, 2), section_frequencies="own"),
+            refuses("scaling", scaling=LinearScaling(4.0)),
+        ),
+        (lambda: Rope(pairs=np.array([1, 2])), refuses("pairs", pairs=...)),
+        (lambda: Rope(10**400), refuses("theta", theta=...)),
+        (lambda: Rope(sections=3), refuses_type("sections", sections=3)),
+        (lambda: Rope(sections=(4,)), refuses("sections", sections=(4,))),
+        (lambda: Rope(sections=(2, 0)), refuses("sections", sections=0)),
+        (
+            lambda: Rope(rotary_dim=4, scaling=ProportionalScaling(0.5)),
+            refuses("rotary_dim", rotary_dim=4),
+        ),
+        (lambda: LinearScaling(0.0), refuses("factor", factor=0.0)),
+        (lambda: LinearScaling("2"), refuses_type("factor", factor="2")),
+        (lambda: DynamicScaling(2.0, 8.0), refuses_type("original_length", original_length=8.0)),
+        (
+            lambda: Llama3Scaling(8.0, 64, 4.0, 4.0),
+            refuses("high_freq_factor", high_freq_factor=4.0, low_freq_factor=4.0),
+        ),
+        (lambda: YarnScaling(4.0, 64, 1.0, 1.0), refuses("beta_fast", beta_fast=1.0, beta_slow=1.0)),
+        (
+            lambda: YarnScaling(4.0, 64, mscale=1.0),
+            refuses("mscale and mscale_all_dim", mscale=1.0, mscale_all_dim=None),
+        ),
+        (
+            lambda: YarnScaling(4.0, 64, attention_factor=1.0, mscale=1.0, mscale_all_dim=1.0),
+            refuses("attention_factor", attention_factor=1.0, mscale=1.0),
+        ),
+        (lambda: YarnScaling(4.0, 64, truncate=1), refuses_type("truncate", truncate=1)),
+        (lambda: LongRopeScaling(4.0, 8, (1.0,), (1.0, 2.0)), refuses("short_factors", "1 and 2")),
+        (lambda: LongRopeScaling(4.0, 8, 1.0, (1.0,)), refuses_type("short_factors", short_factors=1.0)),
+        (lambda: LongRopeScaling(4.0, 8, (-1.0,), (1.0,)), refuses("short_factors", short_factors=-1.0)),
+        (lambda: LongRopeScaling(4.0, 1, (1.0,), (1.0,)), refuses("original_length", original_length=1)),
+        (lambda: ProportionalScaling(1.5), refuses("fraction", fraction=1.5)),
+    ],
+)
+def test_invalid_rope_raises(make, refusal):
+    with refusal:
+        make()
+
+
+@pytest.mark.parametrize(
+    ("rope", "refusal"),
+    [
+        (Rope(rotary_dim=10), refuses("rotary_dim", rotary_dim=10, head_dim=8)),
+        (Rope(rotary_dim=2, scaling=DynamicScaling(2.0, 8)), refuses("rotated features", "2")),
+        (Rope(0.5, scaling=YarnScaling(4.0, 64)), refuses("theta", theta=0.5)),
+        (Rope(scaling=LONGROPE), refuses("short_factors and long_factors", "2")),
+        (Rope(sections=(2, 1)), refuses("sections", sections=(2, 1))),
+        (
+            Rope(sections=(1, 1, 2), section_order="interleaved"),
+            refuses("interleaved sections", "sections=(1, 1, 2), which would have (2, 1, 1)"),
+        ),
+    ],
+)
+def test_rope_that_does_not_fit_heads_raises(rope, refusal):
+    with refusal:
+        AttentionSpec(16, 2, rope=rope)
+
+
+ROUGH = (5e-324, 1e-300, 1e300, math.inf, math.nan, -1.0, 0.0, 10**39, 1.2e-38, 3.4e38, 1e-20, 1e20)
+MAKES = {
+    "theta": lambda x: {"rope": Rope(x)},
+    "linear": lambda x, theta: {"rope": Rope(theta, scaling=LinearScaling(x))},
+    "dynamic": lambda x, theta: {"rope": Rope(theta, scaling=DynamicScaling(x, 8))},
+    "llama3": lambda x, y, theta: {"rope": Rope(theta, scaling=Llama3Scaling(4.0, 64, x, y))},
+    "llama3 factor": lambda x, theta: {"rope": Rope(theta, scaling=Llama3Scaling(x, 64))},
+    "yarn": lambda x, y, theta: {"rope": Rope(theta, scaling=YarnScaling(4.0, 64, x, y))},
+    "yarn slow": lambda x: {"rope": Rope(scaling=YarnScaling(4.0, 64, beta_slow=x))},
+    "yarn fast": lambda x, truncate: {"rope": Rope(scaling=YarnScaling(4.0, 64, x, truncate=truncate > 1.0))},
+    "yarn factor": lambda x, y: {"rope": Rope(scaling=YarnScaling(x, 64, attention_factor=y))},
+    "yarn mscale": lambda x, y: {"rope": Rope(scaling=YarnScaling(4.0, 64, mscale=x, mscale_all_dim=y))},
+    "longrope": lambda x, y, theta: {"rope": Rope(theta, scaling=LongRopeScaling(4.0, 8, (1.0, x), (1.0, y)))},
+    "longrope factor": lambda x, y: {"rope": Rope(scaling=LongRopeScaling(x, 8, (1.0,) * 2, (1.0,) * 2, y))},
+    "proportional": lambda x, y: {"rope": Rope(scaling=ProportionalScaling(x, y))},
+    "alibi": lambda x: {"alibi": Alibi(x), "scale": x},
+    "norm": lambda x: {"qk_norm": Norm(eps=x)},
+    "temperature": lambda x: {"temperature": Temperature(8, x)},
+    "latent": lambda x, y: {"latent": Latent(4, 2, q_rank=4, q_factor=x, kv_factor=y)},
+    "latent eps": lambda x: {"latent": Latent(4, 2, eps=x)},
+    "scale": lambda x: {"scale": x},
+    "soft cap": lambda x, y: {"soft_cap": x, "scale": y},
+    "clip": lambda x: {"clip_qkv": x},
+    "dropout": lambda x: {"dropout": x, "output_dropout": x},
+}
+COUNTS = {
+    "original length": lambda x: {"rope": Rope(scaling=Llama3Scaling(4.0, x))},
+    "length": lambda x: {"temperature": Temperature(x)},
+    "window": lambda x: {"window_size": x},
+    "chunk": lambda x: {"chunk_size": x},
+}
+
+
+def reference_of(fields):
+    """Compute a small layer by the reference, in float64; infinity and NaN are results."""
+    case = Case("rough", AttentionSpec(8, 2, **fields), "", batch=2, seq_len=9, is_causal=True)
+    with np.errstate(all="ignore"):
+        return run_steps(reference.steps(make_problem(case, "float32"), "float64"))["output"]
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_rough_numbers_raise_or_can_be_computed(name):
+    make = MAKES[name]
+    num_refused = 0
+    accepted = []
+    for numbers in itertools.product(ROUGH, repeat=make.__code__.co_argcount):
+        try:
+            fields = make(*numbers)
+            spec = AttentionSpec(8, 2, **fields)
+        except Refusal:
+            num_refused += 1
+            continue
+        accepted.append(fields)
+        if spec.rope is not None:  # warnings of overflow would be errors here
+            lengths = (0, 9, 2**31)
+            assert all(np.isfinite(spec.rope.frequencies(4, length)).all() for length in lengths), spec
+            assert np.isfinite(np.float32(spec.rope.attention_factor)), spec
+        assert math.isfinite(np.float32(spec.score_scale)), spec
+    assert num_refused >= len(ROUGH) // 2
+    assert accepted
+    for fields in accepted[:: -(-len(accepted) // 4)]:  # at most four of them
+        assert reference_of(fields).shape == (2, 9, 8)
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_counts_beyond_64_bits_raise(name):
+    with pytest.raises(Refusal, match="at most 9223372036854775807"):
+        AttentionSpec(8, 2, **COUNTS[name](10**39))
+    assert np.isfinite(reference_of(COUNTS[name](2**31 - 1))).all()
+
+
+def test_yarn_of_json_with_a_tiny_beta_raises():
+    text = AttentionSpec(8, 2, rope=Rope(scaling=YarnScaling(4.0, 16))).to_json()
+    with refuses("beta_slow", beta_slow=5e-324):
+        AttentionSpec.from_json(text.replace('"beta_slow": 1.0', '"beta_slow": 5e-324'))
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.trained])
+def test_trained_case_has_the_spec_of_its_file(name):
+    case = CASES[name]
+    assert case.trained is not None
+    tensors, metadata = load_tensors(pretrained.path(case.trained))
+    assert case.spec == AttentionSpec.from_json(metadata["spec"])
+    assert tensors["inputs.query"].shape == (case.batch, case.seq_len, case.spec.d_in)
+    lengths = json.loads(metadata["key_padding_lengths"])
+    assert case.key_padding_lengths == (None if lengths is None else tuple(lengths))
+    assert case.is_cached or case.is_causal == (metadata["is_causal"] == "true")
+
+
+def test_cached_cases_use_all_tokens_and_fit_capacity():
+    cached = [case for case in CASES.values() if case.is_cached]
+    assert cached
+    assert all(sum(case.chunks) == case.seq_len for case in cached)
+    assert all(max(case.lengths_before(len(case.chunks))) <= case.capacity for case in cached)
+
+
+def test_random_case_is_deterministic():
+    assert random_case(3) == random_case(3)
+    assert random_case(3) != random_case(4)
+
+
+@pytest.mark.thorough
+def test_every_random_case_is_valid_and_unique():
+    """Draw as many as `run --random` accepts: each combination must be valid."""
+    assert len({random_case(seed).name for seed in range(MOST_RANDOM)}) == MOST_RANDOM
+
+
+def test_random_cases_draw_every_feature():
+    """The first six are among the cases and stay unchanged; the later ones vary every feature."""
+    features = {field.name for field in fields(AttentionSpec)} - {"d_model", "dropout", "output_dropout"}
+    plain, drawn = ([random_case(seed).spec for seed in seeds] for seeds in (range(6), range(6, 80)))
+    assert {name for name in features if len({getattr(spec, name) for spec in drawn}) > 1} == features
+    assert {spec.value_head_dim == spec.head_dim for spec in plain} == {True}
+    assert {(spec.qk_norm, spec.gate, spec.temperature, spec.window_size) for spec in plain} == {(None,) * 4}
+
+
+def test_case_is_found_by_name():
+    assert case_named("rope-gqa") is CASES["rope-gqa"]
+    assert case_named("random-7") == random_case(7)
+
+
+def test_unknown_case_raises_with_nearest_names():
+    with refuses("case", case="ropegqa"):
+        case_named("ropegqa")
+
+
+def has_scaling(case):
+    return case.spec.rope is not None and case.spec.rope.scaling is not None
+
+
+def test_cases_cover_all_attention_features():
+    cases = CASES.values()
+    covered = {
+        "causal": any(case.is_causal for case in cases),
+        "empty row": any(0 in (case.key_padding_lengths or ()) for case in cases),
+        "cross": any(case.spec.d_kv != case.spec.d_in for case in cases),
+        "grouped": any(1 < case.spec.num_kv_heads < case.spec.num_heads for case in cases),
+        "single key/value head": any(case.spec.num_kv_heads == 1 < case.spec.num_heads for case in cases),
+        "groups that differ from heads": any(
+            len({case.spec.num_heads, case.spec.num_kv_heads, case.spec.num_heads // case.spec.num_kv_heads}) == 3
+            for case in cases
+        ),
+        "free head_dim": any(case.spec.q_width != case.spec.d_model for case in cases),
+        "narrow values": any(case.spec.value_head_dim < case.spec.head_dim for case in cases),
+        "wide values": any(case.spec.value_head_dim > case.spec.head_dim for case in cases),
+        "narrow values with a cache": any(
+            case.spec.value_head_dim < case.spec.head_dim for case in cases if case.is_cached
+        ),
+        "one query": any(case.seq_len == 1 for case in cases),
+        "one key": any(case.seq_len_k == 1 for case in cases),
+        "ragged": any(case.new_lengths for case in cases),
+        **{
+            f"norm {kind}, {over}, weight {weight}": any(
+                (norm.kind, norm.over, norm.weight) == (kind, over, weight)
+                for case in cases
+                for norm in case.spec.norms.values()
+            )
+            for kind, over, weight in (("rms", "head", "w"), ("rms", "head", "1+w"), ("rms", "width", "w"))
+        },
+        "norm without a weight": any(norm.weight is None for case in cases for norm in case.spec.norms.values()),
+        "layer norm for each head": any(
+            norm.kind == "layer" and norm.per_head for case in cases for norm in case.spec.norms.values()
+        ),
+        "norm after RoPE": any(norm.after_rope for case in cases for norm in case.spec.norms.values()),
+        "biases of some": any(isinstance(case.spec.qkv_bias, tuple) for case in cases),
+        "gate": any(case.spec.gate and not case.spec.gate.per_head for case in cases),
+        "gate of each head": any(case.spec.gate and case.spec.gate.per_head for case in cases),
+        "gate with a cache": any(case.spec.gate for case in cases if case.is_cached),
+        "temperature without RoPE": any(case.spec.temperature and not case.spec.rope for case in cases),
+        "temperature after RoPE": any(case.spec.temperature and case.spec.rope for case in cases),
+        "temperature with a cache": any(case.spec.temperature for case in cases if case.is_cached),
+        "latents": any(case.spec.latent and case.spec.latent.q_rank for case in cases if not case.is_cached),
+        "latents of keys and values alone": any(case.spec.latent and not case.spec.latent.q_rank for case in cases),
+        "latents with a cache": any(case.spec.latent for case in cases if case.is_cached),
+        "latents without RoPE": any(case.spec.latent and not case.spec.rope for case in cases),
+        "clipped": any(case.spec.clip_qkv for case in cases if not case.is_cached),
+        "clipped with a cache": any(case.spec.clip_qkv for case in cases if case.is_cached),
+        "sinks": any(case.spec.sinks for case in cases if not case.is_cached),
+        "ALiBi": any(case.spec.alibi for case in cases if not case.is_cached),
+        "ALiBi with a cache": any(case.spec.alibi for case in cases if case.is_cached),
+        **{
+            f"{kind.__name__}, {'with' if cached else 'without'} a cache": any(
+                isinstance(case.spec.relative_bias, kind) and case.is_cached == cached for case in cases
+            )
+            for kind in (RelativeBias, GridBias)
+            for cached in (False, True)
+        },
+        **{
+            f"relative products of {side}, {'with' if cached else 'without'} a cache": any(
+                getattr(case.spec.relative_products, side, False) and case.is_cached == cached for case in cases
+            )
+            for side in ("of_queries", "of_keys")
+            for cached in (False, True)
+        },
+        "steps of the logarithm": any(getattr(case.spec.relative_products, "num_exact", None) for case in cases),
+        "sinks with a cache": any(case.spec.sinks for case in cases if case.is_cached),
+        "norm of values": any(case.spec.v_norm for case in cases),
+        "shared keys and values": any(case.spec.shared_kv for case in cases if not case.is_cached),
+        "shared keys and values with a cache": any(case.spec.shared_kv for case in cases if case.is_cached),
+        "norm of the context": any(case.spec.context_norm for case in cases if not case.is_cached),
+        "norm of the context with a cache": any(case.spec.context_norm for case in cases if case.is_cached),
+        "norm with a cache": any(case.spec.norms for case in cases if case.is_cached),
+        **{
+            f"{kind} NaN, {'with' if cached else 'without'} a cache": any(
+                (case.not_finite, case.is_cached) == (kind, cached) for case in cases
+            )
+            for kind in ("visible", "hidden")
+            for cached in (False, True)
+        },
+        "gradients beside NaN": any(case.not_finite and case.has_gradients for case in cases),
+        **{
+            f"RoPE with {name}": any(holds(case.spec.rope) for case in cases if case.spec.rope)
+            for name, holds in {
+                "rotary_dim": lambda rope: rope.rotary_dim,
+                "the last features": lambda rope: rope.rotated == "last",
+                "neighbours": lambda rope: rope.pairs == "interleaved",
+                "sections": lambda rope: rope.sections and rope.section_order == "contiguous",
+                "interleaved sections": lambda rope: rope.sections and rope.section_order == "interleaved",
+                "a series for each axis": lambda rope: rope.section_frequencies == "own",
+                "a series that is dealt": lambda rope: rope.section_frequencies == "dealt",
+                **{kind: lambda rope, kind=kind: rope.scaling and rope.scaling.kind == kind for kind in SCALINGS},
+            }.items()
+        },
+        "scaled RoPE and a cache": {
+            case.spec.rope.scaling.kind for case in cases if case.is_cached and has_scaling(case)
+        }
+        >= {"dynamic", "longrope", "yarn"},
+        "positions far out": any(case.first_position > 40000 for case in cases),
+        "positions across the original length": any(case.first_position and case.is_cached for case in cases),
+        "trained": sum(case.trained is not None for case in cases) >= 5,
+    }
+    assert [name for name, is_covered in covered.items() if not is_covered] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [
+        ("scores", Stage("scores")),
+        ("step12.scores", Stage("scores", step=12)),
+        ("step3.module.cache.keys", Stage("cache.keys", "module", step=3)),
+        ("grad.q_proj.weight", Stage("q_proj.weight", is_gradient=True)),
+        ("blocks.grad.bias", Stage("bias", "blocks", is_gradient=True)),
+        ("stepwise.scores", Stage("stepwise.scores")),
+        ("stepwise", Stage("stepwise")),
+        ("degrad.x", Stage("degrad.x")),
+        ("fused_output", Stage("fused_output")),
+        ("", Stage("")),
+    ],
+)
+def test_stage_name_round_trips(name, stage):
+    assert stage_named(name) == stage
+    assert str(stage) == name
+
+
+def test_exact_stages_are_mask_and_cache_lengths():
+    exact = [name for name in STAGES if stage_named(name).is_exact]
+    assert exact == ["mask", "cache.lengths", "module.cache.lengths"]
+
+
+def test_stage_name_determines_kind_and_axes():
+    assert stage_named("step12.cache.keys").kind == "cache.keys"
+    assert stage_named("step12.cache.keys").axes == STAGES["cache.keys"]
+    assert stage_named("fused.grad.q_proj.weight").axes == ("out", "in")
+    assert stage_named("grad.q_proj.bias").axes == ("out",)
+    assert stage_named("fused.grad.query").axes == stage_named("blocks.grad.query").axes == ("B", "T", "d_in")
+
+
+def test_stage_name_includes_its_path():
+    assert stage_named("blocks.grad.q_proj.weight").path == stage_named("step3.blocks.output").path == "blocks"
+    assert stage_named("step3.module.cache.keys").path == "module"
+    assert stage_named("cache.keys").path == stage_named("grad.query").path == stage_named("step3.scores").path == ""
+
+
+def test_weight_shapes_are_in_torch_order():
+    spec = AttentionSpec(10, 6, num_kv_heads=2, head_dim=4, d_in=7, d_kv=9)
+    assert weight_shapes(spec) == {
+        "q_proj.weight": (24, 7),
+        "q_proj.bias": (24,),
+        "k_proj.weight": (8, 9),
+        "k_proj.bias": (8,),
+        "v_proj.weight": (8, 9),
+        "v_proj.bias": (8,),
+        "out_proj.weight": (10, 24),
+        "out_proj.bias": (10,),
+    }
+
+
+def test_cache_nbytes_is_20_gib_for_64_heads_and_80_layers():
+    spec = AttentionSpec(64 * 128, 64)
+    assert spec.cache_nbytes(1, 8192, np.dtype(np.float16), num_layers=80) == 20 * 2**30
