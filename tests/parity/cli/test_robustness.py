@@ -96,9 +96,16 @@ def test_two_reports_do_not_both_go_to_standard_output(capsys):
     assert refuses("--json and --html").is_printed_in(said)
 
 
-def test_a_function_is_no_place(capsys):
-    for target in ([], ["torch.nn.functional:nothing"], ["none/x:nothing"]):
-        assert not refuses("DST").is_printed_in(error_line(capsys, "conformance", *target))
+@pytest.mark.parametrize(
+    ("target", "refusal"),
+    [
+        ([], refuses("PKG.MODULE:CALLABLE or --libraries")),
+        (["torch.nn.functional:nothing"], refuses("torch.nn.functional:nothing", "no 'nothing'")),
+        (["none/x:nothing"], refuses("none/x", "ModuleNotFoundError")),
+    ],
+)
+def test_a_function_is_no_place(capsys, target, refusal):
+    assert refusal.is_printed_in(error_line(capsys, "conformance", *target))
 
 
 # ---- Numbers ---------------------------------------------------------------------------------------------------------

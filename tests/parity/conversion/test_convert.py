@@ -868,7 +868,7 @@ def test_lists_and_nothings_of_a_gguf_file(tmp_path):
         NotCarriedWarning, match=r"GGUF sets rope\.dimension_sections=a list of 4, .*: RoPE is left out"
     ) as on:
         _, found = load(tmp_path / "layer.gguf", "gguf.Qwen2", prefix="blk.0")
-    assert "whole spec" not in str(on[0].message)
+    assert "complete spec" not in str(on[0].message)
     assert found.rope is None
 
 

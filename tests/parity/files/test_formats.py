@@ -243,6 +243,11 @@ def test_safetensors_of_the_library_are_read(tmp_path, dtype):
     assert same_tensors(read_tensors(tmp_path / "w.safetensors"), tensors)
 
 
+def bytes_of(tensor):
+    """Return the elements of a tensor in order, as bytes."""
+    return tensor.flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_safetensors_are_read_by_the_library(tmp_path, dtype):
     tensors = some_tensors(dtype)
@@ -250,7 +255,9 @@ def test_safetensors_are_read_by_the_library(tmp_path, dtype):
     found = safetensors.torch.load_file(tmp_path / "w.safetensors")
     expected = state_dict(tensors)
     assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name].view(torch.uint8), expected[name].view(torch.uint8)) for name in ["größe"])
+    for name in expected:
+        assert found[name].shape == expected[name].shape
+        assert torch.equal(bytes_of(found[name]), bytes_of(expected[name]))
     with safetensors.safe_open(tmp_path / "w.safetensors", "numpy") as file:
         assert file.metadata()["format"] == "pt"
         assert all(same_array(file.get_tensor(name), tensor) for name, tensor in tensors.items())
@@ -942,7 +949,7 @@ def checkpoint_with(name):
     [
         (manager_root, "1000"),
         (lambda path: (path / "an empty one").mkdir(parents=True), "an empty one"),
-        (checkpoint_with("NOTES.md"), r"\['NOTES.md'\]"),
+        (checkpoint_with("NOTES.md"), "['NOTES.md']"),
         (checkpoint_with("1000/_METADATA"), "1000"),
         (checkpoint_with("d/notes"), "d/notes"),
         (lambda path: (write(path, {"old": np.ones(1)}) / "_sharding").symlink_to("d"), "_sharding"),
@@ -952,7 +959,7 @@ def checkpoint_with(name):
 def test_a_folder_is_not_replaced_unless_it_is_a_checkpoint_and_nothing_else(tmp_path, make, named):
     make(tmp_path / "run.orbax")
     old = contents(tmp_path)
-    with refuses("…/run.orbax"):
+    with refuses("…/run.orbax", named):
         write(tmp_path / "run.orbax", {"new": np.ones(1)})
     assert contents(tmp_path) == old
 
