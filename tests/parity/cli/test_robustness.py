@@ -241,7 +241,9 @@ def test_an_interrupt_at_any_moment_shows_no_traceback(tmp_path, delay):
         process.kill()
         process.communicate()
     assert errors == "mha-parity: interrupted\n"
-    assert process.returncode == 130
+    # If the interrupt met Python code that a library runs through CPython's C API, CPython itself ends the process by
+    # SIGINT when all is done. A shell reports 130 for both.
+    assert process.returncode in (130, -signal.SIGINT)
 
 
 def handles(pid, number):
