@@ -9,7 +9,8 @@ None of the numbers depends on the load of the machine, or on the worker that ru
 - Programs are those that JAX asks its persistent cache for, each counted once, whether it lies there or is compiled.
   A file that runs alone finds no programs of other files in its process. So its row is the most that it can need.
 - Processes are those that Python starts here, not what these start in turn. A fixture of a module, which each worker
-  sets up anew, counts once.
+  sets up anew, counts once. So does a pool of multiprocessing, which the first of some tests starts for all of them:
+  of pools, only the largest counts.
 
 Processor seconds depend on the machine. They are printed, and kept in tests/budget-seconds.json for people.
 """
@@ -36,6 +37,9 @@ ENVIRONMENT = ".venv" if find_spec("jax") else ".venv-tt"
 """Each has its own rows, because some files run in both."""
 
 NUMBERS = ("items", "programs", "processes")
+
+ALONE, IN_POOL = "alone", "in a pool"
+"""Kinds of processes: those of multiprocessing are in a pool."""
 
 MOST_SECONDS = 2.0
 """A test that takes more processor time says why, by @costly."""
@@ -66,12 +70,17 @@ class Cost:
             "processes": sum(self.processes.values()),
         }
 
+    def note_processes(self, name: str, number: int) -> None:
+        """Note those of a test or fixture. It may run again, in this worker or in another, and then counts once."""
+        if number:
+            self.processes[name] = max(number, self.processes.get(name, 0))
+
     def add(self, other: Cost) -> None:
         """Add what the tests cost that another worker ran. Both workers collected all of them."""
         self.items = max(self.items, other.items)
         self.programs |= other.programs
         for name, number in other.processes.items():
-            self.processes[name] = max(number, self.processes.get(name, 0))
+            self.note_processes(name, number)
         self.unmarked |= other.unmarked
         self.seconds += other.seconds
         self.slow |= other.slow
@@ -83,8 +92,8 @@ class Meter:
     def __init__(self) -> None:
         self.costs: dict[str, Cost] = {}
         self.current: Cost | None = None
-        self.started = 0
-        """Processes of the test or fixture that runs now."""
+        self.started: list[str] = []
+        """The kind of each process of the test or fixture that runs now."""
         self.fixtures_that_start: list[object] = []
 
     def cost_of(self, node: pytest.Item | pytest.Collector) -> Cost:
@@ -95,8 +104,8 @@ class Meter:
         if self.current is not None:
             self.current.programs.add(key)
 
-    def note_process(self) -> None:
-        self.started += 1
+    def note_process(self, kind: str) -> None:
+        self.started.append(kind)
 
     @contextmanager
     def charging(self, cost: Cost) -> Iterator[None]:
@@ -110,14 +119,13 @@ class Meter:
     @contextmanager
     def counting_processes(self, name: str) -> Iterator[None]:
         """Processes that start within are those of this test or fixture, or of none if no test runs."""
-        outside, self.started = self.started, 0
+        outside, self.started = self.started, []
         try:
             yield
         finally:
-            if self.started and self.current is not None:
-                # A fixture may be set up several times, since another order of tests would do so, too.
-                before = self.current.processes.get(name, 0)
-                self.current.processes[name] = max(before, self.started)
+            if self.current is not None:
+                self.current.note_processes(name, self.started.count(ALONE))
+                self.current.note_processes("pool", self.started.count(IN_POOL))
             self.started = outside
 
     # ---- Hooks of pytest, in each process that runs tests ------------------------------------------------------------
@@ -156,10 +164,11 @@ class Meter:
         before = processor_seconds()
         with self.charging(cost), self.counting_processes(test):
             result = yield
+            starts = bool(self.started) or self.uses_fixture_that_starts(item)
         seconds = processor_seconds() - before
         cost.seconds += seconds
         if item.get_closest_marker("costly") is None:
-            if test in cost.processes or self.uses_fixture_that_starts(item):
+            if starts:
                 cost.unmarked.add(test)
             elif seconds > MOST_SECONDS:
                 cost.slow[test] = seconds
@@ -207,7 +216,7 @@ def watch_processes() -> None:
     @functools.wraps(start)
     def start_and_note(process: BaseProcess) -> None:
         for meter in METERS:
-            meter.note_process()
+            meter.note_process(IN_POOL)
         start(process)
 
     # Python has no audit event for it. This leaves out what multiprocessing starts for itself, once in each worker:
@@ -228,7 +237,7 @@ def _note_process(event: str, _: tuple[object, ...]) -> None:
     }
     if not is_counted_already:
         for meter in METERS:
-            meter.note_process()
+            meter.note_process(ALONE)
 
 
 @functools.cache

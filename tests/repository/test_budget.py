@@ -167,7 +167,27 @@ def test_a_process_counts_once(begin, monkeypatch):
     budget.watch_processes()
     with meter.charging(cost), meter.counting_processes("test"):
         begin()
-    assert cost.processes == {"test": 1}
+    assert cost.numbers()["processes"] == 1
+
+
+def test_a_shared_pool_counts_once():
+    """Which test of a file starts it depends on the worker, and on the order."""
+    meter, cost = Meter(), Cost()
+    for test in ("test_a", "test_b"):
+        with meter.charging(cost), meter.counting_processes(test):
+            meter.note_process(budget.ALONE)
+            meter.note_process(budget.IN_POOL)
+            meter.note_process(budget.IN_POOL)
+    assert cost.processes == {"test_a": 1, "test_b": 1, "pool": 2}
+
+
+def test_a_fixture_that_is_set_up_twice():
+    """Its processes count once, and not for the test that asks for it first."""
+    meter, cost = Meter(), Cost()
+    for test in ("test_a", "test_b"):
+        with meter.charging(cost), meter.counting_processes(test), meter.counting_processes("fixture"):
+            meter.note_process(budget.ALONE)
+    assert cost.processes == {"fixture": 1}
 
 
 # ---- Runs ------------------------------------------------------------------------------------------------------------

@@ -830,6 +830,7 @@ def test_a_command_without_files_exits_2(command, capsys):
     assert "usage: mha-parity" in capsys.readouterr().err
 
 
+@pytest.mark.costly("whether output is a terminal")
 def test_output_in_a_pipe_is_plain(source, tmp_path):
     """A progress bar with lines, and a table."""
     target = str(tmp_path / "b.npz")

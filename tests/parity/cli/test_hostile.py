@@ -141,6 +141,7 @@ def test_the_exit_status_does_not_depend_on_standard_error(tmp_path, monkeypatch
     assert main(["inspect", str(tmp_path)]) == 0
 
 
+@pytest.mark.costly("the exit status of a process whose disk is full")
 def test_what_cannot_be_printed_is_no_mismatch(tmp_path):
     save(tmp_path / "a.npz", random_weights(SPEC), SPEC)
     with open("/dev/full", "w") as full:  # the interpreter itself may complain at its end
@@ -172,12 +173,14 @@ def in_a_trap(tmp_path, monkeypatch):
     return lambda: (tmp_path / "ran").read_text() if (tmp_path / "ran").exists() else ""
 
 
+@pytest.mark.costly("modules that another interpreter imports")
 def test_another_python_runs_no_code_of_the_current_folder(in_a_trap):
     with Elsewhere(sys.executable, ["--nonsense"]) as elsewhere, pytest.raises(OSError, match="exit status 2"):
         elsewhere.wait()
     assert in_a_trap() == ""
 
 
+@pytest.mark.costly("modules that a process of jobs imports")
 def test_processes_of_jobs_run_no_code_of_the_current_folder(in_a_trap):
     assert list(by_processes(abs, [-1], 1, cost=float)) == [1]
     assert in_a_trap() == ""
@@ -202,6 +205,7 @@ def test_processes_of_a_mesh_begin_without_the_current_folder(monkeypatch):
 # ---- Programs --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.costly("a program in place of an interpreter")
 @pytest.mark.parametrize(
     ("script", "told"),
     [

@@ -83,6 +83,7 @@ def test_a_report_can_go_to_standard_output_and_the_rest_then_does_not(capsys, p
     assert captured.err.startswith("2 x 1 sequences")
 
 
+@pytest.mark.costly("a file descriptor of a process")
 def test_a_report_can_go_into_a_pipe():
     command = [*MHA_PARITY, *CACHE_SIZE, "--json", "/dev/fd/2"]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -194,6 +195,7 @@ def converting(tmp_path):
         process.communicate()
 
 
+@pytest.mark.costly("a signal to a process that writes")
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_a_signal_leaves_nothing_behind(tmp_path, converting, name):
     process, number = converting(), getattr(signal, name)
@@ -204,6 +206,7 @@ def test_a_signal_leaves_nothing_behind(tmp_path, converting, name):
     assert os.listdir(tmp_path) == ["a.npz"]
 
 
+@pytest.mark.costly("signals to a process that writes")
 def test_signals_that_follow_do_not_disturb_the_cleaning(tmp_path, converting):
     process = converting()
     for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT, signal.SIGTERM):  # as a terminal that closes may
@@ -213,6 +216,7 @@ def test_signals_that_follow_do_not_disturb_the_cleaning(tmp_path, converting):
     assert os.listdir(tmp_path) == ["a.npz"]
 
 
+@pytest.mark.costly("a signal to a process that ignores it")
 def test_what_nohup_ignores_stays_ignored(tmp_path, converting):
     process = converting("nohup")
     process.send_signal(signal.SIGHUP)
@@ -222,6 +226,7 @@ def test_what_nohup_ignores_stays_ignored(tmp_path, converting):
     assert process.communicate()[1] == "mha-parity: interrupted by SIGTERM\n"
 
 
+@pytest.mark.costly("a signal to a process that runs every case")
 @sample(delay=[0.2])
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells which signals a process handles")
 @pytest.mark.parametrize("delay", [0.0, 0.2, 1.0])
