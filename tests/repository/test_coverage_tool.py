@@ -19,6 +19,7 @@ def tool():
     return runpy.run_path(str(TOOL))
 
 
+@pytest.mark.costly("the tool starts processes")
 @pytest.mark.thorough
 def test_the_sweep_tells_what_became_of_each_layer_and_goes_on_where_it_was(tool, tmp_path, capsys):
     file = tmp_path / "coverage.jsonl"

@@ -164,6 +164,7 @@ def test_pinned_versions_satisfy_package_requirements(file, extras):
     ] == []
 
 
+@pytest.mark.costly("a shell runs the check")
 def test_release_requires_tag_of_its_version():
     release = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text("utf-8"))
     (check,) = [command for command in commands_of(release["jobs"]["publish"]) if "GITHUB_REF_NAME" in command]

@@ -35,12 +35,14 @@ def find(path, home):
     return result.stdout.strip()
 
 
+@pytest.mark.costly("the tool is a shell script")
 @needs_linux
 def test_python312_is_found_on_the_path(tmp_path):
     python = put_python(tmp_path / "bin" / "python3.12")
     assert find(tmp_path / "bin", tmp_path) == str(python)
 
 
+@pytest.mark.costly("the tool is a shell script")
 @needs_linux
 @pytest.mark.parametrize("says", ["cpython 3 11", "pypy 3 12", ""])
 def test_a_python_of_that_name_that_is_another_or_does_not_run_is_not_chosen(tmp_path, says):
@@ -49,6 +51,7 @@ def test_a_python_of_that_name_that_is_another_or_does_not_run_is_not_chosen(tmp
     assert find(tmp_path / "bin", tmp_path) == str(python)
 
 
+@pytest.mark.costly("the tool is a shell script")
 @needs_linux
 def test_a_shim_does_not_hide_a_python_further_down_the_path(tmp_path):
     put_python(tmp_path / "shims" / "python3.12", "", status=127)
@@ -341,6 +344,7 @@ def server(mutants, tmp_path, monkeypatch):
     process.close()
 
 
+@pytest.mark.costly("the tool forks a process of pytest")
 @pytest.mark.thorough
 def test_forks_run_tests_with_the_code_of_a_mutant(server):
     assert server("return a + ONE\n", "return a - ONE\n") == "test_m.py::test_is_large"
@@ -365,6 +369,7 @@ def test_of_its_own_process():
 """
 
 
+@pytest.mark.costly("the tool starts pytest")
 @pytest.mark.thorough
 def test_the_map_has_lines_that_a_process_of_a_test_runs(mutants, tmp_path, monkeypatch):
     (tmp_path / "m.py").write_text("def f(a):\n    if a < 2:\n        return 1\n    return 2\n")

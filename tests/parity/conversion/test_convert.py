@@ -469,6 +469,7 @@ print(peak() - before, (folder / "b.safetensors").stat().st_size)
 """
 
 
+@pytest.mark.costly("the memory of a process")
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells the peak of memory in /proc")
 @pytest.mark.parametrize(
     ("target", "sizes", "largest"),  # sizes: layers, their width, heads, key/value heads
@@ -547,6 +548,7 @@ def test_weights_of_torch_are_converted_and_saved(tmp_path):
     assert same_bits(load(tmp_path / "a.npz")[0], found)
 
 
+@pytest.mark.costly("converts and runs a whole model")
 def test_the_example_of_the_documentation_runs(tmp_path, monkeypatch):
     page = (ROOT / "docs" / "how-to" / "convert.md").read_text(encoding="utf-8")
     code = "".join(re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL))

@@ -110,6 +110,7 @@ def test_nested_mappings_are_read_by_names_with_dots():
         to_numpy_by_name([np.ones(1)])
 
 
+@pytest.mark.costly("modules that a new process imports")
 @pytest.mark.thorough
 def test_no_framework_is_imported_for_an_array_of_another_one():
     code = """

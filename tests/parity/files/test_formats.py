@@ -767,6 +767,7 @@ except OSError as error:
 """
 
 
+@pytest.mark.costly("a process whose files have a limit")
 @sample(suffix=[".safetensors", ".npz"])
 @pytest.mark.parametrize("suffix", FILES)
 def test_a_full_disk_is_one_line(tmp_path, suffix):
@@ -1109,6 +1110,7 @@ write_tensors(path, {"new": ((2,), float)}, die if when == "read" else lambda na
 """
 
 
+@pytest.mark.costly("a process that is killed as it writes")
 @sample(where=lambda when, suffix: (when, suffix) in [("read", ".safetensors"), ("move", ".orbax")])
 @pytest.mark.parametrize(
     ("when", "suffix"),
@@ -1277,6 +1279,7 @@ print((peak - base) / size, of_all / size)
 """
 
 
+@pytest.mark.costly("the memory of a process")
 @pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_holds_about_one_tensor_of_a_file_of_ten(tmp_path):
@@ -1768,6 +1771,7 @@ def damage_a_checkpoint(folder):
     return refused
 
 
+@pytest.mark.costly("threads of a library that outlive the test")
 @pytest.mark.thorough
 def test_a_damaged_orbax_checkpoint_loads_or_is_refused_in_one_line(tmp_path):
     # In a process of its own, for the library's threads go on to complain when all is over.

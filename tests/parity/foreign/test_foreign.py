@@ -359,6 +359,7 @@ def test_an_unknown_layer_has_no_adapter():
         load_adapter("nope")
 
 
+@pytest.mark.costly("modules that a new process imports")
 @pytest.mark.thorough
 def test_only_the_library_of_a_module_is_imported():
     program = """

@@ -640,6 +640,7 @@ def test_a_traced_call_takes_ours_only_where_both_are_equal():
         assert same(found, theirs(q, k, v, factor)) == (factor == 2.0)
 
 
+@pytest.mark.costly("a signal to a process that runs tests")
 @pytest.mark.thorough
 def test_an_interruption_ends_the_tests_and_changes_nothing(tmp_path):
     (tmp_path / "mine.py").write_text(UNCALLED)

@@ -317,6 +317,7 @@ def test_without_matplotlib_the_package_is_named_before_any_work(capsys, layer, 
     assert "a plot needs matplotlib, not installed here: pip install matplotlib" in capsys.readouterr().err
 
 
+@pytest.mark.costly("modules that a new process imports")
 def test_parity_imports_no_picture_library_before_it_is_asked_to():
     program = (
         "import sys, parity.reporting.plot, parity.reporting.html\n"
@@ -326,6 +327,7 @@ def test_parity_imports_no_picture_library_before_it_is_asked_to():
     assert ran.stdout == "set()\n"
 
 
+@pytest.mark.costly("modules that a new process imports")
 def test_a_plot_asks_for_no_window_system(tmp_path):
     program = f"""
 import sys, numpy, parity.reporting.plot

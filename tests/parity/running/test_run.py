@@ -114,6 +114,7 @@ def test_jax_agrees_with_the_reference_in_further_cases(name):
     assert failures(CASES[name], "jax", "float32", with_gradients=False) == []
 
 
+@pytest.mark.costly("XLA reads its flags once in a process")
 @pytest.mark.thorough
 def test_jax_agrees_on_a_trained_layer_compiled_as_users_have_it(tmp_path):
     # Compiled quickly, as conftest says, a product is a sum from its first term to its last; in wide layers that shows.

@@ -236,6 +236,7 @@ def test_what_is_written_imports_nothing_of_ours_and_has_no_branch(sources):
         assert not any(isinstance(node, ast.If) for node in nodes), name
 
 
+@pytest.mark.costly("ruff is a program")
 def test_what_is_written_is_formatted_and_has_nothing_unused(sources, tmp_path):
     for name, source in sources.items():
         (tmp_path / f"{name}.py").write_text(source)
@@ -508,6 +509,7 @@ def run_command(*arguments: object) -> int:
     return main(["write", *map(str, arguments)])
 
 
+@pytest.mark.costly("pytest as a user runs it")
 @pytest.mark.parametrize(
     ("framework", "cache"),
     [
@@ -530,6 +532,7 @@ def test_the_command_writes_a_layer_and_tests_that_pass(llama, tmp_path, framewo
     assert "2 passed" in found.stdout
 
 
+@pytest.mark.costly("pytest as a user runs it")
 def test_a_written_layer_with_a_bug_fails_its_tests(llama, tmp_path):
     for kind in ("reference", "trace"):
         path = tmp_path / f"by_{kind}.py"
