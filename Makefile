@@ -25,7 +25,7 @@ parity: .venv/installed .venv-tt/installed
 	$(BIN)/mha-parity run --jobs 2 --allow-skipped $$($(IF_TT) echo --python tt=$(BIN_TT)/python)
 
 # Tests that are not marked `thorough`, and of those with `@sample` the rows that it chooses. `make test-thorough` runs the
-# rest: .ci/run runs every row of every test once. What a file may cost is in tests/budget.json.
+# rest: .ci/run runs every row of every test once. tests/budget.json limits the cost of each file.
 test: .venv/installed
 	$(BIN)/pytest $(SHORT) --budget=check $(TWO_WORKERS)
 	$(MAKE) --no-print-directory test-tt

@@ -1,4 +1,4 @@
-"""What each test file may cost: a row of tests/budget.json for its items, programs and processes.
+"""The budget of each test file: a row of tests/budget.json for its items, programs and processes.
 
     pytest --budget=check    a file that exceeds its row fails the run. `make test` does this.
     pytest --budget=write    of one file alone: its row becomes lower, or higher for a reason. `make budget` does this.
@@ -7,10 +7,10 @@ None of the numbers depends on the load of the machine, or on the worker that ru
 
 - Items are those that `make test` runs.
 - Programs are those that JAX asks its persistent cache for, each counted once, whether it lies there or is compiled.
-  A file that runs alone finds no programs of other files in its process. So its row is the most that it can need.
-- Processes are those that Python starts here, not what these start in turn. A fixture of a module, which each worker
-  sets up anew, counts once. So does a pool of multiprocessing, which the first of some tests starts for all of them:
-  of pools, only the largest counts.
+  A file that runs alone finds no programs of other files in its process, so that its row is the most it can need.
+- Processes are those that the tests start, without those that these start in turn. A fixture of a module counts once,
+  although both workers may set it up. Only the largest pool of multiprocessing counts, since the first of several tests
+  starts a pool for all of them, and which test that is depends on the worker.
 
 Processor seconds depend on the machine. They are printed, and kept in tests/budget-seconds.json for people.
 """
@@ -45,12 +45,12 @@ MOST_SECONDS = 2.0
 """A test that takes more processor time says why, by @costly."""
 
 
-# ---- What is counted -------------------------------------------------------------------------------------------------
+# ---- Counts ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Cost:
-    """What the tests of a file cost."""
+    """Cost of the tests of a file."""
 
     items: int = 0
     programs: set[str] = field(default_factory=set)
@@ -109,7 +109,7 @@ class Meter:
 
     @contextmanager
     def charging(self, cost: Cost) -> Iterator[None]:
-        """What happens within is of this file."""
+        """Charge this file with everything that happens within."""
         self.current = cost
         try:
             yield
@@ -118,7 +118,7 @@ class Meter:
 
     @contextmanager
     def counting_processes(self, name: str) -> Iterator[None]:
-        """Processes that start within are those of this test or fixture, or of none if no test runs."""
+        """Note processes that start within for this test or fixture. Imports belong to no test."""
         outside, self.started = self.started, []
         try:
             yield
@@ -176,7 +176,7 @@ class Meter:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any, request: Any) -> Any:
-        """The fixture of a test is part of it. One that several tests share counts on its own."""
+        """Count processes of a fixture that tests share on its own. The fixture of one test is part of the test."""
         if fixturedef.scope == "function":
             return (yield)
         name = f"{fixturedef.argname}[{getattr(request, 'param_index', 0)}]"
@@ -187,7 +187,7 @@ class Meter:
         return result
 
     def uses_fixture_that_starts(self, item: Any) -> bool:
-        """Whether a fixture of the test starts a process, be it set up for another test of this worker."""
+        """Return whether a fixture of the test starts a process, even if an earlier test of this worker set it up."""
         fixtures = item._fixtureinfo.name2fixturedefs.values()
         return any(fixture in self.fixtures_that_start for same_name in fixtures for fixture in same_name)
 
@@ -279,11 +279,11 @@ class Budget:
         return text_of_rows({"most_items": self.most_items}, self.rows)
 
     def own_rows(self) -> dict[str, dict[str, Any]]:
-        """The rows of this environment."""
+        """Return the rows of this environment."""
         return self.rows.setdefault(ENVIRONMENT, {})
 
     def problems(self, costs: dict[str, Cost], root: Path) -> list[str]:
-        """What exceeds its row or the bound. Files that did not run are not missed."""
+        """Return a line for each number that exceeds its row or bound. Files that did not run may be missing."""
         problems = []
         for file, cost in sorted(costs.items()):
             problems += unmarked(file, cost)
@@ -358,7 +358,7 @@ class Report:
         self.problems: list[str] = []
 
     def costs(self) -> dict[str, Cost]:
-        """Of each file of which tests were selected."""
+        """Return the cost of each file that has selected tests."""
         return {file: cost for file, cost in self.meter.costs.items() if cost.items}
 
     @pytest.hookimpl(optionalhook=True)
@@ -379,7 +379,7 @@ class Report:
 
     def write(self) -> None:
         """Write the row of the file that ran."""
-        import fcntl  # not in Windows, where this module is imported, too
+        import fcntl  # absent in Windows
 
         ((file, cost),) = self.costs().items()
         # `make budget` measures two files at a time.

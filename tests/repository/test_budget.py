@@ -1,4 +1,4 @@
-"""tests/helpers/budget.py: what is counted, what fails a run, and how rows become lower or higher."""
+"""tests/helpers/budget.py: counts, runs that fail, and rows that become lower or higher."""
 
 import json
 import multiprocessing
@@ -34,7 +34,7 @@ def root(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("cost", "problem"),
+    ("cost", "expected"),
     [
         (Cost(4, {"a", "b"}, STARTS_TWO), "items 4 > 3"),
         (Cost(3, {"a", "b", "c"}, STARTS_TWO), "programs 3 > 2"),
@@ -42,26 +42,26 @@ def root(tmp_path):
     ],
     ids=budget.NUMBERS,
 )
-def test_a_row_bounds_each_number(root, cost, problem):
+def test_a_row_bounds_each_number(root, cost, expected):
     """Each number may be as high as in the row, and no higher."""
     rows = budget_of(test_it=row(3, 2, 2))
     assert rows.problems({FILE: Cost(3, {"a", "b"}, STARTS_TWO)}, root) == []
-    (told,) = rows.problems({FILE: cost}, root)
-    assert problem in told
-    assert f"make budget FILES={FILE} REASON" in told
+    (problem,) = rows.problems({FILE: cost}, root)
+    assert expected in problem
+    assert f"make budget FILES={FILE} REASON" in problem
 
 
 def test_a_file_needs_a_row(root):
     """Another environment's row does not count."""
     rows = Budget(100, {"another": {FILE: row()}})
-    (told,) = rows.problems({FILE: Cost(1)}, root)
-    assert told.endswith(f"{FILE} has no row: `make budget FILES={FILE}` adds it")
+    (problem,) = rows.problems({FILE: Cost(1)}, root)
+    assert problem.endswith(f"{FILE} has no row: `make budget FILES={FILE}` adds it")
 
 
 def test_a_row_needs_a_file(root):
     rows = budget_of(test_it=row(), test_gone=row())
-    (told,) = rows.problems({}, root)
-    assert "tests/test_gone.py has a row and does not exist" in told
+    (problem,) = rows.problems({}, root)
+    assert "tests/test_gone.py has a row and does not exist" in problem
     budget.remove_vanished(rows.rows, root)
     assert rows == budget_of(test_it=row())
 
@@ -103,7 +103,7 @@ def test_a_reason_without_a_raise():
 
 
 def test_the_text_of_rows():
-    """It has a line for each row, and is read as it was."""
+    """Each row has a line, and parsing gives the same rows."""
     rows = budget_of(test_b=row(), test_a=row(2) | {"raised": 'for "this"'})
     assert Budget.parse(rows.text()) == rows
     lines = rows.text().splitlines()
@@ -182,7 +182,7 @@ def test_a_shared_pool_counts_once():
 
 
 def test_a_fixture_that_is_set_up_twice():
-    """Its processes count once, and not for the test that asks for it first."""
+    """The fixture's processes count once, for itself instead of for the test that uses it first."""
     meter, cost = Meter(), Cost()
     for test in ("test_a", "test_b"):
         with meter.charging(cost), meter.counting_processes(test), meter.counting_processes("fixture"):
