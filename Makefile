@@ -53,7 +53,7 @@ budget: .venv/installed .venv-tt/installed
 	$(IF_TT) $(call EACH_FILE,build/test-files-tt) MHA_TT_MOCK=n150 $(BIN_TT)/pytest $(WRITE_ROW)
 
 # A line of pytest's list is `tests/test_x.py: 12`.
-EACH_FILE = sed -n 's/\.py: [0-9]*$$/.py/p' $1 | { grep -e '$(FILES)' || true; } | xargs --no-run-if-empty -P 2 -I {} env
+EACH_FILE = sed -n 's/\.py: [0-9]*$$/.py/p' $1 | { grep -e '$(FILES)' || true; } | xargs -r -P 2 -I {} env
 WRITE_ROW = -qq --no-header $(SHORT) --budget=write --budget-reason="$$REASON" {}
 FILES ?= .
 

@@ -234,7 +234,7 @@ def test_what_is_compared_in_a_cache_is_not_empty():
     assert expected["step3.cache.lengths"].tolist() == [6, 7, 4]
 
 
-@pytest.mark.costly("tries every argument of a backend")
+@pytest.mark.costly("JAX compiles every stage of two cases")
 def test_the_record_of_a_backend_is_true_of_it(sibling):
     known, port = BACKENDS[sibling.name], load_backend(sibling.name)
     assert known.sibling == port.SIBLING.__name__
@@ -373,7 +373,6 @@ def test_nan_is_where_it_belongs(name, sibling):
     json.dumps(report.to_dict(), allow_nan=False)
 
 
-@pytest.mark.costly("JAX compiles every stage of a case")
 def test_a_nan_that_a_backend_swallows_fails_and_is_named(monkeypatch):
     original = parity.running.run.record
 
