@@ -208,6 +208,7 @@ KNOWN = {
 }
 
 
+@pytest.mark.costly("builds a layer for each feature")
 @pytest.mark.parametrize("name", KNOWN)
 def test_known_features_are_supported_or_rejected(name):
     import support
@@ -578,6 +579,7 @@ def test_ci_recipe_test_passes(ci_page, importable_folder):
     names["test_the_layer"](parity.assert_parity)
 
 
+@pytest.mark.costly("commands in a shell, as users type them")
 def test_checkpoint_commands_run(tmp_path):
     spec = parity.AttentionSpec(128, 32, qkv_bias=False, out_bias=False)
     tensors = {}

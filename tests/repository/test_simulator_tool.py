@@ -87,6 +87,7 @@ def test_options_of_the_other_simulator_are_refused(capsys, tool, library):
     assert refuses("--sha256", "wolfpine").is_printed_in(refused(capsys, tool, "wolfpine", "--sha256", "0" * 64))
 
 
+@pytest.mark.costly("the tool asks the interpreter")
 def test_an_environment_without_ttnn_is_refused(capsys, tool, library, tmp_path):
     (tmp_path / "python").write_text("#!/bin/sh\necho\n")
     (tmp_path / "python").chmod(0o755)

@@ -80,6 +80,7 @@ def test_commands_drawn_at_random_lose_nothing_and_say_why_they_refuse(fuzz, tmp
     assert list(fuzz.fuzz_commands(tmp_path, 60, seed=0)) == []
 
 
+@pytest.mark.costly("the tool draws many files")
 def test_hostile_files_do_no_harm(fuzz, tmp_path):
     assert list(fuzz.fuzz_hostile(tmp_path, 15, seed=0)) == []
 
@@ -303,6 +304,7 @@ def test_mutants_are_edits_of_what_runs_and_can_be_compiled(mutants, tmp_path, m
         compile(SOURCE[: each.start] + each.text + SOURCE[each.end :], "m.py", "exec")
 
 
+@pytest.mark.costly("git lists the sources")
 def test_mutants_of_a_seed_are_always_those(mutants, monkeypatch):
     assert sum(mutants.COUNTS.values()) >= 200
     assert mutants.COUNTS.keys() == {"mha_spec", "mha_jax", "mha_torch", "mha_tt", "parity", "parity_lab"}

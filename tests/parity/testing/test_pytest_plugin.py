@@ -91,6 +91,7 @@ def test_a_dtype_that_no_array_shows_can_be_told(x):
 
 
 # JAX compiles a case anew for a dtype.
+@pytest.mark.costly("JAX compiles every stage of a case")
 @sample(where=lambda case, dtype: (case, dtype) in [("rope-far", "float32"), ("large-logits", "bfloat16")])
 @pytest.mark.parametrize(
     ("case", "dtype"),
@@ -126,6 +127,7 @@ def test_the_noise_of_float64_is_that_of_float64(x):
     assert "/output" in why(expected * (1 + 6e-12), expected, same_precision=noisy)
 
 
+@pytest.mark.costly("JAX compiles every stage of a case, with gradients")
 def test_a_problem_gives_what_is_expected_and_its_noise(sibling):
     reference = Reference(make_problem(CASES["causal"], "bfloat16"), with_gradients=True)
     stages = record(sibling.name, reference).accumulated

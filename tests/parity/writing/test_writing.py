@@ -156,6 +156,7 @@ def steps_of(layer: Any, cache: Any, as_array: Any, case: parity.Case) -> tuple[
     return outputs, cache
 
 
+@pytest.mark.costly("JAX compiles a written layer")
 @pytest.mark.parametrize(
     ("framework", "name"),
     [*(("torch", name) for name in LENGTH_DEPENDENT if name != "latent"), ("jax", "sections"), ("jax", "temperature")],
@@ -212,6 +213,7 @@ def sources() -> dict[str, str]:
     return found
 
 
+@pytest.mark.costly("runs the written layer of every case")
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_executed_cases_take_all_branches(framework):
     """A part of a template that no executed case has may be wrong unseen: both outcomes of each condition run.
