@@ -19,7 +19,7 @@ SHORT := -m 'not thorough'
 TESTS_TT := tests/siblings/mha_tt
 IF_TT := [ ! -e .venv-tt/installed ] ||
 
-.PHONY: parity test test-tt test-thorough budget nightly test-cuda bench-gpu sim docs check-html dist fuzz lint clean
+.PHONY: parity test test-tt test-thorough budget budget-main budget-tt nightly test-cuda bench-gpu sim docs check-html dist fuzz lint clean
 
 parity: .venv/installed .venv-tt/installed
 	$(BIN)/mha-parity run --jobs 2 --allow-skipped $$($(IF_TT) echo --python tt=$(BIN_TT)/python)
@@ -43,12 +43,17 @@ test-thorough: .venv/installed .venv-tt/installed
 	$(IF_TT) MHA_TT_MOCK=n150 $(BIN_TT)/pytest -m thorough $(TESTS_TT) $(TWO_WORKERS) --junit-xml build/tt-thorough.xml
 	$(IF_TT) MHA_TT_MOCK=p150 $(BIN_TT)/pytest -m board $(TESTS_TT) $(TWO_WORKERS) --junit-xml build/tt-p150.xml
 
-# Rows of tests/budget.json for new files, and lower ones. They become higher only with a reason: make budget FILES=test_x
-# REASON='why'. A file runs alone, since it needs fewer programs after others; FILES is a part of its name.
-budget: .venv/installed .venv-tt/installed
+# Rows of tests/budget.json: new and lower ones, and higher ones with a reason: make budget FILES=test_x REASON='why'.
+# FILES is a part of a path. Each file runs alone, since it compiles fewer programs after other files.
+budget: budget-main budget-tt
+
+budget-main: .venv/installed
 	@mkdir -p build
 	$(BIN)/pytest $(SHORT) --collect-only -qq > build/test-files
 	$(call EACH_FILE,build/test-files) $(BIN)/pytest $(WRITE_ROW)
+
+budget-tt: .venv-tt/installed
+	@mkdir -p build
 	$(IF_TT) MHA_TT_MOCK=n150 $(BIN_TT)/pytest $(SHORT) $(TESTS_TT) --collect-only -qq > build/test-files-tt
 	$(IF_TT) $(call EACH_FILE,build/test-files-tt) MHA_TT_MOCK=n150 $(BIN_TT)/pytest $(WRITE_ROW)
 

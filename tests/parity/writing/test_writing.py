@@ -213,7 +213,7 @@ def sources() -> dict[str, str]:
     return found
 
 
-@pytest.mark.costly("runs the written layer of every case")
+@pytest.mark.costly("writes and runs a layer for each branch of the templates")
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_executed_cases_take_all_branches(framework):
     """A part of a template that no executed case has may be wrong unseen: both outcomes of each condition run.
