@@ -170,6 +170,16 @@ def test_a_process_counts_once(begin, monkeypatch):
     assert cost.numbers()["processes"] == 1
 
 
+def test_questions_about_the_machine(monkeypatch):
+    """Libraries ask them once in a process, so that they are no test's."""
+    meter, cost = Meter(), Cost()
+    monkeypatch.setattr(budget, "METERS", [*budget.METERS, meter])
+    budget.watch_processes()
+    with meter.charging(cost), meter.counting_processes("test"):
+        subprocess.run(["uname"], check=True)
+    assert cost.processes == {}
+
+
 def test_a_shared_pool_counts_once():
     """Which test of a file starts it depends on the worker, and on the order."""
     meter, cost = Meter(), Cost()
