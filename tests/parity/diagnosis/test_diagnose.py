@@ -172,6 +172,7 @@ def test_bugs_are_named_in_half_precision(name, dtype):
     assert named_bugs(diagnose(observed_in(problem, [bug(case, name)]), problem)) == [name]
 
 
+@pytest.mark.costly("injects and diagnoses every bug of a case")
 @sample(case=["cross"])
 @pytest.mark.parametrize("case", ["mha", "gqa-rope-causal", "cross"])
 def test_from_the_output_alone_a_bug_is_named_or_told_to_be_one_of_several(case):
@@ -235,6 +236,7 @@ def stages_with(case, names):
         return record("torch", Reference(problem), given).accumulated, problem
 
 
+@pytest.mark.costly("diagnoses twenty pairs of bugs")
 @sample(case=["cross"])
 @pytest.mark.parametrize("case", ["cached", "cross"])
 def test_two_planted_bugs_are_both_named(case):
@@ -470,6 +472,7 @@ def test_a_wrong_output_of_the_module_is_not_a_way_to_record_it():
     assert (diagnosis.kind, diagnosis.unexplained) == ("law", "module.output")
 
 
+@pytest.mark.costly("the search tries all pairs of bugs before laws")
 def test_a_known_bug_before_an_unknown_one_is_named():
     case = CASE_OF["gqa-rope-causal"]
     problem = make_problem(case, "float32")
@@ -481,6 +484,7 @@ def test_a_known_bug_before_an_unknown_one_is_named():
     assert diagnosis.cause.startswith("rope-missing: ")
 
 
+@pytest.mark.costly("diagnoses twelve draws of noise")
 def test_a_bug_that_moves_noise_alone_is_not_named():
     """The output is the same by positions that are all one higher, but for its rounding, which may be less."""
     problem = make_problem(CASES["rope-gqa"], "float64")
@@ -559,6 +563,7 @@ def test_outputs_alone_are_never_blamed_on_precision(case, before):
     assert blamed == []
 
 
+@pytest.mark.costly("the search tries all bugs before laws")
 @pytest.mark.parametrize("stage", ["q", "output"])
 def test_a_factor_on_one_stage_is_not_precision(stage):
     problem = make_problem(CASES["rope-gqa"], "float32")
@@ -772,6 +777,7 @@ def test_a_function_of_another_width_is_an_error_of_its_own(folder):
         attention_for(sharing.weights, sharing.spec, sharing.inputs["query"])
 
 
+@pytest.mark.costly("JAX compiles every stage of a case")
 def test_traces_are_diagnosed_alone_and_in_pairs(tmp_path, capsys):
     case = CASES["rope-gqa"]
     run_cases([case], ["jax"], traces=tmp_path / "jax")
@@ -833,6 +839,7 @@ MISFITS = {
 """Pairs of which the first leaves axes in an order that the second cannot add its bias to."""
 
 
+@pytest.mark.costly("runs all pairs of bugs")
 @sample(name=["sinks", "bias-causal"])
 @pytest.mark.parametrize("name", PAIRED)
 def test_any_two_bugs_of_one_method_go_together(name):
