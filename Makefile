@@ -22,8 +22,8 @@ IF_TT := [ ! -e .venv-tt/installed ] ||
 parity: .venv/installed .venv-tt/installed
 	$(BIN)/mha-parity run --jobs 2 --allow-skipped $$($(IF_TT) echo --python tt=$(BIN_TT)/python)
 
-# Tests that are not marked `thorough`, and of those with `@sample` the rows that it chooses. `make test-thorough` runs the
-# rest: .ci/run runs every row of every test once.
+# Tests that are not marked `thorough`, and of those with `@sample` the rows that it chooses. .ci/run adds
+# `make test-thorough`, and `make nightly` has the rest: each row of each test runs in one of these three.
 test: .venv/installed
 	$(BIN)/pytest -m 'not thorough' $(TWO_WORKERS)
 	$(MAKE) --no-print-directory test-tt
@@ -33,18 +33,21 @@ test-tt: .venv-tt/installed
 	rm -f build/tt-*.xml
 	$(IF_TT) MHA_TT_MOCK=n150 $(BIN_TT)/pytest -m 'not thorough' tests/siblings/mha_tt $(TWO_WORKERS) --junit-xml build/tt-n150.xml
 
-# The rest: thorough tests, and rows outside of samples. Also tests of tt that depend on the board, on a second one, which
-# accepts other programs, and on which recordings were made.
-test-thorough: export SAMPLES := all
+# Thorough tests, and twice as many rows as each sample has. Also tests of tt that depend on the board, on a second one,
+# which accepts other programs, and on which recordings were made.
+test-thorough: export SAMPLES := thorough
 test-thorough: .venv/installed .venv-tt/installed
 	$(BIN)/pytest -m thorough $(TWO_WORKERS)
 	$(IF_TT) MHA_TT_MOCK=n150 $(BIN_TT)/pytest -m thorough tests/siblings/mha_tt $(TWO_WORKERS) --junit-xml build/tt-thorough.xml
 	$(IF_TT) MHA_TT_MOCK=p150 $(BIN_TT)/pytest -m board tests/siblings/mha_tt $(TWO_WORKERS) --junit-xml build/tt-p150.xml
 
-# Tests that hardly any change here breaks: a thousand ports as others write them, and facts about other libraries.
-# .github/workflows/nightly.yml runs them each night, and .ci/run does not.
-nightly: .venv/installed
+# Every row that is in no larger sample either. And tests that hardly any change here breaks: a thousand ports as others
+# write them, and facts about other libraries. .github/workflows/nightly.yml runs them each night, and .ci/run does not.
+nightly: export SAMPLES := all
+nightly: .venv/installed .venv-tt/installed
 	$(BIN)/pytest tests/nightly $(TWO_WORKERS)
+	$(BIN)/pytest -m nightly $(TWO_WORKERS)
+	$(IF_TT) MHA_TT_MOCK=n150 $(BIN_TT)/pytest -m nightly tests/siblings/mha_tt $(TWO_WORKERS)
 
 # mha_torch's kernels for CUDA, with whichever Python has a torch for it, and every case there. CI has no GPU.
 test-cuda:
