@@ -1,4 +1,4 @@
-"""Which rows of a test run when: those of its `@sample` in `make test`, three times as many in CI, all of them each night.
+"""Which rows of a test run when: its `@sample` in `make test`, three times as many in CI, and all of them each night.
 
 A test without `@sample` runs in full. Of the rows outside a sample
 
