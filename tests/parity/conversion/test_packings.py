@@ -1,6 +1,7 @@
 """Fused projections whose shapes fit several orders of heads: each order is offered, and none is taken."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from helpers.samples import sample
 import torch
 from torch import Tensor, nn
 
@@ -89,6 +90,7 @@ ODDITIES: dict[str, Callable[..., Tensor]] = {
 """Layers whose scores are not products plus the mask that they receive."""
 
 
+@sample(6)
 @pytest.mark.parametrize("name", ODDITIES)
 def test_an_oddity_is_never_accepted(name):
     found = identified(ODDITIES[name])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from helpers.samples import sample
 import torch
 from torch import Tensor, nn
 
@@ -74,6 +75,7 @@ ODDITIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+@sample(4)
 @pytest.mark.parametrize("name", ODDITIES)
 def test_an_oddity_is_never_accepted(name):
     _, found = identified(ODDITIES[name])
