@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from helpers.samples import sample
 import torch
+from helpers.samples import sample
 from torch import Tensor, nn
 
 from parity.identification import Identification, identify

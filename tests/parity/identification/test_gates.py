@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from helpers.samples import sample
 import torch
+from helpers.samples import sample
 from torch import Tensor, nn
 
 from mha_spec import Gate

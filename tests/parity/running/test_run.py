@@ -133,7 +133,7 @@ IN_DTYPES = {
 }
 
 
-@sample(where=lambda dtype, name: (dtype, name) in [(dtype, names[0]) for dtype, names in IN_DTYPES.items()])
+@sample(dtype=["bfloat16"], name=IN_DTYPES["bfloat16"][:1])  # make parity, which CI runs, has all of them
 @pytest.mark.parametrize(
     ("dtype", "name"),
     [(dtype, name) for dtype, names in IN_DTYPES.items() for name in names[:3]],
@@ -230,6 +230,7 @@ def test_what_is_compared_in_a_cache_is_not_empty():
     assert expected["step3.cache.lengths"].tolist() == [6, 7, 4]
 
 
+@sample(jax=0)
 def test_the_record_of_a_backend_is_true_of_it(sibling):
     known, port = BACKENDS[sibling.name], load_backend(sibling.name)
     assert known.sibling == port.SIBLING.__name__
