@@ -133,7 +133,7 @@ IN_DTYPES = {
 }
 
 
-@sample(dtype=["bfloat16"], name=IN_DTYPES["bfloat16"][:1])  # make parity, which CI runs, has all of them
+@sample(dtype=["bfloat16"], name=IN_DTYPES["bfloat16"][:1])  # make test-thorough has the other dtypes
 @pytest.mark.parametrize(
     ("dtype", "name"),
     [(dtype, name) for dtype, names in IN_DTYPES.items() for name in names[:3]],
