@@ -33,7 +33,7 @@ test-tt: .venv-tt/installed
 	rm -f build/tt-*.xml
 	$(IF_TT) MHA_TT_MOCK=n150 $(BIN_TT)/pytest -m 'not thorough' tests/siblings/mha_tt $(TWO_WORKERS) --junit-xml build/tt-n150.xml
 
-# Thorough tests, and twice as many rows as each sample has. Also tests of tt that depend on the board, on a second one,
+# Thorough tests, and as many other rows as each sample has. Also tests of tt that depend on the board, on a second one,
 # which accepts other programs, and on which recordings were made.
 test-thorough: export SAMPLES := thorough
 test-thorough: .venv/installed .venv-tt/installed
@@ -41,7 +41,7 @@ test-thorough: .venv/installed .venv-tt/installed
 	$(IF_TT) MHA_TT_MOCK=n150 $(BIN_TT)/pytest -m thorough tests/siblings/mha_tt $(TWO_WORKERS) --junit-xml build/tt-thorough.xml
 	$(IF_TT) MHA_TT_MOCK=p150 $(BIN_TT)/pytest -m board tests/siblings/mha_tt $(TWO_WORKERS) --junit-xml build/tt-p150.xml
 
-# Every row that is in no larger sample either. And tests that hardly any change here breaks: a thousand ports as others
+# Every row that neither of these has. And tests that hardly any change here breaks: a thousand ports as others
 # write them, and facts about other libraries. .github/workflows/nightly.yml runs them each night, and .ci/run does not.
 nightly: export SAMPLES := all
 nightly: .venv/installed .venv-tt/installed

@@ -1,9 +1,9 @@
-"""Which rows of a test run when: its `@sample` in `make test`, three times as many in CI, and all of them each night.
+"""Which rows of a test run when: its `@sample` in `make test`, twice as many rows in CI, and all of them each night.
 
 A test without `@sample` runs in full. Of the rows outside a sample
 
-- `SAMPLES=thorough` makes twice as many as the sample has, with the most values and pairs of values that it lacks. They
-  are marked `thorough`, and `make test-thorough` runs them;
+- `SAMPLES=thorough` makes as many as the sample has, with the most values and pairs of values that it lacks. They are
+  marked `thorough`, and `make test-thorough` runs them;
 - `SAMPLES=all` makes all. The rest is marked `nightly`, and `make nightly` runs it.
 
 A row that is named on the command line, `test_x.py::test_y[row]`, exists and is marked as with `SAMPLES=all`.
@@ -23,7 +23,7 @@ import pytest
 
 THOROUGH, EVERY_ROW = "thorough", "all"
 """Values of the variable SAMPLES."""
-TIMES = 3
+TIMES = 2
 """The number of rows of a test in `make test` and `make test-thorough` together, in samples."""
 
 

@@ -33,6 +33,7 @@ def refused(capsys, *arguments):
 # ---- Places ----------------------------------------------------------------------------------------------------------
 
 
+@sample(9)
 @pytest.mark.parametrize("flag", ["--json", "--junit", "--html"])
 @pytest.mark.parametrize(
     ("path", "got"),

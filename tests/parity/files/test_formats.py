@@ -710,6 +710,7 @@ def test_a_move_that_fails_half_way_is_undone(tmp_path, monkeypatch, suffix, cou
     assert contents(tmp_path) == old
 
 
+@sample(8)
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize(
     ("suffix", "count"), [*((".orbax", count) for count in range(2)), *((".safetensors", count) for count in range(6))]
