@@ -1,6 +1,6 @@
 """Which rows of a test run when: its `@sample` in `make test`, twice as many rows in CI, and all of them each night.
 
-A test without `@sample` runs in full. Of the rows outside a sample
+A test without `@sample` runs in full. The rows outside a sample are in two groups:
 
 - `SAMPLES=thorough` makes as many as the sample has, with the most values and pairs of values that it lacks. They are
   marked `thorough`, and `make test-thorough` runs them;

@@ -244,7 +244,7 @@ def is_whole(language, block):
 
 
 def private_imports(code):
-    """What code imports of our packages that is not public: modules in them, and names that they do not list."""
+    """Private names that code imports from our packages: modules in them, and names that they do not list."""
     found = []
     for node in ast.walk(ast.parse(code)):
         modules = []
@@ -330,7 +330,7 @@ def test_links_lead_to_files_and_headings_that_are_there():
 
 
 def test_a_broken_link_is_found(tmp_path):
-    """Of a missing file and of a missing heading; links to the web are not followed."""
+    """Both to a missing file and to a missing heading; links to the web are not followed."""
     (tmp_path / "b.md").write_text("# Here it is\n", "utf-8")
     page = tmp_path / "a.md"
     page.write_text("[1](b.md) [2](b.md#here-it-is) [3](https://x.y) [4](c.md) [5](b.md#there)\n", "utf-8")

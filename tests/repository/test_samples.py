@@ -151,7 +151,7 @@ def test_thorough_rows_have_new_pairs(suite, monkeypatch):
 
 
 def test_thorough_rows_do_not_depend_on_the_order(suite, monkeypatch):
-    """Of values and of decorators: CI runs the same rows each time."""
+    """CI runs the same rows each time."""
     monkeypatch.setenv("SAMPLES", "thorough")
     values = 'letter=["b"], number=[1]'
     rows, _ = rows_of(suite, PRODUCT.format(sample=values))

@@ -392,7 +392,7 @@ every_other = pytest.mark.parametrize("name", OTHERS)
 
 
 def test_the_lists_of_files_are_long():
-    """The tests below compare what they find in all of these files at once."""
+    """The tests below compare all of these files at once."""
     assert len(FILES) >= 20
     assert all(len(files_of(name)) > len(FILES) for name in NAMES)
     assert all(len(shared_functions(name, "mha.py")) >= 5 for name in OTHERS)
