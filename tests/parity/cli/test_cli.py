@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import pytest
+from helpers.command_line import run_in_pipe
 from helpers.refusals import refuses
 
 import mha_torch
@@ -19,12 +20,6 @@ from parity.cli.main import main
 
 RESULT_KEYS = {"case", "backend", "dtype", "stage", "status", "error", "budget", "ratio", "max_abs", "max_ulp", "pcc"}
 RESULT_KEYS |= {"worst_index", "reason"}
-
-
-def run_in_a_pipe(*arguments):
-    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "FORCE_COLOR")}
-    command = [sys.executable, "-m", "parity", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 
 def break_the_softmax(monkeypatch):
@@ -47,7 +42,7 @@ def test_run_agrees_and_exits_0(capsys):
 
 @pytest.mark.thorough
 def test_run_in_a_pipe_gives_plain_lines_of_at_most_100_columns():
-    result = run_in_a_pipe("run", "--cases", "trained-smollm2-causal", "--backends", "torch", "--verbose")
+    result = run_in_pipe("run", "--cases", "trained-smollm2-causal", "--backends", "torch", "--verbose")
     assert result.returncode == 0
     assert result.stderr == ""
     assert all(line.isprintable() for line in result.stdout.splitlines())
