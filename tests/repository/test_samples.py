@@ -150,7 +150,7 @@ def test_thorough_rows_have_new_pairs(suite, monkeypatch):
     assert len(pairs) == len(rows) == 6
 
 
-def test_thorough_rows_do_not_depend_on_the_order(suite, monkeypatch):
+def test_thorough_rows_ignore_the_order(suite, monkeypatch):
     """CI runs the same rows each time."""
     monkeypatch.setenv("SAMPLES", "thorough")
     values = 'letter=["b"], number=[1]'
@@ -197,7 +197,7 @@ def test_a_sample_that_cannot_be_is_an_error(suite, sampled, problem):
 
 
 @pytest.mark.parametrize("mark", ["thorough", "nightly"])
-def test_a_marked_row_of_a_sampled_test_is_an_error(suite, mark):
+def test_a_thorough_row_of_a_sampled_test_is_an_error(suite, mark):
     """Whether it runs would be said in two places."""
     suite.makepyfile(
         test_it=f"""
