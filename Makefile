@@ -24,8 +24,9 @@ IF_TT := [ ! -e .venv-tt/installed ] ||
 parity: .venv/installed .venv-tt/installed
 	$(BIN)/mha-parity run --jobs 2 --allow-skipped $$($(IF_TT) echo --python tt=$(BIN_TT)/python)
 
-# Tests that are not marked `thorough`, and of those with `@sample` the rows that it chooses. `make test-thorough` runs the
-# rest: .ci/run runs every row of every test once. tests/budget.json limits the cost of each file.
+# Tests that are not marked `thorough`, and of those with `@sample` the rows that it chooses. .ci/run adds
+# `make test-thorough`, and `make nightly` has the rest: each row of each test runs in one of these three.
+# tests/budget.json limits the cost of each file.
 test: .venv/installed
 	$(BIN)/pytest $(SHORT) --budget=check $(TWO_WORKERS)
 	$(MAKE) --no-print-directory test-tt
@@ -35,9 +36,9 @@ test-tt: .venv-tt/installed
 	rm -f build/tt-*.xml
 	$(IF_TT) MHA_TT_MOCK=n150 $(BIN_TT)/pytest $(SHORT) --budget=check $(TESTS_TT) $(TWO_WORKERS) --junit-xml build/tt-n150.xml
 
-# The rest: thorough tests, and rows outside of samples. Also tests of tt that depend on the board, on a second one, which
-# accepts other programs, and on which recordings were made.
-test-thorough: export SAMPLES := all
+# Thorough tests, and as many other rows as each sample has. Also tests of tt that depend on the board, on a second one,
+# which accepts other programs, and on which recordings were made.
+test-thorough: export SAMPLES := thorough
 test-thorough: .venv/installed .venv-tt/installed
 	$(BIN)/pytest -m thorough $(TWO_WORKERS)
 	$(IF_TT) MHA_TT_MOCK=n150 $(BIN_TT)/pytest -m thorough $(TESTS_TT) $(TWO_WORKERS) --junit-xml build/tt-thorough.xml
@@ -62,10 +63,13 @@ EACH_FILE = sed -n 's/\.py: [0-9]*$$/.py/p' $1 | { grep -e '$(FILES)' || true; }
 WRITE_ROW = -qq --no-header $(SHORT) --budget=write --budget-reason="$$REASON" {}
 FILES ?= .
 
-# Tests that hardly any change here breaks: a thousand ports as others write them, and facts about other libraries.
-# .github/workflows/nightly.yml runs them each night, and .ci/run does not.
-nightly: .venv/installed
+# Every row that neither of these has. And tests that hardly any change here breaks: a thousand ports as others
+# write them, and facts about other libraries. .github/workflows/nightly.yml runs them each night, and .ci/run does not.
+nightly: export SAMPLES := all
+nightly: .venv/installed .venv-tt/installed
 	$(BIN)/pytest tests/nightly $(TWO_WORKERS)
+	$(BIN)/pytest -m nightly $(TWO_WORKERS)
+	$(IF_TT) MHA_TT_MOCK=n150 $(BIN_TT)/pytest -m nightly $(TESTS_TT) $(TWO_WORKERS)
 
 # mha_torch's kernels for CUDA, with whichever Python has a torch for it, and every case there. CI has no GPU.
 test-cuda:

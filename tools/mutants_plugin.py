@@ -54,7 +54,8 @@ if "MUTANTS_MAP" in os.environ:
         del os.environ["COVERAGE_PROCESS_START"]
         now = _processor()
         measured.switch_context("")
-        row = [item.nodeid, now[0] - own, now[1] - others, item.get_closest_marker("thorough") is not None]
+        tier = next((name for name in ("thorough", "nightly") if item.get_closest_marker(name)), "short")
+        row = [item.nodeid, now[0] - own, now[1] - others, tier]
         with open(os.path.join(FOLDER, f"times-{os.getpid()}"), "a") as file:
             file.write(json.dumps(row) + "\n")
 

@@ -26,6 +26,7 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
+from hypothesis.internal.conjecture import providers
 from jax._src.interpreters import mlir
 from jax._src.lib.mlir import ir
 
@@ -47,6 +48,10 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 # they all share one, except functions lowered during the lowering of another.
 _shared, _make = functools.cache(mlir.make_ir_context), mlir.make_ir_context
 mlir.make_ir_context = lambda: _shared() if ir.Context.current is None else _make()
+
+# Hypothesis would parse each module of the project to draw the numbers in it. That takes seconds in each worker, and
+# what is drawn would depend on which modules other tests have imported. It keeps its own list of special numbers.
+providers._get_local_constants = lambda: providers._local_constants
 
 # Keep long-lived framework objects out of the garbage collections that run while JAX traces.
 gc.freeze()

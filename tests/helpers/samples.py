@@ -1,7 +1,12 @@
-"""Which rows of a test `make test` runs: those of its `@sample`. `SAMPLES=all` makes every row.
+"""Which rows of a test run when: its `@sample` in `make test`, twice as many rows in CI, and all of them each night.
 
-A test without `@sample` runs in full. Rows outside a sample do not exist, unless `SAMPLES=all` is set or a row of the
-test is named on the command line, `test_x.py::test_y[row]`; then they are marked `thorough`.
+A test without `@sample` runs in full. The rows outside a sample are in two groups:
+
+- `SAMPLES=thorough` makes as many as the sample has, with the most values and pairs of values that it lacks. They are
+  marked `thorough`, and `make test-thorough` runs them;
+- `SAMPLES=all` makes all. The rest is marked `nightly`, and `make nightly` runs it.
+
+A row that is named on the command line, `test_x.py::test_y[row]`, exists and is marked as with `SAMPLES=all`.
 """
 
 from __future__ import annotations
@@ -16,7 +21,10 @@ from typing import Any
 
 import pytest
 
-EVERY_ROW = "all"
+THOROUGH, EVERY_ROW = "thorough", "all"
+"""Values of the variable SAMPLES."""
+TIMES = 2
+"""The number of rows of a test in `make test` and `make test-thorough` together, in samples."""
 
 
 def sample(
@@ -36,12 +44,13 @@ def sample(
         @sample(12, jax=2)                  # twelve rows, two of them in JAX
 
     A number of rows covers as many pairs of values as it can. The choice depends on the seed and the ids of the rows:
-    not on their order, the order of decorators or the name of the test.
+    not on their order, the order of decorators or the name of the test. With `jax`, rows in JAX and others are counted
+    apart, also those that `make test-thorough` adds.
     """
     return pytest.mark.sample(number, jax=jax, where=where, seed=seed, values=values)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Row:
     """A row of a test: its item, and what the choice depends on."""
 
@@ -70,10 +79,10 @@ class Row:
         return self.parameters.get("sibling") == "jax"
 
 
-def chosen(rows: list[Row], number: int) -> list[Row]:
+def chosen(rows: list[Row], number: int, before: Collection[Row] = ()) -> list[Row]:
     """Return that many rows, each with the most values and pairs that those before it lack."""
     rows = sorted(rows, key=lambda row: row.draw)
-    covered: set[Any] = set()
+    covered = {pair for row in before for pair in row.pairs}
     sampled: list[Row] = []
     while rows and len(sampled) < number:
         best = max(rows, key=lambda row: len(row.pairs - covered))
@@ -83,19 +92,28 @@ def chosen(rows: list[Row], number: int) -> list[Row]:
     return sampled
 
 
-def sampled_rows(items: list[Any], mark: pytest.Mark) -> list[Row]:
+def rows_of(items: list[Any], mark: pytest.Mark) -> list[Row]:
+    """Return the rows of a test with a `@sample`.
+
+    Raises:
+        ValueError: if it has none, or says otherwise which of them run.
+    """
+    if not all(hasattr(item, "callspec") for item in items):
+        raise ValueError("a test without parameters has no rows to sample")
+    for name in ("thorough", "nightly"):
+        if any(item.get_closest_marker(name) for item in items):
+            raise ValueError(f"a row of it is marked {name}")
+    return [Row.of(item, mark.kwargs["seed"]) for item in items]
+
+
+def sampled_rows(rows: list[Row], mark: pytest.Mark) -> list[Row]:
     """Return the rows of a test that its `@sample` chooses.
 
     Raises:
         ValueError: if it names parameters, values or numbers of rows that the test does not have.
     """
-    if not all(hasattr(item, "callspec") for item in items):
-        raise ValueError("a test without parameters has no rows to sample")
-    if any(item.get_closest_marker("thorough") for item in items):
-        raise ValueError("a row of it is marked thorough")
     (number,) = mark.args
     jax, where, values = mark.kwargs["jax"], mark.kwargs["where"], mark.kwargs["values"]
-    rows = [Row.of(item, mark.kwargs["seed"]) for item in items]
 
     names = set(values) if where is None else {*values, *inspect.signature(where).parameters}
     unknown = names - rows[0].parameters.keys()
@@ -128,6 +146,21 @@ def sampled_rows(items: list[Any], mark: pytest.Mark) -> list[Row]:
     return rows
 
 
+def thorough_rows(rows: list[Row], sampled: list[Row], mark: pytest.Mark) -> list[Row]:
+    """Return the rows outside a sample that `make test-thorough` adds to it."""
+    groups = [rows]
+    if mark.kwargs["jax"] is not None:
+        groups = [[row for row in rows if row.is_jax], [row for row in rows if not row.is_jax]]
+    added: list[Row] = []
+    for group in groups:
+        inside = [row for row in group if row in sampled]
+        outside = [row for row in group if row not in sampled]
+        # At least one: with `jax=0`, the sample has none.
+        number = max(1, (TIMES - 1) * len(inside))
+        added += chosen(outside, number, before=inside)
+    return added
+
+
 def is_named(collector: pytest.Collector, name: str) -> bool:
     """Return whether a row of the test is named on the command line."""
     config = collector.config
@@ -147,19 +180,22 @@ COUNT = pytest.StashKey[int]()
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "sample: the rows that `make test` runs, see tests/helpers/samples.py")
     config.stash[COUNT] = 0
-    if os.environ.get("SAMPLES", EVERY_ROW) != EVERY_ROW:
-        raise pytest.UsageError(f"SAMPLES is {EVERY_ROW!r} or not set, not {os.environ['SAMPLES']!r}")
+    value = os.environ.get("SAMPLES")
+    if value not in (None, THOROUGH, EVERY_ROW):
+        raise pytest.UsageError(f"SAMPLES is {THOROUGH!r}, {EVERY_ROW!r} or not set, not {value!r}")
 
 
 def pytest_report_header() -> str:
-    if "SAMPLES" in os.environ:
+    if os.environ.get("SAMPLES") == EVERY_ROW:
         return "samples: all rows"
+    if os.environ.get("SAMPLES") == THOROUGH:
+        return f"samples: {TIMES} times the rows of each test's @sample; SAMPLES=all makes all"
     return "samples: the rows of each test's @sample; SAMPLES=all makes all"
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: object) -> Any:
-    """Leave out the rows of a test that are not in its sample, or mark them as thorough."""
+    """Leave out the rows of a test that SAMPLES does not ask for, and mark those outside of its sample."""
     items = yield
     marks = list(items[0].iter_markers("sample")) if isinstance(items, list) and items else []
     if not marks:
@@ -167,16 +203,24 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: objec
     try:
         if len(marks) > 1:
             raise ValueError("a test has one @sample")
-        sampled = {row.item for row in sampled_rows(items, marks[0])}
+        rows = rows_of(items, marks[0])
+        sampled = sampled_rows(rows, marks[0])
     except ValueError as error:
         raise collector.CollectError(f"@sample of {name}: {error}") from None
-    outside = [item for item in items if item not in sampled]
-    if "SAMPLES" in os.environ or is_named(collector, name):
-        for item in outside:
-            item.add_marker(pytest.mark.thorough)
+
+    wanted = EVERY_ROW if is_named(collector, name) else os.environ.get("SAMPLES")
+    kept = {row.item for row in sampled}
+    if wanted is not None:
+        for row in thorough_rows(rows, sampled, marks[0]):
+            row.item.add_marker(pytest.mark.thorough)
+            kept.add(row.item)
+    if wanted == EVERY_ROW:
+        for row in rows:
+            if row.item not in kept:
+                row.item.add_marker(pytest.mark.nightly)
         return items
-    collector.config.stash[COUNT] += len(outside)
-    return [item for item in items if item in sampled]
+    collector.config.stash[COUNT] += len(items) - len(kept)
+    return [item for item in items if item in kept]
 
 
 def pytest_report_collectionfinish(config: pytest.Config) -> str | list[str]:

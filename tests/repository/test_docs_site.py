@@ -364,7 +364,10 @@ def test_nightly_tests_have_a_target_and_a_workflow():
     left_out = [path for path in folders if path.name in options["norecursedirs"]]
     assert sorted(left_out) == [ROOT / "tests" / "cuda", ROOT / "tests" / "nightly"]
     assert list((ROOT / "tests" / "nightly").glob("test_*.py"))
-    assert re.search(r"^nightly: .*\n\t\$\(BIN\)/pytest tests/nightly ", makefile, re.MULTILINE)
+    recipe = re.search(r"^nightly: export SAMPLES := all\nnightly: .*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
+    first, *others = recipe[1].splitlines()
+    assert first.startswith("\t$(BIN)/pytest tests/nightly ")
+    assert ["/pytest -m nightly " in command for command in others] == [True, True]  # one for each environment
     assert commands_of(workflow["jobs"]["run"]) == ["make nightly"]
     assert "schedule" in workflow[True]  # YAML 1.1 reads `on` as a boolean
 

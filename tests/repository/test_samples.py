@@ -1,4 +1,4 @@
-"""`@sample`: which rows of a test exist, and that every row exists with `SAMPLES=all`."""
+"""`@sample`: which rows of a test exist, and that each row belongs to one tier with `SAMPLES=all`."""
 
 import sys
 
@@ -20,18 +20,18 @@ def suite(pytester, monkeypatch):
     """A folder with tests of one file; its rows are those that a run collects."""
     monkeypatch.delenv("SAMPLES", raising=False)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # files of one second and size would share it
-    pytester.makeini("[pytest]\nmarkers =\n    thorough: all the rest")
+    pytester.makeini("[pytest]\nmarkers =\n    thorough: more\n    nightly: all the rest")
     pytester.makeconftest(CONFTEST)
     return pytester
 
 
-def rows_of(suite, source, *arguments):
-    """Return the rows of the tests, and those that are thorough."""
+def rows_of(suite, source, *arguments, mark="thorough"):
+    """Return the rows of the tests, and those with the mark."""
     source = f"import pytest\nfrom helpers.samples import sample\nparametrize = pytest.mark.parametrize\n{source}"
     suite.makepyfile(test_it=source)
     items, _ = suite.inline_genitems(*arguments)
     rows = [item.name for item in items]
-    return rows, [item.name for item in items if item.get_closest_marker("thorough")]
+    return rows, [item.name for item in items if item.get_closest_marker(mark)]
 
 
 PRODUCT = """
@@ -107,13 +107,58 @@ def test_a_seed_changes_the_choice(suite):
     assert len(seeds) == 4
 
 
-def test_all_rows_exist_and_the_rest_is_thorough(suite, monkeypatch):
-    sampled, thorough = rows_of(suite, PRODUCT.format(sample="4"))
-    assert (len(sampled), thorough) == (4, [])
+@pytest.mark.parametrize("sampled", ["4", "9", 'letter=["b"]', "jax=1", "5, jax=0", 'letter=["b"], jax=1'])
+def test_each_row_belongs_to_one_tier(suite, monkeypatch, sampled):
+    """The thorough ones are those that SAMPLES=thorough adds, and the nightly ones all others."""
+    source = PRODUCT.format(sample=sampled)
+    short, marked = rows_of(suite, source)
+    assert marked == []
+    monkeypatch.setenv("SAMPLES", "thorough")
+    both, thorough = rows_of(suite, source)
+    assert set(both) - set(thorough) == set(short)
+    assert rows_of(suite, source, mark="nightly")[1] == []
     monkeypatch.setenv("SAMPLES", "all")
-    rows, thorough = rows_of(suite, PRODUCT.format(sample="4"))
-    assert len(rows) == 18
-    assert set(rows) - set(thorough) == set(sampled)
+    every_row, still_thorough = rows_of(suite, source)
+    nightly = rows_of(suite, source, mark="nightly")[1]
+    assert len(every_row) == 18
+    assert still_thorough == thorough
+    assert sorted(every_row) == sorted([*short, *thorough, *nightly])
+
+
+@pytest.mark.parametrize(
+    ("sampled", "in_jax", "in_torch"),
+    [
+        ("jax=1", 2, 9),
+        ("jax=0", 1, 9),  # one, although the sample has none
+        ("3, jax=1", 2, 4),
+        ('letter=["b"], number=[1, 2], jax=1', 2, 4),
+    ],
+)
+def test_thorough_rows_are_as_many_again(suite, monkeypatch, sampled, in_jax, in_torch):
+    """Both numbers are those of both tiers; rows in JAX are counted apart where the sample does that."""
+    monkeypatch.setenv("SAMPLES", "thorough")
+    rows, _ = rows_of(suite, PRODUCT.format(sample=sampled))
+    assert sum("jax" in row for row in rows) == in_jax
+    assert sum("torch" in row for row in rows) == in_torch
+
+
+def test_thorough_rows_have_new_pairs(suite, monkeypatch):
+    """Three rows have each value once, and three more have other pairs."""
+    monkeypatch.setenv("SAMPLES", "thorough")
+    rows, _ = rows_of(suite, PRODUCT.format(sample="3"))
+    pairs = {tuple(row.rstrip("]").split("-")[1:]) for row in rows}
+    assert len(pairs) == len(rows) == 6
+
+
+def test_thorough_rows_ignore_the_order(suite, monkeypatch):
+    """CI runs the same rows each time."""
+    monkeypatch.setenv("SAMPLES", "thorough")
+    values = 'letter=["b"], number=[1]'
+    rows, _ = rows_of(suite, PRODUCT.format(sample=values))
+    reverse = PRODUCT.replace('"abc"', '"cba"').replace("[1, 2, 3]", "[3, 2, 1]")
+    again, _ = rows_of(suite, reverse.format(sample=values))
+    assert sorted(rows) == sorted(again)
+    assert len(rows) == 4
 
 
 def test_a_row_that_is_named_runs(suite):
@@ -121,6 +166,14 @@ def test_a_row_that_is_named_runs(suite):
     name = "test_product[jax-2-a]"
     assert name not in sampled
     assert rows_of(suite, PRODUCT.format(sample='letter=["b"]'), f"test_it.py::{name}")[0] == [name]
+
+
+def test_a_row_that_is_named_keeps_its_tier(suite, monkeypatch):
+    source = PRODUCT.format(sample="2")
+    monkeypatch.setenv("SAMPLES", "all")
+    nightly = rows_of(suite, source, mark="nightly")[1]
+    monkeypatch.delenv("SAMPLES")
+    assert rows_of(suite, source, f"test_it.py::{nightly[0]}", mark="nightly") == ([nightly[0]], [nightly[0]])
 
 
 @pytest.mark.parametrize(
@@ -143,20 +196,21 @@ def test_a_sample_that_cannot_be_is_an_error(suite, sampled, problem):
     assert f"@sample of test_product: {problem}" in result.stdout.str()
 
 
-def test_a_thorough_row_of_a_sampled_test_is_an_error(suite):
+@pytest.mark.parametrize("mark", ["thorough", "nightly"])
+def test_a_thorough_row_of_a_sampled_test_is_an_error(suite, mark):
     """Whether it runs would be said in two places."""
     suite.makepyfile(
-        test_it="""
+        test_it=f"""
         import pytest
         from helpers.samples import sample
 
         @sample(2)
-        @pytest.mark.parametrize("x", [1, 2, pytest.param(3, marks=pytest.mark.thorough)])
+        @pytest.mark.parametrize("x", [1, 2, pytest.param(3, marks=pytest.mark.{mark})])
         def test_x(x): pass
         """
     )
     result = suite.runpytest()
-    assert "@sample of test_x: a row of it is marked thorough" in result.stdout.str()
+    assert f"@sample of test_x: a row of it is marked {mark}" in result.stdout.str()
 
 
 def test_two_samples_of_a_test_are_an_error(suite):
@@ -175,15 +229,33 @@ def test_two_samples_of_a_test_are_an_error(suite):
     assert "@sample of test_x: a test has one @sample" in result.stdout.str()
 
 
-def test_the_number_of_rows_left_out_is_printed(suite):
+@pytest.mark.parametrize(
+    ("samples", "head", "outside"),
+    [
+        (None, "samples: the rows of each test's @sample*", 14),
+        ("thorough", "samples: 2 times the rows of each test's @sample*", 10),
+    ],
+)
+def test_the_number_of_rows_left_out_is_printed(suite, monkeypatch, samples, head, outside):
     rows_of(suite, PRODUCT.format(sample="4"))
+    if samples is not None:
+        monkeypatch.setenv("SAMPLES", samples)
     result = suite.runpytest()
-    result.stdout.fnmatch_lines(["samples: the rows of each test's @sample*", "14 rows are outside of samples"])
-    result.assert_outcomes(passed=4)
+    result.stdout.fnmatch_lines([head, f"{outside} rows are outside of samples"])
+    result.assert_outcomes(passed=18 - outside)
+
+
+def test_all_rows_leave_none_out(suite, monkeypatch):
+    rows_of(suite, PRODUCT.format(sample="4"))
+    monkeypatch.setenv("SAMPLES", "all")
+    result = suite.runpytest()
+    result.stdout.fnmatch_lines(["samples: all rows"])
+    assert "outside of samples" not in result.stdout.str()
+    result.assert_outcomes(passed=18)
 
 
 def test_another_value_of_the_variable_is_an_error(suite, monkeypatch):
     monkeypatch.setenv("SAMPLES", "9")
     suite.makepyfile("def test_x(): pass")
     result = suite.runpytest()
-    assert "SAMPLES is 'all' or not set, not '9'" in result.stderr.str()
+    assert "SAMPLES is 'thorough', 'all' or not set, not '9'" in result.stderr.str()

@@ -364,7 +364,6 @@ def imports(tree):
 
 
 FILES = [file for file in files_of("torch") if is_shared("torch", file)]
-OWN_FILES = [(name, file) for name in NAMES for file in files_of(name)]
 OTHERS = [name for name in NAMES if name != "torch"]  # the others are compared with torch
 
 
@@ -388,16 +387,15 @@ def shared_functions(name, file):
     }
 
 
-PAIRS = [(name, file) for file in FILES for name in OTHERS]
-
 every_sibling = pytest.mark.parametrize("name", NAMES)
 every_other = pytest.mark.parametrize("name", OTHERS)
-every_file = pytest.mark.parametrize("file", FILES)
-every_file_of_functions = pytest.mark.parametrize(("name", "file"), [pair for pair in PAIRS if shared_functions(*pair)])
-every_file_of_definitions = pytest.mark.parametrize(
-    ("name", "file"), [pair for pair in PAIRS if shared_definitions(*pair)]
-)
-every_own_file = pytest.mark.parametrize(("name", "file"), OWN_FILES)
+
+
+def test_the_lists_of_files_are_long():
+    """The tests below compare all of these files at once."""
+    assert len(FILES) >= 20
+    assert all(len(files_of(name)) > len(FILES) for name in NAMES)
+    assert all(len(shared_functions(name, "mha.py")) >= 5 for name in OTHERS)
 
 
 # ---- Files and names -------------------------------------------------------------------------------------------------
@@ -430,12 +428,11 @@ def test_public_names_are_defined_in_imported_modules(name):
 
 
 @every_other
-@every_file
-def test_definitions_have_same_names_and_order(name, file):
-    names = {
-        sibling: [public for public in definitions(sibling, file) if not is_extra(sibling, public)] for sibling in NAMES
-    }
-    assert names[name] == names["torch"]
+def test_definitions_have_same_names_and_order(name):
+    for file in FILES:
+        found = [public for public in definitions(name, file) if not is_extra(name, public)]
+        expected = [public for public in definitions("torch", file) if not is_extra("torch", public)]
+        assert found == expected, file
 
 
 @every_sibling
@@ -455,21 +452,23 @@ def test_listed_names_exist(name):
 # ---- Parameters ------------------------------------------------------------------------------------------------------
 
 
-@every_file_of_functions
-def test_parameters_have_same_names_kinds_defaults_and_axes(name, file):
+@every_other
+def test_parameters_have_same_names_kinds_defaults_and_axes(name):
     found, expected = {}, {}
-    for public, node in shared_functions(name, file).items():
-        found[public] = parameters(name, public, functions(name, file)[public])
-        expected[public] = with_other_defaults(name, public, parameters("torch", public, node))
+    for file in FILES:
+        for public, node in shared_functions(name, file).items():
+            found[file, public] = parameters(name, public, functions(name, file)[public])
+            expected[file, public] = with_other_defaults(name, public, parameters("torch", public, node))
     assert found == expected
 
 
-@every_file_of_functions
-def test_results_have_same_axes(name, file):
+@every_other
+def test_results_have_same_axes(name):
     found, expected = {}, {}
-    for public, node in shared_functions(name, file).items():
-        found[public] = axes(functions(name, file)[public].returns)
-        expected[public] = axes(node.returns)
+    for file in FILES:
+        for public, node in shared_functions(name, file).items():
+            found[file, public] = axes(functions(name, file)[public].returns)
+            expected[file, public] = axes(node.returns)
     assert found == expected
 
 
@@ -477,25 +476,27 @@ def test_results_have_same_axes(name, file):
 
 
 @every_other
-@every_file
-def test_files_have_same_summary(name, file):
-    assert summary(name, parse(name, file)) == summary("torch", parse("torch", file))
+def test_files_have_same_summary(name):
+    found = {file: summary(name, parse(name, file)) for file in FILES}
+    assert found == {file: summary("torch", parse("torch", file)) for file in FILES}
 
 
-@every_file_of_definitions
-def test_definitions_have_same_summary(name, file):
+@every_other
+def test_definitions_have_same_summary(name):
     found, expected = {}, {}
-    for public, node in shared_definitions(name, file).items():
-        if (name, public) not in OTHER_SUMMARIES:
-            found[public] = summary(name, definitions(name, file)[public])
-            expected[public] = summary("torch", node)
+    for file in FILES:
+        for public, node in shared_definitions(name, file).items():
+            if (name, public) not in OTHER_SUMMARIES:
+                found[file, public] = summary(name, definitions(name, file)[public])
+                expected[file, public] = summary("torch", node)
     assert found == expected
 
 
-@every_own_file
-def test_every_public_definition_has_a_docstring(name, file):
+@every_sibling
+def test_every_public_definition_has_a_docstring(name):
     bare = [
-        public
+        (file, public)
+        for file in files_of(name)
         for public, node in definitions(name, file).items()
         if isinstance(node, ast.FunctionDef | ast.ClassDef)
         and not public.endswith(("__init__", "extra_repr"))  # the class documents its constructor, and torch the hook
@@ -507,9 +508,10 @@ def test_every_public_definition_has_a_docstring(name, file):
 # ---- Imports ---------------------------------------------------------------------------------------------------------
 
 
-@every_own_file
-def test_implementation_imports_only_its_framework_numpy_and_itself(name, file):
-    at_once, lazily = imports(parse(name, file))
+@every_sibling
+def test_implementation_imports_only_its_framework_numpy_and_itself(name):
     allowed = FRAMEWORK[name] | {f"mha_{name}", "mha_spec", "numpy", "jaxtyping"}
-    assert at_once <= allowed
-    assert lazily <= allowed | LAZY_IMPORTS.get((name, file), set())
+    for file in files_of(name):
+        at_once, lazily = imports(parse(name, file))
+        assert at_once <= allowed, file
+        assert lazily <= allowed | LAZY_IMPORTS.get((name, file), set()), file

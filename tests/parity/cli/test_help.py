@@ -60,28 +60,28 @@ def test_every_module_with_a_page_is_a_command():
     assert commands().keys() == COMMANDS.keys()
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_help_says_what_a_command_does_with_an_example_and_the_exit_status(name, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        main([name, "--help"])
-    assert exit_.value.code == 0
-    said = capsys.readouterr().out
-    words = " ".join(said.split())
-    assert PAGES[name].about in words
-    assert words.index(PAGES[name].about) < words.index("options:")
-    status = re.search(r"exit status:\n  0 .+; 2 bad usage or something missing\n", said)
-    assert status
-    assert ("; 1 " in status[0]) == bool(PAGES[name].wrong)
-    assert max(map(len, PAGES[name].epilog.splitlines())) <= 100
+def test_help_says_what_a_command_does_with_an_example_and_the_exit_status(capsys):
+    for name, page in PAGES.items():
+        with pytest.raises(SystemExit) as exit_:
+            main([name, "--help"])
+        assert exit_.value.code == 0, name
+        said = capsys.readouterr().out
+        words = " ".join(said.split())
+        assert page.about in words, name
+        assert words.index(page.about) < words.index("options:"), name
+        status = re.search(r"exit status:\n  0 .+; 2 bad usage or something missing\n", said)
+        assert status, name
+        assert ("; 1 " in status[0]) == bool(page.wrong), name
+        assert max(map(len, page.epilog.splitlines())) <= 100, name
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_the_example_of_a_command_is_one_that_it_takes(name):
-    program, *arguments = shlex.split(PAGES[name].example.replace("\\\n", ""))
-    assert program == "mha-parity"
-    assert arguments[0] == name
-    options = make_parser().parse_args(arguments)
-    assert options.command == name
+def test_the_example_of_a_command_is_one_that_it_takes():
+    parser = make_parser()
+    for name, page in PAGES.items():
+        program, *arguments = shlex.split(page.example.replace("\\\n", ""))
+        assert program == "mha-parity", name
+        assert arguments[0] == name
+        assert parser.parse_args(arguments).command == name
 
 
 def test_help_of_run_lists_backends_and_dtypes():
@@ -287,11 +287,10 @@ def test_an_option_has_one_kind_of_value_in_all_commands():
     assert {flag: found for flag, found in kinds.items() if len(found) > 1} == {}
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_every_argument_has_a_help_and_no_line_is_longer_than_100_characters(name):
-    parser = commands()[name]
-    assert [action.dest for action in parser._actions if not action.help] == []
-    assert max(map(len, parser.format_help().splitlines())) <= 100
+def test_every_argument_has_a_help_and_no_line_is_longer_than_100_characters():
+    for name, parser in commands().items():
+        assert [action.dest for action in parser._actions if not action.help] == [], name
+        assert max(map(len, parser.format_help().splitlines())) <= 100, name
 
 
 def test_dtypes_have_short_names(capsys):

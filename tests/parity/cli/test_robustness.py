@@ -24,6 +24,7 @@ MHA_PARITY = [sys.executable, "-m", "parity"]
 # ---- Places ----------------------------------------------------------------------------------------------------------
 
 
+@sample(9)
 @pytest.mark.parametrize("flag", ["--json", "--junit", "--html"])
 @pytest.mark.parametrize(
     ("path", "got"),

@@ -1,6 +1,7 @@
 """Fused projections whose shapes fit several orders of heads: each order is offered, and none is taken."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -118,6 +119,7 @@ def test_a_correct_port_of_nanogpt_agrees(checkpoint, tmp_path, capsys, monkeypa
         "def attention(x):\n    with torch.no_grad():\n        return module(x)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(Path(__file__).parent)  # where its import finds this file
     told = ["--weights", str(checkpoint), "--num-heads", "4", "--prefix", PREFIX.replace("{i}", "0")]
     assert main(["diagnose", "nano_port:attention", *told, "--from", "nanoGPT"]) == 0, capsys.readouterr()
     assert main(["diagnose", "nano_port:attention", *told, "--from", "transformers.GPTBigCode"]) == 1

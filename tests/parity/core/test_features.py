@@ -73,7 +73,7 @@ def test_quick_cases_cover_every_feature():
     assert {name for name in of_all if "." not in name} <= of_quick
 
 
-@sample(64)
+@sample(48)
 @pytest.mark.parametrize(("case", "spec"), WITHOUT)
 def test_case_fails_without_its_feature(case, spec):
     problem = make_problem(case, "float64")

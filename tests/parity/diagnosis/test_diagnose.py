@@ -59,7 +59,7 @@ RIGHT = [("torch", name) for name, case in CASES.items() if case.dtype is None]
 RIGHT += [("jax", name) for name, case in CASES.items() if case.trained is not None and not case.is_cached]
 
 
-@sample(where=lambda backend, case: case in QUICK and backend == "torch")
+@sample(32, where=lambda backend, case: case in QUICK and backend == "torch")
 @pytest.mark.parametrize(("backend", "case"), RIGHT)
 def test_no_bug_is_named_where_there_is_none(backend, case):
     expected = Reference(make_problem(CASES[case], "float32"))
@@ -118,7 +118,7 @@ ALIKE = {"padding-of-queries", "padding-off-by-one"}
 ONE_A_CODE = one_a_code(ALL, lambda each: bug(CASE_OF[each[0]], each[1]).in_reference)
 
 
-@sample(where=lambda case, name: (case, name) in {*ONE_A_CODE, *NEAREST})
+@sample(64, where=lambda case, name: (case, name) in {*ONE_A_CODE, *NEAREST})
 @pytest.mark.parametrize(("case", "name"), ALL)
 def test_every_bug_is_told_from_every_other(case, name):
     is_nearest = (case, name) in NEAREST
@@ -148,7 +148,7 @@ ROUNDED = {("trained-anarcii-causal", f"{name}-float16") for name in ("softmax",
 IN_CASES = [(case, in_all) for in_all in (False, True) for case in CASE_OF if in_all or case in FIRST_OF.values()]
 
 
-@sample(where=lambda in_all: not in_all)
+@sample(16, in_all=[False])
 @pytest.mark.parametrize(("case", "in_all"), IN_CASES)
 def test_every_bug_is_seen_first_at_its_stages_and_explains_all(case, in_all):
     problem = make_problem(CASE_OF[case], "float32")
@@ -474,23 +474,23 @@ def test_a_wrong_output_of_the_module_is_not_a_way_to_record_it():
 
 @pytest.mark.costly("the search tries all pairs of bugs before laws")
 def test_a_known_bug_before_an_unknown_one_is_named():
-    case = CASE_OF["gqa-rope-causal"]
+    case = CASE_OF["mha"]  # of which few bugs are known, since pairs of them are tried
     problem = make_problem(case, "float32")
-    observed = observed_in(problem, [bug(case, "rope-missing")])
+    observed = observed_in(problem, [bug(case, "scale-missing")])
     observed["output"] = observed["output"] + np.float32(0.25)
     diagnosis = diagnose({name: x for name, x in observed.items() if "." not in name}, problem)
-    assert (diagnosis.kind, named_bugs(diagnosis), diagnosis.unexplained) == ("law", ["rope-missing"], "output")
+    assert (diagnosis.kind, named_bugs(diagnosis), diagnosis.unexplained) == ("law", ["scale-missing"], "output")
     assert diagnosis.unknowns[0].law.name == "offset"
-    assert diagnosis.cause.startswith("rope-missing: ")
+    assert diagnosis.cause.startswith("scale-missing: ")
 
 
-@pytest.mark.costly("diagnoses twelve draws of noise")
+@pytest.mark.costly("diagnoses several draws of noise")
 def test_a_bug_that_moves_noise_alone_is_not_named():
     """The output is the same by positions that are all one higher, but for its rounding, which may be less."""
     problem = make_problem(CASES["rope-gqa"], "float64")
     right = observed_in(problem)["output"]
     rng, kinds = np.random.default_rng(0), []
-    for _ in range(12):
+    for _ in range(6):
         noise = np.abs(right).max() * 2.0**-52 * rng.standard_normal(right.shape)
         diagnosis = diagnose({"output": right + rng.uniform(0.5, 4.0) * noise}, problem)
         kinds.append(diagnosis.kind)
@@ -564,6 +564,7 @@ def test_outputs_alone_are_never_blamed_on_precision(case, before):
 
 
 @pytest.mark.costly("the search tries all bugs before laws")
+@sample(stage=["output"])
 @pytest.mark.parametrize("stage", ["q", "output"])
 def test_a_factor_on_one_stage_is_not_precision(stage):
     problem = make_problem(CASES["rope-gqa"], "float32")
@@ -614,6 +615,7 @@ def test_weights_in_another_order_are_told():
     assert named_bugs(diagnosis) == ["rope-weights-interleaved"]
 
 
+@sample(3)
 @pytest.mark.parametrize("names", [["q_proj.weight"], ["k_proj.weight", "out_proj.bias"], None])
 @pytest.mark.parametrize(
     ("way", "name"),

@@ -33,10 +33,11 @@ def diagnosed(right, wrong, *stages, **applied):
     return parity.diagnose({stage: values[stage] for stage in stages}, problem)
 
 
-@pytest.mark.parametrize("family", EVERY, ids=lambda family: f"{family.page}: {family.fix[:20]}")
-def test_a_family_has_a_page_and_its_fix_suits_a_layer(family):
-    assert (Path(parity.__file__).parent / "bugs" / f"{family.page}.md").is_file()
-    assert "{" not in family.fix_for(SPEC)
+def test_a_family_has_a_page_and_its_fix_suits_a_layer():
+    assert len(EVERY) > 30
+    for family in EVERY:
+        assert (Path(parity.__file__).parent / "bugs" / f"{family.page}.md").is_file(), family
+        assert "{" not in family.fix_for(SPEC), family
 
 
 @pytest.mark.parametrize(

@@ -800,6 +800,7 @@ def test_a_number_of_the_specification_is_fitted(wrong, stage, words):
     assert words in diagnosed(SPEC, wrong, stage).laws
 
 
+@sample(3)
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
@@ -893,6 +894,7 @@ def test_that_nothing_is_out_of_reach_is_said_once(field):
     assert laws == (f"{words} is none instead of 6",)
 
 
+@sample(6)
 @pytest.mark.parametrize(("right", "wrong", "stage", "words"), RECORDS.values(), ids=[*RECORDS])
 def test_numbers_of_parts_of_the_specification_are_fitted(right, wrong, stage, words):
     assert any(law.startswith(words) for law in diagnosed(right, wrong, stage).laws)

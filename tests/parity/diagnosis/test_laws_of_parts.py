@@ -131,6 +131,7 @@ WEIGHTS = {
 }
 
 
+@sample(6)
 @pytest.mark.parametrize(("case", "change", "stage", "words"), WEIGHTS.values(), ids=[*WEIGHTS])
 def test_a_weight_that_is_another_is_told(case, change, stage, words):
     right, wrong = with_weights(case, change)
@@ -164,6 +165,7 @@ def test_tokens_of_other_places_and_sequences_are_told():
         assert f"v is made of {words}" in told(problem, {"context": context}, "context")
 
 
+@sample(2)
 @pytest.mark.parametrize(
     ("change", "words"),
     [

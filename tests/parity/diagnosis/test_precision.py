@@ -59,6 +59,7 @@ def test_what_is_rounded_is_named_from_the_output_alone(name):
     assert diagnosis.kind == "precision"
 
 
+@sample(3)
 @pytest.mark.parametrize("only", [dict, outputs])
 @pytest.mark.parametrize("projection", ["", "k_proj", "out_proj"])
 def test_weights_that_are_rounded_without_their_biases_are_named(projection, only):
@@ -89,6 +90,7 @@ def test_scores_in_the_dtype_of_a_narrow_problem_are_no_bug(dtype):
     assert diagnose(kept, problem).kind == "none"
 
 
+@sample(3)
 @pytest.mark.parametrize("kind", ["tf32", "bfloat16", "lofi"])
 @pytest.mark.parametrize("case", ["full", "causal"])
 def test_products_that_lose_too_much_are_named_from_the_output_alone(case, kind):
@@ -106,6 +108,7 @@ SCALED = make_problem(CASES["causal"], "float32")
 FORMS = list(low_products(SCALED.case))
 
 
+@sample(6)
 @pytest.mark.parametrize("form", FORMS, ids=[f"{form.name}-{place % 4}" for place, form in enumerate(FORMS)])
 def test_each_form_of_low_products_is_named(form):
     diagnosis = diagnose(exactly(SCALED, [form]), SCALED)
@@ -131,6 +134,7 @@ def narrow(problem, dtype):
     return replace(problem, dtype=dtype, weights=rounded(problem.weights), inputs=rounded(problem.inputs))
 
 
+@sample(4)
 @pytest.mark.parametrize("only", [False, True], ids=["stages", "output"])
 @pytest.mark.parametrize("is_cast", [False, True], ids=["as-it-is", "cast-back"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -190,6 +194,7 @@ def test_rows_that_a_wrong_mask_empties_are_named_with_its_bug(case, mask, name)
     assert (diagnosis.kind, set(named_bugs(diagnosis))) == ("structure", {mask, name})
 
 
+@sample(2)
 @pytest.mark.parametrize("name", ["empty-row-nan", "empty-row-mean", "empty-row-unmasked"])
 def test_of_an_output_alone_two_bugs_are_named_only_if_one_leaves_its_mark(name):
     problem = make_problem(CASES["causal"], "float32")

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from helpers.diagnoses import named_bugs
+from helpers.samples import sample
 
 import parity
 from mha_spec import AttentionSpec, DynamicScaling, Latent, Llama3Scaling, Norm, Rope
@@ -44,6 +45,7 @@ def far():
     return problem
 
 
+@sample(1)
 @pytest.mark.parametrize("stages", [("output",), ("q",), ("q", "k", "v", "output")], ids="+".join)
 def test_more_stages_never_name_less(far, stages):
     observed = stages_with(far, "rope-scaling-missing", stages)
@@ -84,6 +86,7 @@ def plain():
     return problem
 
 
+@sample(1)
 @pytest.mark.parametrize("stage", ["q", "output"])
 def test_an_unknown_error_has_its_place(plain, stage):
     right = Reference(plain, stages=frozenset({"q", "output"})).same_precision(local=False)
@@ -117,6 +120,7 @@ NORMED = AttentionSpec(
 )
 
 
+@sample(2)
 @pytest.mark.parametrize("stages", [("output",), ("q", "k", "v", "output")], ids="+".join)
 @pytest.mark.parametrize("size", ["small", "large"])
 def test_a_small_eps_outside_is_named(size, stages):
@@ -129,6 +133,7 @@ def test_a_small_eps_outside_is_named(size, stages):
     assert named_bugs(diagnosis) == ["qk-norm-eps-outside"]
 
 
+@sample(1)
 @pytest.mark.parametrize("size", [3e-6, 1e-4])
 def test_the_size_of_an_error_is_no_evidence(size):
     """Noise as large as that of a projection in 16 bits is unknown: no projection in 16 bits has these values."""
@@ -176,6 +181,7 @@ def test_a_rotation_without_a_name_is_no_convention():
 # ---- Hidden bugs -----------------------------------------------------------------------------------------------------
 
 
+@sample(2)
 @pytest.mark.parametrize("size", ["small", "large"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bugs_that_a_dtype_hides_are_listed(dtype, size):
@@ -226,6 +232,7 @@ def test_a_theta_may_be_an_exponent(spec, power, form):
     assert as_exponent(10000.0**power, spec) == expected
 
 
+@sample(1)
 @pytest.mark.parametrize("stage", ["q", "output"])
 def test_an_exponent_over_d_model_is_told(stage):
     """A theta of 21.54 is no theta: the exponents are divided by d_model, and the fix is about them."""
@@ -378,6 +385,7 @@ def test_a_large_array_of_a_wrong_shape_differs(cut):
         parity.assert_parity(values["output"][cut], problem=problem)
 
 
+@sample(1)
 @pytest.mark.parametrize(("name", "position"), [("v", 191), ("q", 191), ("scores", 7)])
 def test_a_recorded_form_hides_no_wrong_token(name, position):
     """Repeated heads, flat heads and masked scores are conventions, and one wrong token in them is not."""

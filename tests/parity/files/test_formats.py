@@ -111,7 +111,7 @@ def refuses_to_open(path, expected=""):
 # ---- Round trips -----------------------------------------------------------------------------------------------------
 
 
-@sample(12)
+@sample(8)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_tensors_survive_a_file_bit_for_bit(tmp_path, suffix, dtype):
@@ -128,7 +128,7 @@ def test_tensors_survive_a_file_bit_for_bit(tmp_path, suffix, dtype):
     assert same_tensors(read_tensors(path), tensors)
 
 
-@sample(12)
+@sample(8)
 @pytest.mark.parametrize("dtype", OTHER_DTYPES)
 @pytest.mark.parametrize("suffix", FILES)
 def test_other_dtypes_survive_too(tmp_path, suffix, dtype):
@@ -322,7 +322,7 @@ def test_torch_files_are_read(tmp_path, dtype):
     assert same_tensors(read_tensors(tmp_path / "w.pt"), tensors)
 
 
-@sample(12)
+@sample(8)
 @pytest.mark.parametrize("mmap", [False, True])
 @pytest.mark.parametrize("dtype", [*DTYPES, *OTHER_DTYPES])
 def test_torch_files_are_read_by_torch(tmp_path, dtype, mmap):
@@ -671,7 +671,7 @@ def contents(folder):
     return {path.relative_to(folder): path.is_file() and path.read_bytes() for path in folder.rglob("*")}
 
 
-@sample(12)
+@sample(8)
 @pytest.mark.parametrize("error", [ValueError("no more"), KeyboardInterrupt(), OSError(28, "No space left")])
 @pytest.mark.parametrize(
     ("suffix", "options"), [*((suffix, {}) for suffix in SUFFIXES), (".bin", {"max_shard_bytes": 9})]
@@ -709,6 +709,7 @@ def test_a_move_that_fails_half_way_is_undone(tmp_path, monkeypatch, suffix, cou
     assert contents(tmp_path) == old
 
 
+@sample(8)
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize(
     ("suffix", "count"), [*((".orbax", count) for count in range(2)), *((".safetensors", count) for count in range(6))]
@@ -1306,7 +1307,7 @@ def test_memory_holds_about_one_tensor_of_a_file_of_ten(tmp_path):
 # ---- Hostile files ---------------------------------------------------------------------------------------------------
 
 
-@sample(12)
+@sample(8)
 @pytest.mark.parametrize(
     "name", ["w", *(f"w{suffix}" for suffix in [*SUFFIXES, ".gguf", ".bin", ".index.json", ".h5"])]
 )
@@ -1318,7 +1319,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path, name, data):
     assert str(tmp_path / name) in refuses_to_open(tmp_path / name)
 
 
-@sample(12)
+@sample(8)
 @pytest.mark.parametrize("kind", ["folder", "pipe", "loop", "device"])
 @pytest.mark.parametrize("name", ["w.safetensors", "w.npz", "w.pt", "w.gguf", "w.safetensors.index.json"])
 def test_what_is_no_file_is_refused_at_once(tmp_path, name, kind):
@@ -1356,7 +1357,7 @@ def entry(shape=(2,), dtype="F32", offsets=(0, 8)):
     return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
 
 
-@sample(12)
+@sample(8)
 @pytest.mark.parametrize(
     "data",
     [
@@ -1417,7 +1418,7 @@ def npz(*members, compression=zipfile.ZIP_STORED):
     return file.getvalue()
 
 
-@sample(12)
+@sample(8)
 @pytest.mark.parametrize(
     "data",
     [
@@ -1602,7 +1603,7 @@ def array(*values):
     return msgpack.ExtType(1, msgpack.packb(values))
 
 
-@sample(12)
+@sample(8)
 @pytest.mark.parametrize(
     "data",
     [
@@ -1653,7 +1654,7 @@ def gguf_value(kind, data, key=b"k"):
     return gguf_text(key) + struct.pack("<I", kind) + data
 
 
-@sample(12)
+@sample(8)
 @pytest.mark.parametrize(
     "data",
     [

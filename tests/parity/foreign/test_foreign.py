@@ -88,6 +88,7 @@ def test_every_layer_is_tested():
     assert list(SPECS) == list(LAYERS)
 
 
+@sample(8)
 @every_layer
 def test_a_filled_layer_gives_what_the_reference_gives(name, spec):
     problem = problem_of(spec, seq_len_k=9)
@@ -95,6 +96,7 @@ def test_a_filled_layer_gives_what_the_reference_gives(name, spec):
     parity.assert_parity(output_of(name, layer, problem), problem=problem, stage="module.output")
 
 
+@sample(8)
 @every_layer
 def test_a_mask_hides_in_a_filled_layer_what_it_hides_in_the_reference(name, spec):
     problem = problem_of(spec, seq_len_k=9, key_padding_lengths=(9, 4))
@@ -105,6 +107,7 @@ def test_a_mask_hides_in_a_filled_layer_what_it_hides_in_the_reference(name, spe
         parity.assert_parity(output_of(name, layer, problem), problem=problem, stage="module.output")
 
 
+@sample(8)
 @every_layer
 def test_a_filled_layer_is_causal_by_a_mask_and_by_its_flag(name, spec):
     problem = problem_of(replace(spec, d_kv=spec.d_in), is_causal=True)
@@ -123,6 +126,7 @@ def test_a_layer_of_torch_may_have_the_batch_second():
     parity.assert_parity(output_of(name, layer, problem), problem=problem, stage="module.output")
 
 
+@sample(8)
 @every_layer
 def test_weights_come_back_bit_for_bit(name, spec):
     weights = random_weights(spec, seed=1)
@@ -138,6 +142,7 @@ def test_weights_of_half_precision_come_back_bit_for_bit(name, spec, dtype):
     assert bits_of(parity.weights_of(layer)) == bits_of(weights)
 
 
+@sample(8)
 @every_layer
 def test_the_specification_comes_back(name, spec):
     spec = replace(spec, dropout=0.25)
@@ -256,6 +261,7 @@ def spoiled(weights):
     return {name: np.full_like(x, np.nan) if name == "q_proj.bias" else x for name, x in weights.items()}
 
 
+@sample(12)
 @pytest.mark.parametrize(
     ("change", "refusal"),
     [

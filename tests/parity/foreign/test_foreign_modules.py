@@ -493,7 +493,7 @@ def own(foreign, rng):
     return foreign.library.write(module, drawn)
 
 
-@sample(12)
+@sample(8)
 @every_module
 def test_module_with_canonical_weights_matches_reference(foreign):
     weights = random_weights(foreign.spec, seed=1)
@@ -502,7 +502,7 @@ def test_module_with_canonical_weights_matches_reference(foreign):
     assert result.passed, str(result)
 
 
-@sample(12)
+@sample(8)
 @every_module
 def test_reference_with_module_weights_matches_module(foreign, own):
     weights, _ = to_canonical(foreign.library.read(own), LAYOUTS[foreign.layout], **undetermined_fields(foreign.spec))
@@ -510,14 +510,14 @@ def test_reference_with_module_weights_matches_module(foreign, own):
     assert result.passed, str(result)
 
 
-@sample(12)
+@sample(8)
 @every_module
 def test_spec_read_from_module_matches_original(foreign, own):
     _, spec = to_canonical(foreign.library.read(own), LAYOUTS[foreign.layout], **undetermined_fields(foreign.spec))
     assert spec == replace(foreign.spec, fused_qkv=False)
 
 
-@sample(12)
+@sample(8)
 @every_module
 def test_module_weights_round_trip_bit_for_bit(foreign, own):
     tensors = foreign.library.read(own)
@@ -528,7 +528,7 @@ def test_module_weights_round_trip_bit_for_bit(foreign, own):
     }
 
 
-@sample(34)
+@sample(8)
 @pytest.mark.parametrize("projection", ["q", "k", "v", "out"])
 @every_module
 def test_each_head_lands_where_the_module_expects_it(foreign, projection):

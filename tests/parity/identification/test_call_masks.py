@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.samples import sample
 from torch import Tensor, nn
 
 from parity.identification import Identification, identify
@@ -89,6 +90,7 @@ ODDITIES: dict[str, Callable[..., Tensor]] = {
 """Layers whose scores are not products plus the mask that they receive."""
 
 
+@sample(6)
 @pytest.mark.parametrize("name", ODDITIES)
 def test_an_oddity_is_never_accepted(name):
     found = identified(ODDITIES[name])

@@ -97,6 +97,7 @@ ODDITIES = {
 }
 
 
+@sample(5)
 @pytest.mark.parametrize("name", list(ODDITIES))
 def test_a_planted_oddity_is_never_accepted(name):
     kind = "Beit" if name.startswith("bias") else "BitNet"

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from helpers.samples import sample
 from torch import Tensor, nn
 
 from mha_spec import Gate
@@ -74,6 +75,7 @@ ODDITIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+@sample(4)
 @pytest.mark.parametrize("name", ODDITIES)
 def test_an_oddity_is_never_accepted(name):
     _, found = identified(ODDITIES[name])

@@ -275,7 +275,7 @@ OF_FAMILIES = ["llama", "qwen3", "olmo2", "gemma", "starcoder2", "cohere", "gran
 """Families in which each is injected."""
 
 
-@sample(family=["llama"])
+@sample(12, family=["llama"])
 @pytest.mark.parametrize("family", OF_FAMILIES)
 @pytest.mark.parametrize("name", list(ODDITIES))
 def test_a_planted_oddity_is_never_accepted(name, family, monkeypatch):

@@ -190,6 +190,7 @@ RIGHT = {
 }
 
 
+@sample(4)
 @pytest.mark.parametrize("name", RIGHT)
 @pytest.mark.parametrize(("kv_heads", "is_causal"), [(HEADS, False), (2, True)])
 def test_a_layer_with_products_is_identified_and_runs_in_ours(name, kv_heads, is_causal):
@@ -259,6 +260,7 @@ ODD: dict[str, Callable[..., Tensor]] = {
 }
 
 
+@sample(8)
 @pytest.mark.parametrize("name", ODD)
 def test_a_planted_oddity_is_never_accepted(name):
     found = identified(made(ODD[name]))

@@ -86,7 +86,7 @@ def assert_bits_equal(actual, expected):
         assert actual[name].tobytes() == np.ascontiguousarray(array).tobytes(), name
 
 
-@sample(96, ranks=[2, 8])
+@sample(48, ranks=[2, 8])
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_of_all_ranks_add_up_to_those_of_the_layer(name, ranks):

@@ -300,7 +300,7 @@ def test_what_is_recorded():
 # ---- Families --------------------------------------------------------------------------------------------------------
 
 
-@sample(family=first_families(GENERATED, by=stack_signature))
+@sample(10, family=first_families(GENERATED, by=stack_signature))
 @pytest.mark.parametrize("family", sorted(first_families(GENERATED)))
 def test_each_layer_of_a_family_is_judged_right_while_it_generates(family):
     model = made(family, COMMON | OWN.get(family, {}))
@@ -449,7 +449,7 @@ def verdict_by_folder(model, tapped, folder):
     return parity.judge_tap(tapped, *layers_in(folder))
 
 
-@sample(dtype=[torch.bfloat16])
+@sample(7, dtype=[torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ENCODER_DECODERS)
 def test_encoders_and_decoders_and_what_is_between_them(family, dtype, tmp_path):
@@ -635,6 +635,7 @@ def test_a_bug_in_one_layer_of_six_is_found_with_its_stage_and_its_name():
     print(f"{TRIALS - len(missed)} of {TRIALS} found")
 
 
+@sample(4)
 @pytest.mark.parametrize("name", SIX_LAYERS)
 def test_none_is_named_where_none_is_planted(name):
     verdict = judged(of_six_layers(name, seed=1))
@@ -664,6 +665,7 @@ def in_steps(model, tokens, first):
         found = model(tokens[:, place : place + 1], past_key_values=found.past_key_values, use_cache=True)
 
 
+@sample(4)
 @pytest.mark.parametrize("name", SIX_LAYERS)
 def test_a_prompt_agrees_with_the_same_in_steps(name):
     model, tokens = of_six_layers(name), prompts(12)["input_ids"]

@@ -185,6 +185,7 @@ NOT_IN_NAMES = {".safetensors": ["\udc80"], ".npz": ["\x00", "\udc80"], ".pt": [
 """Text that a format's own library cannot write in a name."""
 
 
+@sample(12)
 @pytest.mark.parametrize(
     ("suffix", "end"),
     [(suffix, end) for suffix, others in NOT_IN_NAMES.items() for end in LINE_ENDS if end not in others],
