@@ -1,4 +1,4 @@
-"""mha_torch on a GPU: which CI has none of, so that these run by `make test-cuda` alone."""
+"""mha_torch on a GPU, which CI does not have: only `make test-cuda` runs these tests."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ DEVICE = torch.device("cuda")
 HALVES = [torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 SHAPE = (2, 4, 2, 64)  # sequences, heads, heads of keys, width
-SMALL, LARGE = 200, 2048  # tokens: beneath and beyond those from which FlexAttention is faster
+SMALL, LARGE = 200, 2048  # tokens: below and above the number from which FlexAttention is faster
 
 FEATURES = {
     "plain": {},
@@ -31,7 +31,7 @@ FEATURES = {
 
 
 def problem(feature, seq_len, dtype, head_dim=SHAPE[3]):
-    """Split heads, and the keywords of both forms of attention."""
+    """Return split heads, and the keywords of both forms of attention."""
     batch_size, num_heads, num_kv_heads, _ = SHAPE
     generator = torch.Generator().manual_seed(0)
 
@@ -57,7 +57,7 @@ def problem(feature, seq_len, dtype, head_dim=SHAPE[3]):
 
 
 def both(heads, told, *, with_gradients=False):
-    """The context by the fastest kernel and by the definition in float32, and the gradients of both."""
+    """Return the context by the fastest kernel and by the definition in float32, with the gradients of both."""
     found = []
     for attend, dtype in (
         (mha_torch.fused.scaled_dot_product_attention, heads[0].dtype),
@@ -85,17 +85,19 @@ def assert_near(found, expected, dtype):
 @pytest.mark.parametrize("with_gradients", [False, True], ids=["forward", "gradients"])
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
 @pytest.mark.parametrize("feature", FEATURES)
-def test_small_calls_agree_with_the_definition(feature, dtype, with_gradients):
+def test_small_calls_match_definition(feature, dtype, with_gradients):
+    """Contexts and gradients of 200 tokens match the definition, for each feature and dtype."""
     heads, told = problem(feature, SMALL, dtype)
     assert_near(*both(heads, told, with_gradients=with_gradients), dtype)
 
 
 @pytest.mark.parametrize("with_gradients", [False, True], ids=["forward", "gradients"])
 @pytest.mark.parametrize("feature", ["lengths", "window", "soft-cap", "alibi", "sinks", "segments"])
-def test_large_calls_are_those_of_flex_attention_and_agree(monkeypatch, feature, with_gradients):
+def test_large_calls_use_flex_attention(monkeypatch, feature, with_gradients):
+    """Calls of 2048 and 2178 tokens run FlexAttention and match the definition, with gradients."""
     calls, kernel = [], flex._attend_between
     monkeypatch.setattr(flex, "_attend_between", lambda *args: calls.append(1) or kernel(*args))
-    for seq_len in (LARGE, LARGE + 130):  # the second with other sizes, which compiles anew
+    for seq_len in (LARGE, LARGE + 130):  # the second with other sizes, which compiles again
         heads, told = problem(feature, seq_len, torch.bfloat16)
         assert_near(*both(heads, told, with_gradients=with_gradients), torch.bfloat16)
     assert len(calls) == 2
@@ -104,12 +106,16 @@ def test_large_calls_are_those_of_flex_attention_and_agree(monkeypatch, feature,
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("feature", ["causal", "mask", "lengths"])
 def test_masks_hide_large_logits(feature, dtype):
+    """Masks hide keys in half precision even if logits are 250,000 times as large."""
     heads, told = problem(feature, SMALL, dtype)
     heads = (heads[0] * 500, heads[1] * 500, heads[2])
     assert_near(*both(heads, told), dtype)
 
 
-def test_masks_of_compiled_calls_hide_large_logits():
+def test_compiled_masks_hide_large_logits():
+    """In a compiled call in bfloat16, a mask hides keys even if
+    logits are 250,000 times as large.
+    """
     heads, told = problem("mask", SMALL, torch.bfloat16)
     heads = (heads[0] * 500, heads[1] * 500, heads[2])
     attend = torch.compile(
@@ -119,14 +125,18 @@ def test_masks_of_compiled_calls_hide_large_logits():
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_distances_of_narrow_heads_are_not_rounded(dtype):
+def test_alibi_matches_with_narrow_heads(dtype):
+    """ALiBi with heads of 8 features matches the definition in half precision."""
     heads, told = problem("alibi", SMALL, dtype, head_dim=8)
     assert_near(*both(heads, told), dtype)
 
 
 @pytest.mark.parametrize("seq_len", [SMALL, LARGE])
 @pytest.mark.parametrize("feature", ["causal", "lengths", "window"])
-def test_nan_stays_where_it_is_seen(feature, seq_len):
+def test_nan_positions_match_definition(feature, seq_len):
+    """NaN in queries, keys and values, and hidden infinity, yield
+    NaN exactly where the definition has it.
+    """
     heads, told = problem(feature, seq_len, torch.bfloat16)
     for x, place in zip(heads, (11, 150, 170), strict=True):
         x[1, 1, place, 3] = torch.nan
@@ -138,7 +148,8 @@ def test_nan_stays_where_it_is_seen(feature, seq_len):
     assert not found.isnan().all()
 
 
-def test_row_of_which_all_scores_overflow_is_nan():
+def test_row_of_overflowing_scores_is_nan():
+    """A row whose scores all overflow is NaN, and the other sequence stays finite."""
     heads, told = problem("causal", SMALL, torch.bfloat16)
     heads[0][0, 0, 7], heads[1][0, 0] = 1e30, -1e30
     found, _ = mha_torch.fused.scaled_dot_product_attention(*heads, **told)
@@ -152,7 +163,8 @@ def layer_of(kind, **fields):
 
 
 @pytest.mark.parametrize("told", [{}, {"is_causal": True}], ids=["full", "causal"])
-def test_a_layer_waits_for_the_device_once(told):
+def test_layer_synchronizes_once(told):
+    """A call of a layer synchronizes with the device exactly once."""
     layer, x = layer_of(mha_torch.MultiHeadAttention), torch.randn(2, 100, 256, device=DEVICE, dtype=torch.bfloat16)
     with torch.no_grad():
         layer(x, **told)
@@ -166,7 +178,8 @@ def test_a_layer_waits_for_the_device_once(told):
 
 
 @pytest.mark.parametrize("told", [{}, {"is_causal": True}], ids=["full", "causal"])
-def test_a_layer_goes_into_a_cuda_graph_with_the_rules_for_nan(told):
+def test_layer_in_cuda_graph_keeps_nan(told):
+    """A layer in a CUDA graph has the same output, bit for bit, and NaN in the same places."""
     layer, x = layer_of(mha_torch.MultiHeadAttention), torch.randn(2, 100, 256, device=DEVICE, dtype=torch.bfloat16)
     with torch.no_grad():
         expected = layer(x, **told)[0]
@@ -180,7 +193,8 @@ def test_a_layer_goes_into_a_cuda_graph_with_the_rules_for_nan(told):
         assert torch.equal(output.isnan(), layer(x, **told)[0].isnan())
 
 
-def test_steps_go_into_a_cuda_graph():
+def test_steps_run_in_a_cuda_graph():
+    """Ten steps that replay a CUDA graph match the full sequence and update the cache's lengths."""
     layer = layer_of(mha_torch.MultiHeadAttentionWithCache)
     x = torch.randn(2, 20, 256, device=DEVICE, dtype=torch.bfloat16)
     with torch.no_grad():
@@ -199,8 +213,10 @@ def test_steps_go_into_a_cuda_graph():
     assert cache.lengths.tolist() == [20, 20]
 
 
-def test_steps_leave_cudnn_out(monkeypatch):
-    """It plans anew for each number of keys."""
+def test_steps_do_not_use_cudnn(monkeypatch):
+    """A prompt may use cuDNN, a step does not, as cuDNN plans again for each
+    number of keys; the setting is restored.
+    """
     enabled, kernel = [], torch.nn.functional.scaled_dot_product_attention
 
     def note(*args, **keywords):
@@ -220,6 +236,7 @@ def test_steps_leave_cudnn_out(monkeypatch):
 @pytest.mark.parametrize("feature", ["causal", "window", "soft-cap"])
 @pytest.mark.parametrize("seq_len", [SMALL, LARGE])
 def test_compiled_calls_agree(feature, seq_len):
+    """Compiled calls match the definition in bfloat16, for 200 and 2048 tokens."""
     heads, told = problem(feature, seq_len, torch.bfloat16)
     attend = torch.compile(
         lambda *heads: mha_torch.fused.scaled_dot_product_attention(*heads, **told)[0], fullgraph=True
@@ -228,7 +245,8 @@ def test_compiled_calls_agree(feature, seq_len):
         assert_near([attend(*heads)], [both(heads, told)[1][0]], torch.bfloat16)
 
 
-def test_arrays_of_numpy_are_refused_on_a_gpu():
+def test_numpy_arrays_raise_on_gpu():
+    """A NumPy array in a layer on a GPU raises an error that names `query`."""
     layer = layer_of(mha_torch.MultiHeadAttention)
     with pytest.raises((TypeError, ValueError), match="query"):
         layer(np.zeros((1, 2, 256), np.float32))

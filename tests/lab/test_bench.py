@@ -1,6 +1,6 @@
-"""The benchmark: what it computes from given times, what it refuses to time, and that all of its parts run.
+"""Tests of the benchmark: values from given times, skipped contenders, and all parts.
 
-How fast anything is, no test says.
+No test checks how fast anything is.
 """
 
 import gc
@@ -53,15 +53,15 @@ ONCE = {"budget_s": 0.0, "rounds": (1, 1)}
 
 @pytest.fixture(autouse=True)
 def _few_objects_to_collect():
-    """Each measurement collects garbage first: not that of all libraries and other tests."""
+    """Keep existing objects out of the garbage collection before each measurement."""
     gc.freeze()
 
 
 @pytest.fixture
 def as_users_have_it(monkeypatch):
-    """Settings of JAX: those that the other tests are stricter with, for other libraries rely on them.
+    """Use the default promotion of JAX, on which libraries rely, unlike other tests.
 
-    But each round is run once.
+    Measure in a single round.
     """
     effort = parity_lab.bench.effort
     for module in (parity_lab.bench, parity_lab.bench.models):
@@ -79,7 +79,7 @@ def sides():
 
 
 def ready(value, **options):
-    """A contender that gives this value."""
+    """Return a contender whose result is this value."""
     return Contender(lambda: value, lambda found: [np.asarray(found)], **options)
 
 
@@ -123,10 +123,13 @@ GROWING = [
 ]
 
 
-# ---- What follows from times -----------------------------------------------------------------------------------------
+# ---- Values from times -----------------------------------------------------------------------------------------------
 
 
-def test_a_row_has_medians_the_best_peer_and_the_ratios():
+def test_row_has_medians_and_ratios():
+    """A row has the medians of its times, the fastest library that counts, and the ratios to
+    it and to the limit.
+    """
     seconds = {OURS: [0.002, 0.001, 0.009], "a": [0.004, 0.005, 0.006], "b": [0.003, 0.003, 0.1], "c": [0.001] * 3}
     found = times_of({**seconds, LIMIT: [0.010, 0.005, 0.008]}, not_counted=["c"], amount=100.0, probe=1000.0)
     assert found == {
@@ -143,36 +146,47 @@ def test_a_row_has_medians_the_best_peer_and_the_ratios():
 
 
 @pytest.mark.parametrize("peers", [{}, {"c": [0.1]}], ids=["none", "none that counts"])
-def test_without_a_peer_or_a_limit_there_is_no_ratio(peers):
+def test_missing_comparison_has_no_ratio(peers):
+    """Without another library that counts, and without a limit, the best one and the ratios
+    are None.
+    """
     found = times_of({OURS: [0.5], **peers}, not_counted=["c"])
     assert [found[name] for name in ("best_peer", "ratio", "limit_ms", "limit_ratio")] == [None] * 4
 
 
-def test_contenders_run_in_turn_as_often_as_the_budget_allows():
+def test_contenders_run_in_turn():
+    """Three contenders of one second each run 7 times in 21 seconds, in rounds of all three
+    whose order changes.
+    """
     now, ran = itertools.count(), []  # every run takes one second
     runs = {name: lambda name=name: ran.append(name) for name in "abc"}
     found = run_in_turn(runs, budget_s=21.0, rounds=(2, 20), warm_up=False, clock=lambda: float(next(now)))
     assert {name: len(times) for name, times in found.items()} == dict.fromkeys("abc", 7)
     assert all(seconds == 1.0 for times in found.values() for seconds in times)
     assert all(sorted(ran[i : i + 3]) == ["a", "b", "c"] for i in range(0, len(ran), 3))
-    assert len({tuple(ran[i : i + 3]) for i in range(3, len(ran), 3)}) > 1  # the order changes
+    assert len({tuple(ran[i : i + 3]) for i in range(3, len(ran), 3)}) > 1  # the order of rounds varies
 
 
 @pytest.mark.parametrize(("budget", "count"), [(0.0, 2), (1e9, 4)])
-def test_rounds_have_a_least_and_a_most(budget, count):
+def test_rounds_stay_within_bounds(budget, count):
+    """With rounds=(2, 4), there are 2 rounds for no budget and 4 for a large one."""
     now = itertools.count()
     found = run_in_turn({"a": lambda: None}, budget_s=budget, rounds=(2, 4), clock=lambda: float(next(now)))
     assert len(found["a"]) == count
 
 
-def test_what_warms_up_counts_in_the_budget():
+def test_warm_up_counts_in_budget():
+    """With the warm-up, runs of one second are timed 10 times in a budget of 20 seconds."""
     now = itertools.count()
     found = run_in_turn({"a": lambda: None}, budget_s=20.0, rounds=(2, 20), clock=lambda: float(next(now)))
     assert len(found["a"]) == 10
 
 
 @pytest.mark.parametrize("warm_up", [False, True])
-def test_short_runs_are_repeated_as_often_as_they_may_be_and_begin_warm(warm_up):
+def test_short_runs_are_repeated(warm_up):
+    """Runs of 2 ms are repeated 5 times, or at most `most_repeats` times, with 2 more runs as
+    a warm-up; a time is that of one run.
+    """
     now, ran = itertools.count(), []
     runs = {name: lambda name=name: ran.append(name) for name in "ab"}
     found = run_in_turn(
@@ -182,7 +196,11 @@ def test_short_runs_are_repeated_as_often_as_they_may_be_and_begin_warm(warm_up)
     assert found["a"] == [pytest.approx(0.002 / 5)]
 
 
-def test_a_slow_probe_stays_small():
+def test_slow_probe_stays_small():
+    """A probe that takes 0.05 s at size 512 stays at this size; a fast one grows to the
+    largest, 1024.
+    """
+
     def make(size):
         return Probe(lambda: time.sleep(0.05 if size == 512 else 0.0), float(size))
 
@@ -190,7 +208,10 @@ def test_a_slow_probe_stays_small():
     assert large_enough(lambda size: Probe(lambda: None, float(size)), 1024).amount == 1024
 
 
-def test_a_difference_is_a_share_of_the_largest_value():
+def test_difference_is_relative_to_largest():
+    """The difference is a share of the largest value, and infinite for NaN, other shapes or
+    missing arrays.
+    """
     ours = [np.array([1.0, -4.0]), np.array([2.0])]
     assert difference(ours, ours) == 0
     assert difference(ours, [np.array([1.0, -3.0]), np.array([2.0])]) == 0.25
@@ -198,7 +219,8 @@ def test_a_difference_is_a_share_of_the_largest_value():
     assert difference(ours, ours[:1]) == difference(ours, [np.ones((1, 2)), np.ones(1)]) == math.inf
 
 
-def test_the_exponent_is_that_of_the_larger_half():
+def test_exponent_fits_larger_half():
+    """The exponent is fitted to the larger half of the sizes; it is None for one size or a zero."""
     sizes = [1, 2, 4, 8, 16]
     assert exponent(sizes, [size**1.5 for size in sizes]) == pytest.approx(1.5)
     assert exponent(sizes, [100, 100, 16, 64, 256]) == pytest.approx(2.0)
@@ -206,7 +228,10 @@ def test_the_exponent_is_that_of_the_larger_half():
     assert exponent([1], [3.0]) is exponent([1, 2], [0.0, 1.0]) is None
 
 
-def test_growth_is_told_over_tokens_and_over_sequences():
+def test_growth_is_fitted_by_axis():
+    """Growth has exponents of time and memory, by tokens and by sequences, for each framework
+    and contender.
+    """
     found = {(line["framework"], line["name"], line["of"], line["over"]): line["exponent"] for line in growth(GROWING)}
     assert len(found) == 2 * 2 * 2 * 2
     for framework, peer in (("jax", "jax.nn"), ("torch", "SDPA")):
@@ -217,7 +242,8 @@ def test_growth_is_told_over_tokens_and_over_sequences():
         assert found[framework, peer, "memory", "B"] == pytest.approx(0.0)
 
 
-def test_each_kind_of_work_grows_by_itself():
+def test_growth_is_fitted_by_kind_of_work():
+    """Two kinds of work have separate exponents of growth."""
     steps = [
         Row("growth-long decode", "jax", [1, s, 64], "float32", s * 1e-3, group="growth-long", axes="B S E")
         for s in (1024, 2048, 4096)
@@ -229,17 +255,23 @@ def test_each_kind_of_work_grows_by_itself():
     assert found.keys() == {"growth core causal forward", "growth-long decode"}
 
 
-# ---- What is measured ------------------------------------------------------------------------------------------------
+# ---- Measurements ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{}, {"quick": True}, {"long": True}], ids=["all", "quick", "long"])
-def test_the_plan_has_work_of_every_group_and_nothing_twice(options):
+def test_plan_covers_every_group_once(options):
+    """The plan, also the quick and the long one, has work of every group except import and
+    convert, and none twice.
+    """
     works = plan(parity_lab.bench.GROUPS, ["float32"], **options)
     assert {work.group for work in works} == set(parity_lab.bench.GROUPS) - {"import", "convert"}
     assert len({(work.what, *work.shape) for work in works}) == len(works)
 
 
-def test_the_plan_covers_what_there_is_to_compare():
+def test_plan_covers_expected_work():
+    """The plan has the expected masks, kinds, passes, batches and lengths: 4096 tokens for
+    growth, 16384 with `long`, 131072 in growth-long.
+    """
     works = plan(parity_lab.bench.GROUPS, ["float32"])
     whats = {work.what for work in works}
     hidden = {"full", "causal", "padded", "causal+padded"}
@@ -260,7 +292,10 @@ def test_the_plan_covers_what_there_is_to_compare():
 
 
 @pytest.mark.parametrize("framework", ["jax", "torch"])
-def test_scores_that_do_not_fit_are_left_out_with_the_reason(framework, monkeypatch):
+def test_oversized_scores_are_left_out(framework, monkeypatch):
+    """Contenders whose scores exceed MOST_SCORES are left out with the reason; the project's
+    own kernel is timed.
+    """
     monkeypatch.setattr("parity_lab.bench.work.MOST_SCORES", 8**2 - 1)
     work = Work("growth-long", "core", 1, 8, 1, 8, is_causal=True, window_size=2)
     (row,) = bench_work(work, parity_lab.bench.open_sides([framework], "cpu")[0], **ONCE)
@@ -270,7 +305,10 @@ def test_scores_that_do_not_fit_are_left_out_with_the_reason(framework, monkeypa
     assert all("Refusal: scores" in reason or "ValueError: scores" in reason for reason in row.left_out.values())
 
 
-def test_the_limit_counts_what_is_seen():
+def test_limit_counts_visible_scores():
+    """FLOPs and bytes count visible positions only, for causal, padded and packed sequences,
+    gradients, layers and decoding.
+    """
     core = Work("cores", "core", 2, 4, 3, 8)
     assert core.flops == 2 * (2 * 2 * 4 * 4 * 8) * 3  # multiply and add; two products
     assert replace(core, is_causal=True).flops == core.flops * (1 + 2 + 3 + 4) / 16
@@ -289,7 +327,10 @@ def test_the_limit_counts_what_is_seen():
     assert decode.nbytes == 2 * (4 * 24 * 24 + 4 * 24 + 2 * 2 * 4 * 24)
 
 
-def test_what_computes_something_else_is_not_timed():
+def test_different_result_is_not_timed():
+    """A contender with a different result, and one that cannot be imported, are left out with
+    the reason.
+    """
     wrong = ready(np.ones(3) * 1.1)
     side = Side(**{OURS: np.ones(3), "right": np.ones(3), "wrong": wrong, "absent": ImportError("not installed")})
     (row,) = bench_work(Work("cores", "core", 1, 2, **TINY), {"jax": side}, **ONCE)
@@ -298,19 +339,29 @@ def test_what_computes_something_else_is_not_timed():
     assert row.left_out["absent"] == "ImportError: not installed"
 
 
-def test_the_other_framework_is_shown_and_does_not_count():
+def test_other_framework_does_not_count():
+    """The other framework's contender is shown in a row of JAX, but does not count as the
+    best one.
+    """
     sides = {"jax": Side(**{OURS: 1.0, "jax.nn": 1.0}), "torch": Side(**{OURS: 1.0, "SDPA": 1.0})}
     row, other = bench_work(Work("cores", "core", 1, 2, **TINY), sides, **ONCE)
     assert (list(row.peers), row.not_counted, row.best_peer) == (["jax.nn", "torch SDPA"], ["torch SDPA"], "jax.nn")
     assert (list(other.peers), other.not_counted) == (["SDPA"], [])
 
 
-def test_what_ours_cannot_do_is_an_error_that_names_it():
+def test_failure_of_own_code_is_an_error():
+    """If the project's own contender fails, a RuntimeError has the work, its shape and the
+    cause.
+    """
     with pytest.raises(RuntimeError, match=r"core full forward \[1, 2, 2, 8\] .*TypeError: no"):
         bench_work(Work("cores", "core", 1, 2, **TINY), {"jax": Side(**{OURS: TypeError("no")})}, **ONCE)
 
 
-def test_memory_alone_is_measured_without_a_run():
+def test_memory_is_measured_without_a_run():
+    """Work that is not timed has peak memory, but no time and no ratio, and its contenders do
+    not run.
+    """
+
     def never():
         raise AssertionError("not to be run")
 
@@ -354,17 +405,20 @@ EXPECTED = {
 
 @sample(work=FIRST)
 @pytest.mark.parametrize("work", WORKS, ids=lambda work: f"{work.what} {work.dtype}".replace(" ", "-"))
-def test_every_contender_computes_the_same(sides, as_users_have_it, work):
+def test_contenders_compute_the_same(sides, as_users_have_it, work):
+    """All expected contenders are timed with the same result, apart from Keras on one
+    framework and Equinox if weights are needed.
+    """
     rows = bench_work(work, sides, **ONCE)
     assert rows
     for row in rows:
         expected = EXPECTED[row.framework][work.kind]
         if work.group == "varlen":
             expected = {name.replace("SDPA", "masked SDPA") for name in expected if name != "torch SDPA"}
-        if work.need_weights:  # other ways by hand
+        if work.need_weights:  # other versions by hand
             expected = {name.replace("SDPA by", "softmax by").replace("jax.nn by", "softmax by") for name in expected}
         assert {*row.peers, *row.left_out} == expected
-        # Keras is there on one of the frameworks; Equinox keeps its attention weights.
+        # Keras runs on one of the frameworks; Equinox does not return its attention weights.
         assert set(row.left_out) <= {"keras"} | ({"equinox"} if work.need_weights else set()), row.left_out
         assert row.best_peer in row.peers
         assert row.limit_ms > 0
@@ -374,7 +428,10 @@ def test_every_contender_computes_the_same(sides, as_users_have_it, work):
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("options", [{"window_size": 5}, {"is_padded": True}, {"num_segments": 3}], ids=str)
-def test_flex_attention_hides_what_the_mask_hides(monkeypatch, options):
+def test_flex_attention_matches_mask(monkeypatch, options):
+    """FlexAttention with a window, padding or packed sequences returns the result of SDPA
+    with a mask.
+    """
     import torch
 
     from parity_lab.bench.torch import Side as TorchSide
@@ -391,7 +448,10 @@ def test_flex_attention_hides_what_the_mask_hides(monkeypatch, options):
 
 
 @pytest.mark.parametrize("framework", ["jax", "torch"])
-def test_operations_are_counted_for_each_contender(sides, framework):
+def test_contenders_have_operation_counts(sides, framework):
+    """With `profile`, each contender has at least one kernel and no synchronization; without
+    it, a row has no counts.
+    """
     work = Work("cores", "core", 1, 9, **TINY, is_causal=True)
     (row,) = bench_work(work, {framework: sides[framework]}, **ONCE, profile=True)
     assert set(row.operations) == {OURS, *row.peers}
@@ -401,25 +461,30 @@ def test_operations_are_counted_for_each_contender(sides, framework):
     assert unprofiled.operations == {}
 
 
-def test_torch_memory_is_what_a_run_allocates_beyond_its_result(sides):
+def test_torch_memory_excludes_result(sides):
+    """The peak memory of a torch run is 400,400 bytes, without its result, up to 1000 bytes."""
     import torch
 
     def run():
         large = torch.ones(1000, 100)
         return [large[0] + large.sum(0)]
 
-    # 400 000 bytes for the large one; the sum of the rows, 400, is there when the result is made.
+    # 400,000 bytes for the large array; the sum of its rows, 400, exists until the end.
     assert sides["torch"].peak_bytes(run) == pytest.approx(400_400, abs=1000)
 
 
 @pytest.mark.parametrize("framework", ["jax", "torch"])
-def test_the_settings_that_change_the_speed_are_told(sides, framework):
+def test_settings_include_device(sides, framework):
+    """The settings of a framework have its device and can be written as JSON."""
     assert sides[framework].settings()["device"]
     assert json.dumps(sides[framework].settings())
 
 
 @pytest.mark.thorough
-def test_imports_and_conversion_have_rows_of_the_same_kind():
+def test_imports_and_conversion_have_rows():
+    """Imports and conversion have rows with their best contender; an import also has the
+    extra time, a conversion a limit.
+    """
     from parity_lab.bench.conversion import bench_conversion
     from parity_lab.bench.imports import bench_imports
 
@@ -437,7 +502,7 @@ def test_imports_and_conversion_have_rows_of_the_same_kind():
 
 @pytest.fixture
 def tiny_plan(monkeypatch):
-    """In place of the planned work: a core, two of the growth, and one for its memory."""
+    """Replace the plan by a core, two cores for growth, and one for its memory."""
     options = {"is_causal": True, **TINY}
     works = [
         Work("cores", "core", 1, 8, **options),
@@ -451,7 +516,10 @@ def tiny_plan(monkeypatch):
 
 
 @pytest.mark.costly("a whole benchmark, and a picture")
-def test_the_command_writes_a_table_json_and_a_picture(tiny_plan, as_users_have_it, tmp_path, capsys):
+def test_bench_writes_table_json_and_plot(tiny_plan, as_users_have_it, tmp_path, capsys):
+    """`bench` prints tables of times and growth, writes rows with all fields as JSON, and
+    draws a plot with all contenders.
+    """
     json_path, plot_path = tmp_path / "bench.json", tmp_path / "bench.svg"
     what = ["--suites", "cores,growth,memory", "--quick"]
     assert main(["bench", *what, "--json", str(json_path), "--plot", str(plot_path)]) == 0
@@ -477,7 +545,7 @@ def test_the_command_writes_a_table_json_and_a_picture(tiny_plan, as_users_have_
 
 @pytest.fixture(scope="module")
 def gemma_folder(tmp_path_factory):
-    """Layers of two kinds, 0 and 2 alike."""
+    """Save a model with layers of two kinds: 0 and 2 are alike."""
     import transformers
 
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -498,7 +566,10 @@ def gemma_folder(tmp_path_factory):
 
 
 @pytest.mark.thorough
-def test_the_layers_of_a_model_are_measured_beside_its_own_modules(gemma_folder, as_users_have_it, tmp_path, capsys):
+def test_model_layers_are_measured(gemma_folder, as_users_have_it, tmp_path, capsys):
+    """The two kinds of layers of a Gemma model are timed on both frameworks, on torch also in
+    transformers.
+    """
     path = tmp_path / "bench.json"
     assert main(["bench", "--model", str(gemma_folder), "--quick", "--json", str(path)]) == 0
     content = json.loads(path.read_text())
@@ -511,20 +582,22 @@ def test_the_layers_of_a_model_are_measured_beside_its_own_modules(gemma_folder,
         [],
         ["transformers"],
         [],
-    ]  # it is not left out
+    ]  # transformers is not left out
     of_jax = [row for row in content["rows"] if row["framework"] == "jax"]
     assert [row["what"] for row in of_jax] == whats
-    assert all(row["best_peer"] is None for row in of_jax)  # another framework's does not count
+    assert all(row["best_peer"] is None for row in of_jax)  # another framework's contender does not count
     assert content["left_out"] == []
     assert "transformers" in content["names"]["torch"]
 
 
-def test_some_layers_of_a_model_may_be_measured_alone(gemma_folder, as_users_have_it):
+def test_selected_model_layers_are_measured(gemma_folder, as_users_have_it):
+    """With layers=[1], only layer 1 of a model is timed."""
     found = bench_model(gemma_folder, ["torch"], layers=[1], quick=True)
     assert [row.what for row in found.rows] == ["layer 1 layer causal forward", "layer 1 decode"]
 
 
-def test_the_limit_of_a_model_s_layer_follows_from_its_spec():
+def test_limit_of_layer_follows_from_spec():
+    """FLOPs and bytes of a model's layer follow from its grouped heads and its window."""
     spec = AttentionSpec(32, 4, num_kv_heads=2, window_size=4, qkv_bias=False, out_bias=False)
     work = Work("model", "layer", 1, 16, is_causal=True, layer=spec)
     matrices = 32 * (32 + 16 + 16 + 32)
@@ -532,7 +605,8 @@ def test_the_limit_of_a_model_s_layer_follows_from_its_spec():
     assert replace(work, kind="decode").nbytes == 4 * (matrices + 2 * 16 * 16)
 
 
-def test_one_framework_may_be_measured_alone(tiny_plan, as_users_have_it):
+def test_single_framework_is_measured(tiny_plan, as_users_have_it):
+    """With one framework, all rows and the environment are of this framework."""
     found = bench(["cores"], ["torch"])
     assert [row.framework for row in found.rows] == ["torch"]
     assert list(found.environment["backends"]) == ["torch"]
@@ -553,28 +627,36 @@ def test_one_framework_may_be_measured_alone(tiny_plan, as_users_have_it):
         (["--json", "/nowhere/a.json"], refuses("--json", "/nowhere/a.json: ")),
     ],
 )
-def test_bad_usage_is_refused_before_the_work(capsys, arguments, refusal):
+def test_bad_usage_of_bench_exits_2(capsys, arguments, refusal):
+    """An invalid option of `bench` exits with status 2 and an error with the option and its
+    value.
+    """
     assert main(["bench", *arguments]) == 2
     assert refusal.is_printed_in(capsys.readouterr().err)
 
 
-def test_a_framework_that_is_not_there_is_refused_by_name_and_left_out_otherwise(monkeypatch, capsys):
+def test_missing_framework_is_left_out(monkeypatch, capsys):
+    """A framework that is not installed is left out by default; if requested, the status is
+    2, and the error has the reason.
+    """
     why = parity.backends.why_missing
     missing = "torch needs torch, not installed here"
     monkeypatch.setattr(parity_lab.bench, "why_missing", lambda name: missing if name == "torch" else why(name))
     assert main(["bench", "--backends", "torch"]) == 2
     assert missing in capsys.readouterr().err
-    assert parity_lab.bench.count_rows(["import"]) == 1 + 1  # of JAX, and the command's own
+    assert parity_lab.bench.count_rows(["import"]) == 1 + 1  # one for JAX and one for the command itself
 
 
-def test_a_device_that_is_not_there_is_refused(monkeypatch, capsys):
+def test_missing_device_is_rejected(monkeypatch, capsys):
+    """--device cuda without a GPU exits with status 2 and an error about it."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["bench", "--device", "cuda"]) == 2
     assert refuses("a GPU", "torch").is_printed_in(capsys.readouterr().err)
 
 
 @pytest.mark.costly("modules that a new process imports")
-def test_help_of_the_command_needs_no_framework():
+def test_bench_help_imports_no_framework():
+    """`bench --help` imports neither JAX, PyTorch, NumPy nor Rich."""
     program = "import sys; from parity.cli.main import main\ntry: main(['bench', '--help'])\nexcept SystemExit: pass\n"
     program += "assert not {'jax', 'torch', 'numpy', 'rich'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
@@ -582,10 +664,13 @@ def test_help_of_the_command_needs_no_framework():
     assert "--quick" in done.stdout
 
 
-# ---- What is shown ---------------------------------------------------------------------------------------------------
+# ---- Output ----------------------------------------------------------------------------------------------------------
 
 
-def test_lines_in_a_pipe_are_plain_and_tell_what_was_left_out(capsys):
+def test_piped_bench_output_is_plain(capsys):
+    """In a pipe, the tables have plain lines of at most 100 columns, with contenders that
+    were left out and the reason.
+    """
     slow = {"left_out": {"keras": "ImportError: no"}, "ratio": 0.5, "best_peer": "a peer of a long name"}
     rows = [
         Row("layer full forward", "jax", [1, 256, 1024], "float32", 2.0, {"a peer of a long name": 1.0}, **slow),
@@ -603,7 +688,10 @@ def test_lines_in_a_pipe_are_plain_and_tell_what_was_left_out(capsys):
     assert "SDPA 2.0 MB" in text
 
 
-def test_kernels_are_printed_without_their_templates(capsys):
+def test_kernel_names_have_no_templates(capsys):
+    """Names of kernels are printed without namespace, templates and parameters, with counts
+    of kernels, copies and waits.
+    """
     kernels = {"void pytorch_flash::flash_fwd_kernel<Traits<64, 128>>(Params)": 2, "aten::add": 1}
     counts = {OURS: Operations(kernels, 3, 4), "SDPA": Operations({"aten::mul": 1}, 0, 0)}
     print_bench(Bench([timed(1.0, operations=counts)], {}), console())
@@ -612,21 +700,26 @@ def test_kernels_are_printed_without_their_templates(capsys):
     assert ["SDPA", "1", "0", "0", "1", "mul"] in lines
 
 
-def test_a_line_of_the_plot_has_the_lengths_of_the_smallest_batch():
+def test_plot_lines_use_smallest_batch():
+    """A line of the plot has the times of all lengths with the smallest batch, and memory in MB."""
     lines = {(line["framework"], line["name"]): line for line in lines_of(GROWING)}
     assert set(lines) == {("jax", OURS), ("jax", "jax.nn"), ("torch", OURS), ("torch", "SDPA")}
     assert list(lines["jax", OURS]["time"]) == [128, 256, 512, 1024]
     assert lines["torch", "SDPA"]["memory"][256] == 256 / 1e6
 
 
-def test_what_another_framework_draws_is_not_drawn_again():
+def test_plot_draws_no_contender_twice():
+    """A contender of the other framework is not drawn if the other framework draws it itself."""
     name, shape, size = "torch SDPA", [1, 8, 128, 64], 128
     rows = [growing("jax", shape, 1.0, size, peers={name: 2.0}, peers_peak_bytes={name: size}), *GROWING]
     assert name not in {line["name"] for line in lines_of(rows)}
     assert name in {line["name"] for line in lines_of(rows[:1])}
 
 
-def test_a_plot_is_written_whole_or_not_at_all(tmp_path):
+def test_plot_without_rows_writes_nothing(tmp_path):
+    """The plot of growth is written as a PNG; without rows, an error is raised and no file is
+    written.
+    """
     plot_growth(Bench(GROWING, {}), tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     with refuses("a plot", "none"):
@@ -655,7 +748,10 @@ def timed(ms, what="core full forward", **options):
     return Row(what, "jax", [1, 2, 3, 4], "float32", ms, **options)
 
 
-def test_compare_tells_what_became_slower(compare, tmp_path, capsys):
+def test_compare_reports_slower_rows(compare, tmp_path, capsys):
+    """`compare.py` marks a row 1.2 times as slow, counts missing rows and exits with 1, or
+    with 0 if 0.3 is allowed.
+    """
     before = written(tmp_path / "a.json", timed(1.0), timed(2.0, "decode"), timed(1.0, "gone"))
     after = written(tmp_path / "b.json", timed(1.2), timed(1.0, "decode"))
     assert compare.main([before, after]) == 1
@@ -667,13 +763,17 @@ def test_compare_tells_what_became_slower(compare, tmp_path, capsys):
     assert compare.main([before, after, "--allow", "0.3"]) == 0
 
 
-def test_compare_may_take_times_as_shares_of_the_limit(compare, tmp_path):
+def test_compare_relative_uses_limit_share(compare, tmp_path):
+    """With --relative, a time 5 times as long with the same share of the limit is not worse."""
     before = written(tmp_path / "a.json", timed(1.0, limit_ratio=2.0))
     after = written(tmp_path / "b.json", timed(5.0, limit_ratio=2.0))
     assert [compare.main([before, after, *extra]) for extra in ([], ["--relative"])] == [1, 0]
 
 
-def test_compare_judges_memory_where_there_is_no_time(compare, tmp_path, capsys):
+def test_compare_uses_memory_without_time(compare, tmp_path, capsys):
+    """Rows without times are compared by memory: twice as much exits with status 1 and is
+    marked as larger.
+    """
     before = written(tmp_path / "a.json", timed(None, peak_bytes=10**6))
     after = written(tmp_path / "b.json", timed(None, peak_bytes=2 * 10**6))
     assert compare.main([before, after]) == 1
@@ -684,7 +784,10 @@ def test_compare_judges_memory_where_there_is_no_time(compare, tmp_path, capsys)
     "content",
     ["", "[]", '{"schema": "mha-parity/bench", "version": 2, "rows": []}', json.dumps({**HEAD, "rows": []}), None],
 )
-def test_compare_refuses_other_files(compare, tmp_path, capsys, content):
+def test_compare_rejects_invalid_files(compare, tmp_path, capsys, content):
+    """A file that is missing, has other content, another version or no rows exits with status
+    2 and an error.
+    """
     path, good = tmp_path / "a.json", written(tmp_path / "b.json", timed(1.0))
     if content is not None:
         path.write_text(content)

@@ -1,4 +1,4 @@
-"""What devices hold and send on paper, and what is read of a compiled program."""
+"""Tests of computed memory and traffic of devices, and of collectives in programs."""
 
 import pytest
 from helpers.refusals import refuses
@@ -10,24 +10,31 @@ from parity_lab.costs import PLANS, cost_of
 LLAMA_70B = AttentionSpec(8192, 64, num_kv_heads=8, qkv_bias=False, out_bias=False)
 
 
-def test_what_a_device_holds_of_weights():
+def test_weights_per_device_match_plan():
+    """Each of 8 devices has its plan's share of the attention weights of Llama 70B; each of
+    64 has whole keys and values.
+    """
     whole = 2 * (2 * 8192 * 8192 + 2 * 8192 * 1024)  # bfloat16
     costs = {plan: cost_of(LLAMA_70B, plan, 8, batch=64, tokens=8192) for plan in PLANS}
     held = {plan: cost.weights / whole for plan, cost in costs.items()}
     assert held == {"data": 1, "fully sharded": 1 / 8, "tensor": 1 / 8, "heads for tokens": 1, "ring": 1}
     of_64 = cost_of(LLAMA_70B, "tensor", 64, batch=64, tokens=8192)
-    assert of_64.weights == 2 * (2 * 8192 * 8192 / 64 + 2 * 8192 * 1024)  # keys and values whole
+    assert of_64.weights == 2 * (2 * 8192 * 8192 / 64 + 2 * 8192 * 1024)  # keys and values are whole
     assert [sent.kind for sent in of_64.backward] == ["all-reduce", "all-reduce"]
 
 
-def test_one_device_sends_nothing_and_computes_all():
+def test_one_device_sends_nothing():
+    """One device sends nothing; each of 8 computes an eighth and sends 2 * 7/8 of the weights
+    for gradients.
+    """
     one, eight = (cost_of(LLAMA_70B, "data", devices, batch=64, tokens=8192) for devices in (1, 8))
     assert (one.moved_forward, one.moved_backward, one.operations_per_byte) == (0, 0, float("inf"))
     assert eight.operations == one.operations / 8
     assert eight.moved_backward == 2 * 7 / 8 * one.weights
 
 
-def test_a_ring_sends_more_than_heads_for_tokens_where_there_are_many_devices():
+def test_ring_sends_more_than_heads_plan():
+    """On 8 devices, a ring sends more than twice as many bytes as heads for tokens."""
     ring, heads = (cost_of(LLAMA_70B, plan, 8, batch=1, tokens=131072) for plan in ("ring", "heads for tokens"))
     assert ring.moved_forward > 2 * heads.moved_forward
 
@@ -42,12 +49,15 @@ def test_a_ring_sends_more_than_heads_for_tokens_where_there_are_many_devices():
         ("data", 0, refuses("devices", devices=0)),
     ],
 )
-def test_what_cannot_be_divided_has_no_cost(plan, devices, refusal):
+def test_indivisible_plan_has_no_cost(plan, devices, refusal):
+    """A number of devices that does not divide heads or sequences, zero devices, or an
+    unknown plan raises an error.
+    """
     with refusal:
         cost_of(LLAMA_70B, plan, devices, batch=64, tokens=8192)
 
 
-# ---- Compiled programs, read -----------------------------------------------------------------------------------------
+# ---- Compiled programs -----------------------------------------------------------------------------------------------
 
 PROGRAM = """HloModule m
 
@@ -70,7 +80,10 @@ ENTRY %main (x: f32[4]) -> f32[4] {
 """
 
 
-def test_collectives_of_a_program_are_counted_with_their_loops():
+def test_collectives_in_loops_are_counted():
+    """Collectives of a program are counted with the trips of their loop, flags apart;
+    computations that never run do not count.
+    """
     found = collectives_in(PROGRAM)
     permute, sums = Collective("collective-permute", False, 16, 7), Collective("all-reduce", False, 32, 1)
     assert found == [Collective("all-reduce", True, 6, 1), sums, permute]

@@ -1,4 +1,4 @@
-"""Counts of kernels, copies and waits: of torch's profiler, as on a CPU and on a GPU, and of JAX's programs."""
+"""Tests of counts of kernels, copies and waits in profiles of torch and programs of JAX."""
 
 import re
 import subprocess
@@ -24,7 +24,7 @@ from parity_lab.bench.operations import (
 
 X, WEIGHT, MASK = torch.ones(4, 5), torch.ones(3, 5), torch.ones(4, 5, dtype=torch.bool)
 
-# What torch does: its kernels on a CPU, copies and waits.
+# Calls of torch on a CPU, with their kernels, copies and waits.
 ON_A_CPU = {
     "sum": (X.sum, {"aten::sum": 1}, 0, 0),
     "views": (lambda: X.mT[None].unflatten(1, (-1, 1))[:, 1:], {}, 0, 0),
@@ -45,16 +45,19 @@ ON_A_CPU = {
 
 @pytest.mark.parametrize(("run", "kernels", "copies", "syncs"), ON_A_CPU.values(), ids=ON_A_CPU)
 def test_operations_of_torch_are_counted(run, kernels, copies, syncs):
+    """Kernels, copies and waits of a torch call on a CPU are those in ON_A_CPU."""
     run()
     assert operations_of_torch(run) == Operations(kernels, copies, syncs)
 
 
 def test_operations_of_gradients_are_counted():
+    """The profile of a gradient has both matrix products, forward and backward."""
     x = X.clone().requires_grad_()
     assert operations_of_torch(lambda: torch.autograd.grad((x @ WEIGHT.mT).sum(), x)).kernels["aten::mm"] == 2
 
 
-def test_fused_attention_is_one_kernel_without_a_copy_and_a_wait():
+def test_fused_attention_is_one_kernel():
+    """Fused attention of torch on a CPU runs one flash kernel, and no copy or wait."""
     heads = torch.randn(3, 1, 2, 40, 16)
     with torch.inference_mode():
         found = operations_of_torch(lambda: mha_torch.fused.scaled_dot_product_attention(*heads, is_causal=True))
@@ -63,7 +66,7 @@ def test_fused_attention_is_one_kernel_without_a_copy_and_a_wait():
 
 
 def of_gpu(*children, kernels=()):
-    """Events of operations, and of kernels that they launched."""
+    """Return events of operations, and of kernels that they launched."""
     return [*children, *(Event(name, is_on_device=True) for name in kernels)]
 
 
@@ -102,11 +105,16 @@ ON_A_GPU = {
 
 
 @pytest.mark.parametrize(("events", "expected"), ON_A_GPU.values(), ids=ON_A_GPU)
-def test_events_of_a_gpu_are_counted_by_the_same_function(events, expected):
+def test_events_of_gpu_are_counted(events, expected):
+    """Kernels, copies and waits in events of a GPU are those in ON_A_GPU, without its own
+    copies to the host.
+    """
     assert operations_of_events(events) == Operations(*expected)
 
 
-def test_a_profile_has_no_event_from_outside_of_the_run():
+def test_profile_has_only_events_of_run():
+    """A profile has neither its mark nor operations between two runs."""
+
     def run():
         return X.sum()
 
@@ -123,6 +131,7 @@ def program(function, *arrays):
 
 
 def test_callbacks_of_a_program_are_waits():
+    """A callback in a program of JAX counts as one wait; a program without one has none."""
     x = jnp.ones((4, 5), jnp.float32)
 
     def read(x):
@@ -132,7 +141,10 @@ def test_callbacks_of_a_program_are_waits():
     assert program(read, x).syncs == 1
 
 
-def test_custom_calls_of_a_program_are_named_and_copies_counted():
+def test_custom_calls_are_named_by_target():
+    """A program's custom calls are counted by target, with fusions and copies, but not those
+    inside a fusion.
+    """
     text = """HloModule jit_f
 
 %fused_computation (p: f32[4]) -> f32[4] {
@@ -156,7 +168,9 @@ ENTRY %main (a: bf16[1,2,8,64]) -> bf16[1,2,8,64] {
 
 @pytest.mark.costly("make prints the recipe")
 def test_gpu_benchmark_runs_its_cases_first():
-    """They end with an error without a GPU: test_run has that error, and `set -e` ends the rest."""
+    """`make bench-gpu` runs `run` before `bench`, both with --device cuda. Without a GPU,
+    `run` fails (test_run tests its error), and `set -e` ends the rest.
+    """
     shown = subprocess.run(["make", "--dry-run", "bench-gpu"], cwd=ROOT, capture_output=True, text=True, check=True)
     recipe = shown.stdout.replace("\\\n", " ")
     assert "set -e;" in recipe

@@ -1,4 +1,4 @@
-"""The mutation score: one bug of each page, made in a sibling on purpose, is seen and named."""
+"""Tests of the self-test: one bug of each page is injected, detected and named."""
 
 import json
 from contextlib import nullcontext
@@ -22,36 +22,37 @@ from parity_lab.selftest import SELFTEST_CASES, Outcome, inject, run_with_bug, s
 CASE_OF = {case.name: case for case in SELFTEST_CASES}
 TRAINED = "trained-anarcii-causal", "trained-smollm2-causal"
 PRODUCTS = "precision-bfloat16"
-"""Products that lose too much, everywhere."""
+"""A bug in which all products lose too much precision."""
 
 EVERY = [(case, name) for case in CASE_OF for name in ("", *selftest_bugs(CASE_OF[case]))]
 
 
 def lies_in_weights(case, name):
-    """Whether a bug is injected in the weights alone."""
+    """Return whether a bug is injected into the weights alone."""
     return bool(name) and not plan_of(name, make_problem(CASE_OF[case], "float32"), "torch").functions
 
 
 def once(pairs, *richest):
-    """Each bug in one case only, in the first of the richest that has it, or else in the first; nothing in each."""
+    """Keep each bug in one case, of the richest if possible, and no bug in every case."""
     richest_first = sorted(pairs, key=lambda pair: richest.index(pair[0]) if pair[0] in richest else len(richest))
     kept = {name: (case, name) for case, name in reversed(richest_first) if name}
     return [(case, name) for case, name in pairs if not name or kept[name] == (case, name)]
 
 
-# Torch has each bug in the richest of its cases, and lost precision in trained layers, whose width shows it.
+# On torch, each bug is injected in its richest case, lost precision in trained (wide) layers.
 # `mha-parity selftest` injects them in all of their cases.
 RICH = "gqa-rope-causal"
 IN_TORCH = [pair for pair in EVERY if pair in {*once(EVERY, RICH), *((case, PRODUCTS) for case in TRAINED)}]
-# JAX compiles what is made of a function anew for each bug in it: there most are compared with those in the
-# reference, and few are diagnosed. What lies in the weights alone, changed in NumPy before either sibling is given
-# them, torch stands for.
+# JAX compiles a function again for each bug in it: most bugs are therefore compared with those
+# in the reference, and few are diagnosed. Bugs in the weights alone are tested on torch only,
+# because NumPy changes the weights before either framework receives them.
 IN_JAX = [pair for pair in once(EVERY, RICH) if pair[1] not in ("", PRODUCTS) and not lies_in_weights(*pair)]
 WHOLE_IN_JAX = [(RICH, name) for name in ("", "kv-heads-tiled", "causal-off-by-one")]
-WHOLE_IN_JAX += [pair for pair in IN_JAX if pair[1] in ("nan-leaks", "batch-as-tokens")]  # which only its paths show
+WHOLE_IN_JAX += [pair for pair in IN_JAX if pair[1] in ("nan-leaks", "batch-as-tokens")]  # only in its paths
 INJECTED = [("torch", *pair) for pair in IN_TORCH] + [("jax", *pair) for pair in WHOLE_IN_JAX]
-# A bug replaces a function of torch, or weights: here one for each function. test_diagnose names every bug in the
-# reference, and test_precision lost precision, which is searched for half a minute here.
+# A bug replaces a function of torch, or weights: these are one for each function. test_diagnose
+# covers every bug in the reference, and test_precision covers lost precision, whose search takes
+# half a minute here.
 A_FUNCTION_EACH = (
     *("q_proj-transposed", "qk-norm-missing", "latent-kv-factor-missing", "heads-not-moved", "rope-interleaved"),
     *("kv-heads-tiled", "cache-keys-as-values", "scale-missing", "alibi-missing", "relative-bias-ignored"),
@@ -61,14 +62,17 @@ A_FUNCTION_EACH = (
 FIRST = {each for each in INJECTED if each[0] == "torch" and each[2] in A_FUNCTION_EACH and each[1] not in TRAINED}
 FIRST |= {("torch", RICH, ""), ("jax", RICH, "kv-heads-tiled")}
 PRECISIONS_CONFUSED = {
-    # The scores of trained layers are so large that what products lose is not told from what a finer product loses.
+    # Scores of trained layers are so large that coarse and finer products are confused.
     ("trained-smollm2-causal", "precision-bfloat16"),
 }
 
 
 @sample(where=lambda backend, case, name: (backend, case, name) in FIRST)
 @pytest.mark.parametrize(("backend", "case", "name"), INJECTED)
-def test_a_planted_bug_is_seen_at_its_stage_and_named(backend, case, name):
+def test_injected_bug_is_detected_and_named(backend, case, name):
+    """An injected bug is detected at one of its stages, and the diagnosis names it and its
+    kind; without a bug, nothing is detected.
+    """
     outcome = run_with_bug(name, CASE_OF[case], backend)
     assert outcome.is_caught, f"seen at {outcome.stage or 'no stage'}, and not at one of {outcome.expected}"
     if (case, name) in PRECISIONS_CONFUSED:
@@ -83,7 +87,7 @@ def test_a_planted_bug_is_seen_at_its_stage_and_named(backend, case, name):
 
 @cache
 def problem_of(case):
-    """What is given to JAX, and what the stages of each call begin with."""
+    """Return the problem of a case for JAX, with random weights except for trained layers."""
     spec = CASE_OF[case].spec
     weights = None if case in TRAINED else random_weights(spec)
     return make_problem(CASE_OF[case], "float32", weights)
@@ -94,10 +98,13 @@ SAME = [pair for pair in IN_JAX if pair not in WHOLE_IN_JAX]
 
 @sample(where=lambda case, name: (case, name) in SAME[::6])
 @pytest.mark.parametrize(("case", "name"), SAME)
-def test_a_planted_bug_is_what_the_reference_has_with_it(case, name):
-    """Stages that a bug does not change are those of the reference, so that JAX does not compile them again.
+def test_injected_bug_matches_reference_bug(case, name):
+    """A bug injected into JAX is detected first at one of its stages, and no stage differs
+    from the reference with the same bug.
 
-    The paths of the module are left out: they take longest, and are made of the same stages.
+    Steps that the bug does not change come from the reference, so that JAX does not
+    compile them again; paths of the module are left out, since they take longest and have the
+    same stages.
     """
     problem, port = problem_of(case), load_backend("jax")
     made = bug_to_inject(name, problem.case)
@@ -117,7 +124,7 @@ def test_a_planted_bug_is_what_the_reference_has_with_it(case, name):
 
 
 def in_reference_with(made, problem):
-    """The steps of the reference with a bug in it, and which it changes, but for the module's."""
+    """Return the steps of the reference with a bug, and whether each changes outside of paths."""
     wrong, right = (wrong_layer(problem, "float32", some).steps() for some in ([made], []))
     with np.errstate(all="ignore"):
         values = run_steps(wrong)
@@ -141,13 +148,19 @@ def test_first_bugs_replace_every_function():
     )
 
 
-def test_each_page_has_one_bug_that_is_planted():
+def test_each_page_has_one_injected_bug():
+    """Every page of bugs, except that of ranks, has one bug in INJECTIONS, and each of these
+    is in a case.
+    """
     pages = page_by_bug()
     assert sorted(pages[name] for name in INJECTIONS) == sorted({*pages.values()} - {ranks.PAGE})
     assert {name for _, name in once(EVERY) if name} == {*INJECTIONS}
 
 
-def test_a_bug_that_survives_is_not_called_caught():
+def test_surviving_bug_is_not_caught():
+    """An outcome is not caught without a stage, at a wrong stage or after a false alarm, and
+    not named by another bug.
+    """
     assert not Outcome("scale-missing", "mha", "torch", 0, ("scores",), "", (), (), "none").is_caught
     assert not Outcome("scale-missing", "mha", "torch", 0, ("scores",), "output", (), (), "unknown").is_caught
     assert not Outcome("", "mha", "torch", 0, (), "scores", (), (), "unknown").is_caught
@@ -156,7 +169,10 @@ def test_a_bug_that_survives_is_not_called_caught():
     ).is_named
 
 
-def test_what_was_planted_is_taken_out_again():
+def test_injected_bug_is_removed():
+    """`inject` replaces a function of mha_torch and restores it afterwards, also after an
+    exception.
+    """
     original = mha_torch.stages.attention_scores
     problem = make_problem(CASES["full"], "float32")
     with inject("scale-missing", problem, "torch"):
@@ -167,13 +183,17 @@ def test_what_was_planted_is_taken_out_again():
     assert mha_torch.attention_scores is original
 
 
-def test_what_cannot_be_planted_is_refused():
+def test_unknown_bug_is_rejected():
+    """Running with an unknown bug raises an error with its name."""
     with refuses("bug", bug="no-such"):
         run_with_bug("no-such", CASES["full"], "torch")
 
 
 @pytest.mark.thorough
-def test_the_command_prints_a_table_and_writes_the_outcomes(capsys, tmp_path):
+def test_selftest_prints_and_writes_results(capsys, tmp_path):
+    """`selftest` reports all bugs of a case as detected and named, and its JSON has each
+    outcome.
+    """
     path = tmp_path / "out.json"
     assert main(["selftest", "--backends", "torch", "--cases", "window", "--json", str(path)]) == 0
     out = capsys.readouterr().out
@@ -184,7 +204,8 @@ def test_the_command_prints_a_table_and_writes_the_outcomes(capsys, tmp_path):
     assert all(outcome["is_caught"] and outcome["is_named"] for outcome in outcomes)
 
 
-def test_the_command_fails_where_a_bug_survives(capsys, monkeypatch):
+def test_selftest_fails_if_bug_survives(capsys, monkeypatch):
+    """If a bug has no effect, `selftest` exits with status 1 and prints it as not detected."""
     monkeypatch.setattr("parity_lab.selftest.inject", lambda name, problem, backend: nullcontext(problem))
     assert main(["selftest", "--backends", "torch", "--cases", "window"]) == 1
     assert "NOT DETECTED: q_proj-transposed in window on torch: all stages passed" in capsys.readouterr().out
@@ -194,6 +215,7 @@ def test_the_command_fails_where_a_bug_survives(capsys, monkeypatch):
     ("flag", "value"),
     [("--cases", "nothing"), ("--backends", "tt")],
 )
-def test_bad_usage_of_the_command_is_told_in_a_line(capsys, flag, value):
+def test_bad_usage_of_selftest_exits_2(capsys, flag, value):
+    """An unknown case or backend exits with status 2 and an error with the option and its value."""
     assert main(["selftest", flag, value]) == 2
     assert refuses(flag, {flag: value}).is_printed_in(capsys.readouterr().err)

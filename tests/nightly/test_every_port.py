@@ -23,16 +23,17 @@ from wild.sets import BUGS, CASES, RIGHTS
 from parity.diagnosis.bugs import bugs_for, page_by_bug
 
 SOME = slice(None, None, 24)
-"""Of each set of wrong ports; `tools/diagnosis-rates` diagnoses all."""
+"""One in 24 wrong ports of each set; `tools/diagnosis-rates` diagnoses all."""
 
 
 @pytest.fixture(scope="module", params=STYLES)
 def style(request):
-    """Each style in turn; its tests come one after the other, for what ran in one of them is kept for the next."""
+    """Return each style; its tests run one after the other, because results of one are kept for the next."""
     return request.param
 
 
-def test_there_are_enough_of_them():
+def test_sets_of_ports_are_large_enough():
+    """There are at least 500 right and 280 wrong ports, in 9 styles, about half of each known."""
     assert len(RIGHTS) >= 500
     assert len(BUGS) >= 280
     by_style = Counter(bug.style for bug in BUGS.values())
@@ -43,7 +44,10 @@ def test_there_are_enough_of_them():
         assert 0.4 < known / len(ids) < 0.6
 
 
-def test_every_bug_is_where_its_record_says(style):
+def test_bugs_are_where_records_say(style):
+    """Each unedited port is right, and each bug is at the
+    stage and the places that its record states.
+    """
     differ = {}
     for bug in BUGS.values():
         if bug.style != style:
@@ -58,7 +62,9 @@ def test_every_bug_is_where_its_record_says(style):
 
 
 def test_right_ports_raise_no_alarm(style):
-    """Each is shown to be right first. Of the half `apart` only the number is reported."""
+    """No right port of a style, `known` or `apart`, raises an alarm. Each is shown to be right
+    first; for the half `apart` only the number is reported.
+    """
     asked = [job for job in jobs(["known", "apart"], [style]) if job.id in RIGHTS and job.record.how.mode != "compile"]
     verdicts = list(map(judge, asked))
     alarms = [verdict for verdict in verdicts if not is_clean(verdict)]
@@ -67,8 +73,10 @@ def test_right_ports_raise_no_alarm(style):
 
 
 @pytest.mark.parametrize("which", ["known", "apart"])
-def test_bugs_are_caught_by_their_stages_and_most_of_them_named_or_placed(which):
-    """Of the half `apart` only the numbers are reported."""
+def test_bugs_are_caught_and_mostly_placed(which):
+    """With stages, every sampled bug is caught, at least 90% are placed, and no name is wrong or
+    unclassified; for the half `apart` only the numbers are reported.
+    """
     of_stages = [job for job in jobs([which]) if job.id in BUGS and not job.output_only]
     verdicts = list(map(judge, of_stages[SOME]))
     missed, placed = [verdict for verdict in verdicts if not is_caught(verdict)], sum(map(is_placed, verdicts))
@@ -80,19 +88,22 @@ def test_bugs_are_caught_by_their_stages_and_most_of_them_named_or_placed(which)
     assert judgements["to be judged"] == 0
 
 
-def test_an_edit_that_changes_nothing_is_no_bug():
+def test_edit_without_effect_raises():
+    """An edit that does not change results raises an error when measured."""
     same = ("att = att * (1.0 / math.sqrt(hs))", "att = att / math.sqrt(hs)")
     bug = replace(BUGS["nanogpt-no-scale"], edit=same)
     with pytest.raises(AssertionError, match="nanogpt-no-scale"):
         measured(bug)
 
 
-def test_an_edit_must_find_its_place():
+def test_edit_of_missing_text_raises():
+    """An edit of text that the port does not contain raises an error."""
     with pytest.raises(ValueError, match="got count=0"):
         port_of("nanogpt", ("what is not there", ""))
 
 
-def test_a_wrong_output_is_not_right(monkeypatch):
+def test_wrong_output_is_not_right(monkeypatch):
+    """A right port with an output 1% too large no longer counts as right."""
     right = RIGHTS["nanogpt/gpt-0/float32/eager-wide-inf/plain"]
     assert is_right(right)
     noted = right.recorded()
@@ -100,7 +111,8 @@ def test_a_wrong_output_is_not_right(monkeypatch):
     assert not is_right(right)
 
 
-def test_a_verdict_says_what_was_caught():
+def test_verdict_of_bug_and_of_right_port():
+    """A verdict on a bug names its first stage; one on a right port is clean."""
     caught = judge(Job("nanogpt-no-scale"))
     assert is_caught(caught)
     assert caught["first"] == caught["stage"] == "scores"
@@ -112,17 +124,19 @@ def test_a_verdict_says_what_was_caught():
 
 
 def test_every_bug_has_its_accepted_names():
+    """Each bug has accepted names, all of them in the catalog."""
     assert list(ACCEPTED) == list(BUGS)
     assert set().union(*ACCEPTED.values()) <= page_by_bug().keys()
 
 
 def named(which, *explanations):
-    """What is judged of a verdict: names, and what they cannot be told from."""
+    """Classify the names of a verdict, each with the bugs from which it cannot be distinguished."""
     said = {"explanations": [{"bugs": names, "others": others} for names, others in explanations]}
     return judged_names({"id": which, "names": [name for names, _ in explanations for name in names], "said": said})
 
 
-def test_names_of_a_verdict_are_judged():
+def test_names_of_verdict_are_classified():
+    """Names of a verdict are classified, such as `right`, `wrong`, `one of several` or none."""
     abouts = {each.name: each.about for each in bugs_for(BUGS["nanogpt-no-scale"].problem.case)}
     scale, squared = abouts["scale-missing"], abouts["scale-squared"]
     assert named("nanogpt-no-scale") == "none given"
@@ -135,7 +149,10 @@ def test_names_of_a_verdict_are_judged():
     assert named("a bug of tomorrow", (["scale-missing"], [])) == "to be judged"
 
 
-def test_two_names_of_a_verdict_are_judged_together():
+def test_pairs_of_names_are_classified():
+    """Two names of a verdict are classified together, also
+    among names that cannot be distinguished.
+    """
     which = "nanogpt-strict-causal"
     abouts = {each.name: each.about for each in bugs_for(BUGS[which].problem.case)}
     strict, empty, scale = (abouts[name] for name in ("causal-excludes-self", "empty-row-nan", "scale-missing"))
@@ -144,14 +161,18 @@ def test_two_names_of_a_verdict_are_judged_together():
     assert named(which, (["scale-missing"], [f"{empty} and {scale}"])) == "wrong"
 
 
-def test_jobs_are_of_a_half_and_a_style():
+def test_jobs_are_selected_by_half_and_style():
+    """Jobs of both halves of a style are disjoint and add up to all of its jobs."""
     known, apart = jobs(["known"], ["mpt"]), jobs(["apart"], ["mpt"])
     assert not set(known) & set(apart)
     assert {job.record.style for job in known + apart} == {"mpt"}
     assert len(known + apart) == len(jobs(["known", "apart"], ["mpt"]))
 
 
-def test_the_tool_prints_rates_and_writes_verdicts(tmp_path):
+def test_tool_prints_rates_and_verdicts(tmp_path):
+    """The tool prints rates and writes a verdict for each selected
+    port, with and without stages.
+    """
     only = ["nanogpt-no-scale", "nanogpt/gpt-0/float32/eager-wide-inf/plain"]
     given = [word for each in only for word in ("--only", each)]
     command = [sys.executable, ROOT / "tools" / "diagnosis-rates", *given, "--json", tmp_path / "verdicts.json"]
@@ -167,4 +188,5 @@ def test_the_tool_prints_rates_and_writes_verdicts(tmp_path):
 
 
 def test_every_style_has_its_layers():
+    """The styles with cases are exactly STYLES."""
     assert tuple(sorted(CASES)) == STYLES

@@ -1,6 +1,6 @@
-"""What `conformance` finds in other libraries: what is known of them, in the versions of constraints.txt.
+"""Known answers of `conformance` about other libraries, in the versions of constraints.txt.
 
-A release of one of them may fail these tests and no other: mend the table, and `docs/evidence` where it says so.
+A release of one of them may fail these tests and no others: update the table, and `docs/evidence` if it has the answer.
 """
 
 import tempfile
@@ -21,7 +21,7 @@ FACTS = {
     "torch.nn.MultiheadAttention": {
         "mask": "True hides; floats added",
         "causal": "refused without a mask",
-        # is_causal alone is refused on the slow path; the fast one neither refuses it nor hides anything
+        # is_causal alone raises an error on the slow path; the fast one raises none and hides nothing
         "future token": "hidden in train or with grad, otherwise leaks",
         "empty row": "NaN with weights, zeros in train or with grad, otherwise NaN",
         "its gradient": "finite without weights, otherwise NaN even if the loss ignores it",
@@ -29,7 +29,7 @@ FACTS = {
         "weights": "per head",
         "padding": "True hides",
         "attends": "to all tokens",
-        # its kernel for a CPU gives zeros for a query of NaN, with few tokens and without a mask
+        # its kernel for a CPU returns zeros for a query of NaN, with few tokens and without a mask
         "NaN seen": "swallowed (no mask) without weights, otherwise seen; seen of 600 tokens",
         "NaN hidden": "leaks",
     },
@@ -99,7 +99,10 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", FACTS)
 def test_known_facts_are_found(name):
-    # JAX compiles everything anew for each dtype: only one function of it is examined in bfloat16.
+    """Answers about a library, its broken guarantees and the
+    form of their examples are the known ones.
+    """
+    # JAX compiles everything again for each dtype: only one of its functions is examined in bfloat16.
     is_of_jax = peer(name).framework == "jax" and name != "jax.nn.dot_product_attention"
     found = examine(peer(name), FACTS[name], ("float32", "float16") if is_of_jax else DTYPES)
     assert {answer.question: answer.words for answer in found.answers} == FACTS[name]

@@ -1,4 +1,4 @@
-"""The sweep over model types: outcomes of layers that are known, and the control that its judge can object."""
+"""Tests of the sweep over model types: known verdicts, and wrong layers as a control."""
 
 import json
 import runpy
@@ -21,7 +21,10 @@ def tool():
 
 @pytest.mark.costly("the tool starts processes")
 @pytest.mark.thorough
-def test_the_sweep_tells_what_became_of_each_layer_and_goes_on_where_it_was(tool, tmp_path, capsys):
+def test_sweep_records_layers_and_resumes(tool, tmp_path, capsys):
+    """The sweep writes a verdict for each layer of three model types; a second run prints the
+    same and adds no row.
+    """
     file = tmp_path / "coverage.jsonl"
     command = [sys.executable, TOOL, "--jobs", "1", "--types", "llama,t5,resnet", "--json", file]
     first = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -39,7 +42,10 @@ def test_the_sweep_tells_what_became_of_each_layer_and_goes_on_where_it_was(tool
 
 
 @pytest.mark.costly("makes a model of transformers")
-def test_a_layer_that_computes_otherwise_is_judged_wrong(tool):
+def test_different_layer_is_wrong(tool):
+    """A Llama layer is right with its own spec, but wrong with a changed scale or theta, or
+    swapped keys and values.
+    """
     model, call, _ = tool["tiny_model"]("llama")
     seen, name = tool["Seen"](model, call), "layers.1.self_attn"
     spec, weights = parity.from_transformers(model.get_submodule(name), model.config)
@@ -47,12 +53,15 @@ def test_a_layer_that_computes_otherwise_is_judged_wrong(tool):
     assert spec.rope is not None
     for other in (spec.replace(scale=0.3), spec.replace(rope=spec.rope.replace(theta=20000.0))):
         assert tool["verdict"](seen, name, other, weights, (True,))["verdict"] == "wrong"
-    assert tool["verdict"](seen, name, spec, weights, (False,))["verdict"] == "right"  # by the mask that it received
+    assert tool["verdict"](seen, name, spec, weights, (False,))["verdict"] == "right"  # with the mask that it received
     swapped = {**weights, "k_proj.weight": weights["v_proj.weight"], "v_proj.weight": weights["k_proj.weight"]}
     assert tool["verdict"](seen, name, spec, swapped, (True,))["verdict"] == "wrong"
 
 
-def test_tiny_models_are_drawn_so_that_norms_and_biases_show(tool):
+def test_tiny_model_has_visible_biases(tool):
+    """The tiny qwen2 model has biases with a standard deviation above 0.1, and two different
+    inputs.
+    """
     model, call, _ = tool["tiny_model"]("qwen2")
     assert call.inputs["input_ids"].shape == (3, 24)
     assert not torch.equal(call.inputs["input_ids"], call.fresh["input_ids"])

@@ -1,4 +1,4 @@
-"""The documentation: its code runs, it shows what is printed, every bug has its page, and links lead somewhere.
+"""Tests of the documentation: code, shown output, pages of bugs and links.
 
 If the printed text of a page changed, `PYTHONPATH=tests python tests/repository/test_docs.py` updates the pages of
 bugs, and the same command with `README.md` the sessions of that page.
@@ -34,7 +34,7 @@ SECTIONS = ["What it looks like", "Reproduction", "How the tool shows it", "The 
 
 @functools.cache
 def bugs_by_page():
-    """The names of all bugs that are known, by the page that tells of them."""
+    """Return the names of all known bugs by their page."""
     found = {}
     for bugs in (PRECISIONS.values(), FIDELITIES.values(), *map(bugs_for, SELFTEST_CASES)):
         for bug in bugs:
@@ -43,20 +43,20 @@ def bugs_by_page():
 
 
 def sections_of(page):
-    """The sections of a page, by their titles in order; what stands before the first has the title ""."""
+    """Return the sections of a page by title, in order; the title of the beginning is ""."""
     parts = re.split(r"^## (.+)$", (BUGS / f"{page}.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
     return {"": parts[0]} | dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
 def block_of(text, language):
-    """The first fenced block of a language in a text."""
+    """Return the first fenced block of a language in a text."""
     found = re.search(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
     assert found, f"no block of {language}"
     return found[1]
 
 
 def without_errors(text):
-    """The text with the errors in it, which depend on the machine, replaced by #."""
+    """Return the text with # instead of errors, which depend on the machine."""
     number = r"\d+(\.\d+)?(e[+-]?\d+)?"
     places = r"the error (of|falls|is) .*$|, \S+ times its budget$"
     return re.sub(places, lambda found: re.sub(number, "#", found[0]), text, flags=re.MULTILINE)
@@ -65,11 +65,15 @@ def without_errors(text):
 # ---- Pages of bugs ---------------------------------------------------------------------------------------------------
 
 
-def test_every_bug_has_a_page_and_every_page_a_bug():
+def test_bugs_and_pages_correspond():
+    """Every known bug has a page, and every page has a known bug."""
     assert set(PAGES) == bugs_by_page().keys()
 
 
-def test_a_page_has_its_sections_and_names_its_bugs():
+def test_bug_page_has_all_sections():
+    """A page of bugs has a title, the four sections in order, and the names of its bugs in
+    'The fix'.
+    """
     for page in PAGES:
         sections = sections_of(page)
         assert list(sections) == ["", *SECTIONS], page
@@ -80,9 +84,9 @@ def test_a_page_has_its_sections_and_names_its_bugs():
 
 
 def reproduce(page):
-    """Run the reproduction of a page, and return what it prints."""
+    """Run the reproduction of a page and return its output."""
     code = block_of(sections_of(page)["Reproduction"], "python")
-    assert "parity.diagnosis.bugs" not in code  # or the tool would be shown its own bugs
+    assert "parity.diagnosis.bugs" not in code  # the tool would otherwise get its own bugs
     printed = io.StringIO()
     with redirect_stdout(printed):
         exec(compile(code, f"{page}.md", "exec"), {"__name__": page})
@@ -90,7 +94,10 @@ def reproduce(page):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_reproduction_prints_what_its_page_shows(page):
+def test_reproduction_prints_shown_output(page):
+    """The reproduction of a page prints the shown diagnosis, errors aside, which leads to
+    this page.
+    """
     printed = reproduce(page)
     shown = block_of(sections_of(page)["How the tool shows it"], "text")
     assert without_errors(printed) == without_errors(shown), (
@@ -99,12 +106,14 @@ def test_a_reproduction_prints_what_its_page_shows(page):
     assert re.search(rf"^More: mha-parity bugs .*\b{page}\b", printed, flags=re.MULTILINE)
 
 
-def test_every_bug_leads_to_its_page():
+def test_page_by_bug_has_every_bug():
+    """`page_by_bug` leads from every known bug to its page."""
     by_page = bugs_by_page()
     assert {name: page for page, names in by_page.items() for name in names}.items() <= page_by_bug().items()
 
 
-def test_the_list_of_bugs_has_every_page_and_every_bug():
+def test_list_of_bugs_is_complete():
+    """The list of bugs has one row per page, with all bugs of that page."""
     index = (BUGS / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| \[([\w-]+)\]\(([\w-]+)\.md\) \|.*\| (.+?) \|$", index, flags=re.MULTILINE)
     assert all(title == target for title, target, _ in rows)
@@ -112,16 +121,19 @@ def test_the_list_of_bugs_has_every_page_and_every_bug():
     assert len(rows) == len(PAGES)
 
 
-def test_the_readme_counts_the_known_bugs():
+def test_readme_counts_known_bugs():
+    """README.md has the number of known bugs, once."""
     readme = (ROOT / "README.md").read_text("utf-8")
     assert re.findall(r"for (\d+) known bugs", readme) == [str(len(page_by_bug()))]
 
 
-def test_the_readme_is_short():
+def test_readme_is_short():
+    """README.md has at most 150 lines."""
     assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 150
 
 
-def test_every_page_is_reached_from_its_symptoms():
+def test_symptoms_lead_to_every_page():
+    """Every symptom leads to a page of bugs, every page is linked, and the commands exist."""
     symptoms = (ROOT / "docs" / "reference" / "symptoms.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (?!-|symptom )(.+?) \| (.+?) \| (.+?) \|$", symptoms, flags=re.MULTILINE)
     linked = [re.findall(r"\]\(\.\./\.\./parity/bugs/([\w-]+)\.md\)", pages) for _, pages, _ in rows]
@@ -135,17 +147,17 @@ def test_every_page_is_reached_from_its_symptoms():
 # ---- Code and commands -----------------------------------------------------------------------------------------------
 
 STATUS = {"pytest -q --tb=short test_wrong.py": 1, "mha-parity diagnose": 1, "python demo.py": 1}
-"""The commands of the pages that end with another status than 0: those that show a failure."""
+"""Exit statuses of commands on the pages that show a failure; the others have 0."""
 
 
 def blocks_of(path):
-    """The fenced blocks of a page in order, each with its language, or the directive of the site that it belongs to."""
+    """Return the fenced blocks of a page, each with its language or directive of the site."""
     text = path.read_text(encoding="utf-8")
     return re.findall(r"^```(\S*)[^\n]*\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
 
 
 def run_code(path, code, names, folder):
-    """Run a block of Python after those before it; save one that begins with a file name, for commands to run."""
+    """Run a block of Python in a namespace; save one that begins with a file name."""
     if file := re.match(r"# (\w+\.py)\n", code):
         (folder / file[1]).write_text(code, "utf-8")
         return
@@ -153,7 +165,7 @@ def run_code(path, code, names, folder):
 
 
 def run_session(block, folder):
-    """Run the commands of a block, and return what they print."""
+    """Run the commands of a block and return their output."""
     printed = ""
     for command in commands_of(block)[0]:
         status, output, errors = run(command, folder, environment())
@@ -169,22 +181,24 @@ def imports_tt(code):
 
 
 def is_run(language, block):
-    """Return whether a block runs here: a session, or Python without ttnn. tests/siblings/mha_tt runs the rest."""
+    """Return True for a session, or Python without ttnn: `tests/siblings/mha_tt` runs the rest."""
     return (language == "python" and not imports_tt(block)) or block.startswith("$ ")
 
 
 def pages_with(is_wanted):
-    """The pages that have a block that is wanted, by its language and text."""
+    """Return the pages with a block for which a function of its language and text returns True."""
     return [path for path in LINKED if any(is_wanted(*block) for block in blocks_of(path))]
 
 
-RUN = [path for path in pages_with(is_run) if path.parent != BUGS]  # those of bugs: `reproduce`
+RUN = [path for path in pages_with(is_run) if path.parent != BUGS]  # `reproduce` runs the pages of bugs
 LANGUAGES = {"python", "text", "yaml", ""}
-"""Of blocks. Those of directives, such as {code-cell}, are the site's, which runs them when it is built."""
+"""Languages of blocks. The build of the site runs directives, such as {code-cell}."""
 
 
-def test_no_block_of_a_page_is_overlooked():
-    """The list of pages whose code runs is made of blocks, which begin a line and have a language that is known."""
+def test_code_blocks_are_all_recognized():
+    """Every fence of a page belongs to a block with a known language, so that no code is
+    skipped.
+    """
     for path in LINKED:
         fences = re.findall(r"^[ >]*(?:```|~~~)", path.read_text("utf-8"), flags=re.MULTILINE)
         assert len(fences) == 2 * len(blocks_of(path)), path
@@ -205,6 +219,7 @@ LONG = {
 
 
 def test_long_pages_have_code_that_runs():
+    """Every page in LONG is one whose code runs here."""
     assert LONG.issubset(path.name for path in RUN)
 
 
@@ -215,7 +230,10 @@ def test_long_pages_have_code_that_runs():
     RUN,
     ids=lambda path: path.name,
 )
-def test_the_code_of_a_page_runs(path, importable_folder, monkeypatch):
+def test_code_of_page_runs(path, importable_folder, monkeypatch):
+    """The Python of a page runs, its commands print the shown output, and its test functions
+    pass.
+    """
     monkeypatch.chdir(importable_folder)
     names = {"__name__": "page"}
     for language, block in blocks_of(path):
@@ -236,11 +254,11 @@ def test_the_code_of_a_page_runs(path, importable_folder, monkeypatch):
 
 PUBLIC = {name: set(importlib.import_module(name).__all__) for name in ("mha_spec", "mha_jax", "mha_torch", "parity")}
 PUBLIC["mha_torch"] |= {"parallel"}  # imported by itself, since it imports torch.distributed
-PUBLIC["mha_jax"] |= {"parallel"}  # and this, since it is of those who have several devices
+PUBLIC["mha_jax"] |= {"parallel"}  # and this, since it is for several devices
 
 
 def is_whole(language, block):
-    """Whether a block can be parsed; with … in its code it is the sketch of a fix."""
+    """Return whether a block can be parsed; with … in its code, it is the sketch of a fix."""
     return language == "python" and "…" not in re.sub("#.*", "", block)
 
 
@@ -260,7 +278,10 @@ def private_imports(code):
     return found
 
 
-def test_a_page_imports_public_names_only():
+def test_pages_import_public_names_only():
+    """Python on a page imports the packages of this project by public names, not from
+    submodules.
+    """
     pages = pages_with(is_whole)
     assert len(pages) > 50
     for path in pages:
@@ -285,8 +306,8 @@ def test_a_private_import_is_found(code, found):
 # ---- Recipes ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_recipes_name_places_that_are_there():
-    """Files and folders, and the tables in them; `<…>` and xyz stand for what is to be added."""
+def test_recipes_name_existing_places():
+    """Files, folders and tables named in the recipes exist; `<…>` and xyz stand for additions."""
     recipes = (ROOT / "docs" / "contributing" / "extending.md").read_text("utf-8")
     rows = re.findall(r"^\| (`.+?) \| (.+) \|$", recipes, flags=re.MULTILINE)
     assert len(rows) > 20
@@ -303,7 +324,7 @@ def test_the_recipes_name_places_that_are_there():
 
 
 def headings_of(path):
-    """The anchors of a page, as GitHub makes them of its headings."""
+    """Return the anchors of a page, as GitHub makes them from its headings."""
     titles = re.findall(r"^#+ (.+)$", without_code(path.read_text(encoding="utf-8")), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
@@ -325,7 +346,8 @@ def broken_links(path):
     return broken
 
 
-def test_links_lead_to_files_and_headings_that_are_there():
+def test_links_lead_to_existing_targets():
+    """Relative links of a page lead to existing files and headings."""
     broken = {str(path.relative_to(ROOT)): broken_links(path) for path in LINKED}
     assert {path: links for path, links in broken.items() if links} == {}
 
@@ -342,7 +364,7 @@ def test_a_broken_link_is_found(tmp_path):
 
 
 def update(names):
-    """Write what reproductions and sessions print into pages: those of bugs by default, or those named."""
+    """Write the output of reproductions and sessions into pages, by default those of bugs."""
     for page in PAGES if not names else [name for name in names if name in PAGES]:
         path, shown = BUGS / f"{page}.md", block_of(sections_of(page)["How the tool shows it"], "text")
         printed = reproduce(page)

@@ -40,6 +40,9 @@ def tools(monkeypatch):
 
 
 def test_site_links_lead_to_existing_pages(tmp_path):
+    """Relative links on the more than 80 staged pages lead to staged pages, apart from
+    generated ones.
+    """
     import stage
 
     site = stage.Site(tmp_path)
@@ -63,6 +66,7 @@ def test_site_links_lead_to_existing_pages(tmp_path):
 
 
 def test_links_in_code_blocks_stay_unchanged(tmp_path):
+    """Links of a staged page are rewritten to paths of the site, but not in code blocks."""
     import stage
 
     site = stage.Site(tmp_path)
@@ -85,6 +89,7 @@ def test_links_in_code_blocks_stay_unchanged(tmp_path):
 
 
 def test_generated_pages_list_every_entry():
+    """Generated pages list every command, case, family, layout, bug and key of a schema."""
     import reference
 
     from parity.cli.main import COMMANDS
@@ -107,6 +112,9 @@ def test_generated_pages_list_every_entry():
 
 
 def test_simulator_page_lists_every_case():
+    """The page of the simulator lists every case except for float16 ones, and marks
+    nan-visible-decode as beyond.
+    """
     import reference
 
     page = reference.simulated_tables()
@@ -115,6 +123,9 @@ def test_simulator_page_lists_every_case():
 
 
 def test_shares_come_from_a_simulator_report(monkeypatch, tmp_path):
+    """Shares of a report replace those of its cases only; a report of a mock device raises a
+    ValueError.
+    """
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import shares
 
@@ -133,6 +144,9 @@ def test_shares_come_from_a_simulator_report(monkeypatch, tmp_path):
 
 
 def test_version_is_the_same_everywhere():
+    """pyproject.toml, CITATION.cff and the first entry of CHANGELOG.md have one version, and
+    no module defines `__version__`.
+    """
     version = PROJECT["version"]
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))["version"] == version
     first = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
@@ -149,7 +163,10 @@ def test_version_is_the_same_everywhere():
 @pytest.mark.parametrize(
     ("file", "extras"), [("constraints.txt", None), ("constraints-tt.txt", ("tt", "torch", "test"))]
 )
-def test_pinned_versions_satisfy_package_requirements(file, extras):
+def test_pinned_versions_meet_requirements(file, extras):
+    """Every package that the project requires is pinned to a version that satisfies the
+    requirement.
+    """
     pinned = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / file).read_text("utf-8"), re.MULTILINE))
     pinned = {canonicalize_name(name): version for name, version in pinned.items()}
     optional = PROJECT["optional-dependencies"]
@@ -166,6 +183,7 @@ def test_pinned_versions_satisfy_package_requirements(file, extras):
 
 @pytest.mark.costly("a shell runs the check")
 def test_release_requires_tag_of_its_version():
+    """The check of a release passes for a tag of this version and fails for v9.9.9."""
     release = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text("utf-8"))
     (check,) = [command for command in commands_of(release["jobs"]["publish"]) if "GITHUB_REF_NAME" in command]
     for tag, status in {f"v{PROJECT['version']}": 0, "v9.9.9": 1}.items():
@@ -175,7 +193,10 @@ def test_release_requires_tag_of_its_version():
         assert ran.returncode == status
 
 
-def test_every_spec_field_has_support_and_meaning():
+def test_spec_fields_have_recorded_support():
+    """Every field of AttentionSpec has recorded support in each framework, and a meaning on
+    its page.
+    """
     import reference
     import support
 
@@ -210,7 +231,8 @@ KNOWN = {
 
 @pytest.mark.costly("builds a layer for each feature")
 @pytest.mark.parametrize("name", KNOWN)
-def test_known_features_are_supported_or_rejected(name):
+def test_measured_support_matches_known(name):
+    """The support of the features in KNOWN, as measured, is the known and the recorded one."""
     import support
 
     features = {feature.key: feature for feature in (*support.FEATURES, *support.ARGUMENTS)}
@@ -235,7 +257,10 @@ def test_recorded_layer_support_is_current(name):
     assert support.support(name) == support.recorded(name)
 
 
-def test_support_matrix_has_reason_for_each_rejection():
+def test_rejections_have_reasons_in_matrix():
+    """Every footnote of the support matrix has its reason, with the frameworks that reject
+    the feature.
+    """
     import reference
     import support
 
@@ -252,7 +277,10 @@ def test_support_matrix_has_reason_for_each_rejection():
     assert "| `soft_cap` | plain | plain | plain | plain |" in page
 
 
-def test_conventions_table_has_every_check_and_library():
+def test_conventions_table_is_complete():
+    """The table has all checks and libraries, and marks as many broken conventions as were
+    measured; none is of this project.
+    """
     import parts
 
     from parity.conformance.peers import PEERS
@@ -271,7 +299,10 @@ def test_conventions_table_has_every_check_and_library():
     assert shown.count("✗ ") == broken  # this project breaks none
 
 
-def test_shared_answer_names_classes_that_differ():
+def test_shared_answer_names_differing_class():
+    """The common answer of classes is that of most, followed by the classes that differ;
+    absent ones do not count.
+    """
     import parts
 
     def subject(name, status, words):
@@ -283,7 +314,10 @@ def test_shared_answer_names_classes_that_differ():
     assert parts.shared_answer([subject("D", "absent", "—")], "causal") == ("absent", "—")
 
 
-def test_injected_bugs_table_matches_self_test():
+def test_injected_bugs_match_self_test():
+    """The recorded self-test has every injected bug, each detected in all cases and all but
+    two named; the table links every page.
+    """
     import parts
 
     counts = parts.measured("selftest")["bugs"]
@@ -300,7 +334,8 @@ def test_injected_bugs_table_matches_self_test():
     assert [name for name in INJECTIONS if f"`{name}`" not in shown] == []
 
 
-def test_diagnosis_rates_match_current_records():
+def test_diagnosis_rates_match_records():
+    """The recorded diagnosis rates count as many bugs and right ports as the sets have now."""
     import parts
 
     halves = parts.measured("diagnosis-rates")["halves"].values()
@@ -311,7 +346,10 @@ def test_diagnosis_rates_match_current_records():
     assert "| bugs |" in parts.diagnosis_rates()
 
 
-def test_results_are_reduced_to_data_on_pages():
+def test_results_are_reduced_to_page_data():
+    """Results are reduced to counts per bug and to statuses with words per check; missing
+    libraries are left out.
+    """
     import measure
 
     outcomes = [
@@ -326,7 +364,8 @@ def test_results_are_reduced_to_data_on_pages():
     assert measure.of_conformance({"subjects": subjects}) == kept
 
 
-def test_terminal_has_diagnosis_colors_and_contrast():
+def test_terminal_picture_has_contrast():
+    """The terminal picture shows a diagnosis in color, and all colors have a contrast above 4.5."""
     import parts
 
     shown = parts.terminal()
@@ -343,7 +382,10 @@ def test_terminal_has_diagnosis_colors_and_contrast():
     assert min((luminance(color) + 0.05) / (dark + 0.05) for color in colors) > 4.5
 
 
-def test_github_files_are_valid_yaml_and_use_existing_targets():
+def test_github_files_use_existing_targets():
+    """The files in .github are valid YAML, and their `make` commands use targets of the
+    Makefile.
+    """
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
     found = [yaml.safe_load(path.read_text("utf-8")) for path in (ROOT / ".github").rglob("*.yml")]
     assert len(found) > 5
@@ -354,8 +396,10 @@ def test_github_files_are_valid_yaml_and_use_existing_targets():
     assert (ROOT / ".ci" / "run").exists()
 
 
-def test_nightly_tests_have_a_target_and_a_workflow():
-    """pytest does not enter their folder by itself, so nothing else would miss them."""
+def test_nightly_tests_have_make_target():
+    """The nightly tests, whose folder pytest skips by default, have a target of the Makefile
+    and a scheduled workflow.
+    """
     options = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["pytest"]["ini_options"]
     makefile = (ROOT / "Makefile").read_text("utf-8")
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "nightly.yml").read_text("utf-8"))
@@ -378,7 +422,7 @@ BACKGROUNDS = {"light": "#f2f2f2", "dark": "#2b2b2b"}  # of code
 
 
 def luminance(color):
-    """Return the relative luminance of WCAG 2."""
+    """Return the relative luminance of a color, as in WCAG 2."""
     parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
@@ -389,7 +433,10 @@ def contrast(one, other):
     return (high + 0.05) / (low + 0.05)
 
 
-def test_terminal_colors_are_readable_in_both_themes():
+def test_terminal_colors_are_readable():
+    """All 8 terminal colors of the light and the dark theme have a contrast of at least 4.5
+    with the background.
+    """
     text = (ROOT / "docs" / "_static" / "site.css").read_text("utf-8")
     light, dark, chosen = (
         re.findall(r"--ansi-(\w+): (#\w{6})", block) for block in re.split(r"\n(?=@media|body\[)", text)
@@ -406,7 +453,9 @@ def test_terminal_colors_are_readable_in_both_themes():
 
 
 def test_redrawn_pictures_are_byte_identical():
-    """Some of those that are drawn within a second; `make docs` draws all once."""
+    """Four pictures that take less than a second, drawn twice, have the same bytes; `make
+    docs` draws all once.
+    """
     import pictures
 
     for draw in (pictures.rope_pairs, pictures.divided_heads, pictures.simulated_blackhole, pictures.funnel):
@@ -415,14 +464,20 @@ def test_redrawn_pictures_are_byte_identical():
         assert first.startswith(b"<?xml")
 
 
-def test_heads_are_drawn_on_the_devices_that_hold_them():
+def test_heads_are_drawn_on_their_devices():
+    """With 8 query and 2 key/value heads, each of 2 devices has 4 and 1; with 4 devices,
+    pairs share a key/value head.
+    """
     import pictures
 
     assert pictures.held_heads(2) == [({0, 1, 2, 3}, {0}), ({4, 5, 6, 7}, {1})]
     assert [keys for _, keys in pictures.held_heads(4)] == [{0}, {0}, {1}, {1}]
 
 
-def test_correct_layer_is_drawn_below_budget_and_bugs_above():
+def test_only_bugs_are_drawn_above_budget():
+    """In the case causal, the error of mha_torch is below its budget, and those of more than
+    50 bugs are above theirs.
+    """
     import pictures
 
     budget, error = pictures.of_torch("causal")
@@ -444,7 +499,7 @@ def row_of(tokens, ours_ms, **fields):
 
 @pytest.fixture
 def results(monkeypatch, tmp_path):
-    """Function that writes a file of measurements, or another file, into an empty benchmark folder."""
+    """Return a function that writes a JSON file into an empty folder of benchmarks."""
     import measurements
 
     monkeypatch.setattr(measurements, "FOLDER", tmp_path)
@@ -460,7 +515,10 @@ def file_of(*rows):
     return {"environment": {"platform": "Linux", "packages": {"jax": "1", "torch": None}}, "rows": rows}
 
 
-def test_later_file_of_a_machine_replaces_rows(results):
+def test_later_file_replaces_rows(results):
+    """Rows in a later file of a machine replace those of an earlier file with the same work;
+    other machines do not count.
+    """
     import measurements
 
     results("results/a-2026-01-02-more.json", file_of(row_of(128, 3.0)))
@@ -476,6 +534,9 @@ def test_later_file_of_a_machine_replaces_rows(results):
 
 
 def test_targets_are_met_by_their_worst_row(results):
+    """A target is met only if its worst row meets the bound; a target without rows raises a
+    ValueError.
+    """
     import measurements
 
     results(
@@ -493,7 +554,10 @@ def test_targets_are_met_by_their_worst_row(results):
         list(measurements.targets())
 
 
-def test_growth_is_plotted_by_tokens_for_any_kind_of_work():
+def test_growth_is_plotted_by_tokens():
+    """The growth of any kind of work is plotted by tokens, in panels for its times and its
+    memory.
+    """
     import plots
 
     steps = [row_of(tokens, 1.0, what="growth step", axes="B S E", shape=[1, tokens, 16]) for tokens in (1024, 131072)]
@@ -506,6 +570,9 @@ def test_growth_is_plotted_by_tokens_for_any_kind_of_work():
 
 
 def test_labels_are_moved_apart_in_order():
+    """Labels closer than the distance are moved apart around their middle, in order; the
+    others stay.
+    """
     import plots
 
     placed = plots.apart([1.0, 0.0, 1.1], 0.5)
@@ -513,6 +580,7 @@ def test_labels_are_moved_apart_in_order():
 
 
 def test_page_lists_every_measurement_file():
+    """The page of benchmarks has a heading for each file, its pictures, and a table of targets."""
     import measurements
 
     text = measurements.page()
@@ -523,6 +591,7 @@ def test_page_lists_every_measurement_file():
 
 
 def test_tool_tree_names_tools_of_the_table():
+    """All tools of the drawn tree are linked on the page that tells which tool to use."""
     import pictures
 
     page = (ROOT / "docs" / "how-to" / "which-tool.md").read_text("utf-8")
@@ -532,6 +601,7 @@ def test_tool_tree_names_tools_of_the_table():
 
 
 def test_each_search_rule_leaves_fewer_bugs():
+    """Each rule of the search for scale-missing leaves fewer bugs, and the last one only this."""
     import pictures
 
     counts, found = pictures.funnel_counts("scale-missing")
@@ -554,7 +624,9 @@ def ci_page():
 
 
 def test_ci_recipe_commands_parse(ci_page, pytestconfig):
-    """Nothing is installed or run: tests of `mutate` and of pytest's plugin do that."""
+    """The commands of the recipe have valid options, files and names; tests of `mutate` and
+    of the plugin run them.
+    """
     files = re.findall(r"^```python\n# (\S+)\n", ci_page, re.MULTILINE)
     github, gitlab = (yaml.safe_load(text) for text in re.findall(r"^```yaml\n(.*?)^```$", ci_page, re.M | re.DOTALL))
     programs = Counter()
@@ -576,6 +648,7 @@ def test_ci_recipe_commands_parse(ci_page, pytestconfig):
 
 
 def test_ci_recipe_test_passes(ci_page, importable_folder):
+    """The test in the recipe passes with the files on its page."""
     for code in re.findall(r"^```python\n(.*?)^```$", ci_page, re.MULTILINE | re.DOTALL):
         (importable_folder / code.split()[1]).write_text(code, "utf-8")  # the first line names the file
     names = runpy.run_path(str(importable_folder / "test_attention.py"))
@@ -584,6 +657,9 @@ def test_ci_recipe_test_passes(ci_page, importable_folder):
 
 @pytest.mark.costly("commands in a shell, as users type them")
 def test_checkpoint_commands_run(tmp_path):
+    """The commands for a checkpoint run on a converted model of two layers and find both the
+    same.
+    """
     spec = parity.AttentionSpec(128, 32, qkv_bias=False, out_bias=False)
     tensors = {}
     for i in range(2):

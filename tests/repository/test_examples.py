@@ -17,7 +17,7 @@ from helpers.shown import commands_of, shows, updated
 EXAMPLES = ROOT / "examples"
 PAGE = (
     (EXAMPLES / "README.md").read_text("utf-8").partition("\n## Bring up")[0]
-)  # tests/siblings/mha_tt covers the rest
+)  # `tests/siblings/mha_tt` covers the rest
 BLOCKS = re.findall(r"^```\n(\$ .*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 STATUS = {"python": 0, "mha-parity": 1, "diff": 1, "pytest -q test_port.py": 0, "pytest": 1}
 """Exit status of the last command of a block; it is 1 if bugs or a difference are found or the draft's tests fail."""
@@ -56,6 +56,7 @@ def port(tmp_path):
 @pytest.mark.skipif(os.name == "nt", reason="the commands are those of a POSIX shell")
 @pytest.mark.parametrize(("commands", "shown"), list(sessions()))
 def test_page_shows_actual_command_output(port, commands, shown):
+    """The commands of each block print the shown output, and exit with the expected status."""
     results = [port(command) for command in commands]
     assert results[-1][0] == STATUS.get(commands[-1], STATUS[commands[-1].split()[0]])
     assert not any(status for status, _ in results[:-1])
@@ -66,11 +67,15 @@ def test_page_shows_actual_command_output(port, commands, shown):
 
 
 def test_page_shows_every_step():
+    """The blocks of the page run the programs of the seven steps in order."""
     programs = [command.split()[0] for session in sessions() for command in session.values[0]]
     assert programs == ["python", "python", "mha-parity", "diff", "pytest", "sed", "pytest"]
 
 
-def test_all_three_bugs_are_named_and_fixed_in_turn():
+def test_three_bugs_are_named_and_fixed():
+    """`find_bugs.py` names the three bugs of the draft; each fix leaves the remaining ones,
+    and the last one leaves none.
+    """
     (shown,) = [shown for commands, shown in (session.values for session in sessions()) if commands == [HUNT]]
     story = [part.splitlines() for part in re.split(r"\n\n(?===)", "\n".join(shown))]
     before, *mended = story

@@ -1,4 +1,4 @@
-"""The house stands: no circles of imports, no name for two classes, private names at home, and tests pin no prose.
+"""Tests of the code base: import cycles, class names, private names, and prose in tests.
 
 Who may import whom is in pyproject.toml, for `lint-imports`; how large functions and signatures may grow, for ruff.
 """
@@ -20,7 +20,8 @@ def graph():
     return grimp.build_graph(*PACKAGES, cache_dir=None)
 
 
-def test_no_modules_import_each_other_however_far_around(graph):
+def test_modules_have_no_import_cycle(graph):
+    """The imports of the more than 300 modules have no cycle, however long."""
     assert len(graph.modules) > 300
     try:
         TopologicalSorter({name: graph.find_modules_directly_imported_by(name) for name in graph.modules}).prepare()
@@ -28,17 +29,20 @@ def test_no_modules_import_each_other_however_far_around(graph):
         pytest.fail(" -> ".join(error.args[1]))
 
 
-def test_the_mock_of_ttnn_knows_nothing_of_attention(graph):
-    """The mock serves any TTNN code: of the rest of the house it takes a class of errors."""
+def test_ttnn_mock_imports_only_mha_spec(graph):
+    """From other packages of this project, mha_tt.mock imports only mha_spec, so that it
+    serves any TTNN code.
+    """
     room = {name for name in graph.modules if f"{name}.".startswith("mha_tt.mock.")}
     imported = set().union(*(graph.find_modules_directly_imported_by(name) for name in room))
     assert imported - room == {"mha_spec"}
 
 
-def test_no_two_classes_of_parity_have_one_name():
+def test_class_names_of_parity_are_unique():
+    """No two classes of parity have the same name, except in templates."""
     homes: dict[str, set[str]] = {}
     for path in (ROOT / "parity").rglob("*.py"):
-        if path.parent.name == "templates":  # of one layer in three frameworks
+        if path.parent.name == "templates":  # one layer in three frameworks, with the same names
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
@@ -48,11 +52,11 @@ def test_no_two_classes_of_parity_have_one_name():
     assert shared == {}
 
 
-# ---- Private names stay at home --------------------------------------------------------------------------------------
+# ---- Private names ---------------------------------------------------------------------------------------------------
 
 
 def private_names(source: str) -> Iterator[str]:
-    """Private names that a module imports from another of the house, or reaches through what it imports."""
+    """Yield private names that a module imports from PACKAGES, or reaches through an import."""
     nodes, bound = [*ast.walk(ast.parse(source))], {}
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in PACKAGES:
@@ -69,7 +73,8 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-def test_private_names_stay_at_home():
+def test_private_names_are_not_imported():
+    """No module uses private names of another module of this project."""
     paths = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     assert len(paths) > 300
     found = {str(path.relative_to(ROOT)): [*private_names(path.read_text(encoding="utf-8"))] for path in paths}
@@ -89,18 +94,21 @@ def test_private_names_stay_at_home():
         ("self._f", []),
     ],
 )
-def test_private_names_are_seen_where_they_do_not_belong(source, found):
+def test_foreign_private_names_are_found(source, found):
+    """`private_names` finds private names that are imported, or reached through an import, of
+    this project only.
+    """
     assert list(private_names(source)) == found
 
 
-# ---- Tests pin no prose ----------------------------------------------------------------------------------------------
+# ---- Prose in tests --------------------------------------------------------------------------------------------------
 
 EXCEPT = {"refusals.py", "test_refusal.py", "test_refusals.py", "test_house.py", "test_words.py"}
-"""They print refusals, or rules."""
+"""Files that print refusals, or rules."""
 
 
 def sentences(source: str) -> list[str]:
-    """Strings of a test with the word that begins a rule. Docstrings do not count."""
+    """Return strings of a test with the word that begins a rule. Docstrings do not count."""
     if "must" not in source:
         return []
     nodes = list(ast.walk(ast.parse(source)))
@@ -110,7 +118,10 @@ def sentences(source: str) -> list[str]:
     return [text for text in strings if re.search(r"\bmust\b", text)]
 
 
-def test_no_test_pins_the_words_of_a_refusal():
+def test_no_test_has_words_of_a_refusal():
+    """No test has the words of a rule in a string, except those of refusals and rules
+    themselves.
+    """
     paths = [path for path in (ROOT / "tests").rglob("*.py") if path.name not in EXCEPT]
     assert len(paths) > 100
     found = [(str(path.relative_to(ROOT)), sentences(path.read_text(encoding="utf-8"))) for path in paths]
@@ -126,5 +137,8 @@ def test_no_test_pins_the_words_of_a_refusal():
         ('name = "mustard"  # must', 0),
     ],
 )
-def test_strings_with_rules_are_counted(source, count):
+def test_strings_with_rules_are_found(source, count):
+    """`sentences` finds strings with the word 'must', but not docstrings, comments or parts
+    of words.
+    """
     assert len(sentences(source)) == count

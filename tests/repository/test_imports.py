@@ -1,4 +1,4 @@
-"""Each package works where the other frameworks are not installed, and `parity` imports none before it is asked to."""
+"""Tests that each package works without other frameworks, which `parity` imports lazily."""
 
 import ast
 import platform
@@ -41,7 +41,7 @@ output, cache = module(torch.ones(1, 3, 8), module.init_cache(1, 4))
 assert output.shape == (1, 3, 8)
 """
 
-# `mha_tt` asks importlib for ttnn, which then answers as where there is none. (The blocker would answer by raising.)
+# `mha_tt` searches with importlib, which then finds no ttnn. (The blocker would raise an error.)
 WITHOUT_TTNN = """
 import sys
 
@@ -69,21 +69,28 @@ def run(*pieces):
         (USE_JAX, {"torch", "ttnn", "mha_torch", "mha_tt", "parity"}),
         (USE_TORCH, {"jax", "jaxlib", "flax", "ttnn", "mha_jax", "mha_tt", "parity"}),
     ],
-    ids=["mha_jax", "mha_torch"],  # mha_tt's is in tests/siblings/mha_tt, where ttnn is
+    ids=["mha_jax", "mha_torch"],  # mha_tt: `tests/siblings/mha_tt`
 )
-def test_sibling_works_without_the_other_frameworks(program, blocked):
+def test_package_works_without_others(program, blocked):
+    """mha_jax and mha_torch run a layer with a cache without the other frameworks, packages
+    or parity.
+    """
     result = run(BLOCKER.format(blocked=blocked), program)
     assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.costly("modules that a new process imports")
-def test_a_blocked_package_cannot_be_imported():  # the control of the tests above
+def test_blocked_package_cannot_be_imported():
+    """The control of these tests: importing torch fails if the blocker has it."""
     result = run(BLOCKER.format(blocked={"torch"}), USE_TORCH)
     assert "No module named 'torch' (blocked by the test)" in result.stderr
 
 
 @pytest.mark.costly("modules that a new process imports")
-def test_mha_tt_says_which_pythons_have_ttnn():
+def test_mha_tt_names_pythons_with_ttnn():
+    """Without ttnn, importing mha_tt raises one ImportError with the Python versions that
+    have it, and this one.
+    """
     result = run(WITHOUT_TTNN, "import mha_tt")
     *_, message = result.stderr.splitlines()
     assert message.startswith("ImportError: mha_tt needs ttnn")
@@ -94,7 +101,10 @@ def test_mha_tt_says_which_pythons_have_ttnn():
 
 @pytest.mark.costly("modules that a new process imports")
 @pytest.mark.parametrize("module", ["parity", "parity.cli.main"])
-def test_parity_imports_no_framework_and_no_sibling(module):
+def test_parity_imports_no_framework(module):
+    """Importing parity or its command line imports no framework, nor mha_jax, mha_torch or
+    mha_tt.
+    """
     packages = FRAMEWORKS | {"mha_jax", "mha_torch", "mha_tt"}
     result = run(f"import sys, {module}", NOTHING_OF.format(packages=packages))
     assert result.returncode == 0, result.stderr
@@ -102,23 +112,28 @@ def test_parity_imports_no_framework_and_no_sibling(module):
 
 @pytest.mark.costly("modules that a new process imports")
 @pytest.mark.parametrize("module", ["parity", "parity.cli.main"])
-def test_parity_is_imported_where_no_framework_is(module):
+def test_parity_imports_without_frameworks(module):
+    """parity and its command line can be imported if no framework is installed."""
     result = run(BLOCKER.format(blocked=FRAMEWORKS), f"import {module}")
     assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.costly("modules that a new process imports")
 @pytest.mark.parametrize("module", ["compare", "trace", "problem"])
-def test_a_comparison_makes_no_cases(module):
+def test_comparing_does_not_import_cases(module):
+    """Importing compare, trace or problem of parity.core does not import the cases."""
     result = run(f"import sys, parity.core.{module}", "assert 'parity.core.cases' not in sys.modules")
     assert result.returncode == 0, result.stderr
 
 
-def test_torch_sibling_imports_what_divides_layers_only_when_it_is_asked_for():
+def test_mha_torch_imports_parallel_lazily():
+    """No module of mha_torch outside of `parallel` imports it or torch.distributed at import
+    time.
+    """
     folder = ROOT / "mha_torch"
     found = []
     for path in sorted({*folder.rglob("*.py")} - {*(folder / "parallel").rglob("*.py")}):
-        for node in ast.parse(path.read_text()).body:  # what is imported at once
+        for node in ast.parse(path.read_text()).body:  # statements at import time
             names = [alias.name for alias in getattr(node, "names", [])] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             found += [

@@ -1,4 +1,4 @@
-"""The tests are laid out like the packages, share helpers in one place, and have short names."""
+"""Tests that the test suite has the folders of parity, shared helpers, and short names."""
 
 import ast
 from collections import defaultdict
@@ -26,12 +26,14 @@ def folders_in(path: Path) -> set[str]:
 
 
 def test_folders_mirror_parity():
-    """Each folder of parity has a folder of tests, and there is no other one."""
+    """Each folder of parity with code has a folder in tests/parity, and no other folder
+    exists there.
+    """
     assert folders_in(TESTS / "parity") == folders_in(ROOT / "parity") - PAGES_ONLY
 
 
 def test_every_test_is_in_a_folder():
-    """Next to conftest.py there are only folders and the budget of the tests."""
+    """conftest.py is the only module directly in tests/."""
     assert [path.name for path in TESTS.glob("*.py")] == ["conftest.py"]
 
 
@@ -48,7 +50,7 @@ def imported_tests(module: ast.Module) -> list[str]:
 
 
 def test_no_test_imports_another_test():
-    """What several tests use is in tests/helpers."""
+    """No test module imports another one: shared helpers are in tests/helpers."""
     importing = {str(path.relative_to(TESTS)): imported_tests(parse(path)) for path in modules()}
     assert {path: names for path, names in importing.items() if names} == {}
 
@@ -58,7 +60,9 @@ def test_no_test_imports_another_test():
     [("from test_mha import f", 1), ("import a.test_mha", 1), ("from helpers.tests import f", 0)],
 )
 def test_imports_of_tests_are_found(source, count):
-    """The search of the test above can find one."""
+    """The control of the test above: `imported_tests` finds imports of test modules, but not
+    of helpers.
+    """
     assert len(imported_tests(ast.parse(source))) == count
 
 

@@ -1,4 +1,4 @@
-"""The check of refusals can fail: by the argument, the kind, a value, the place, or if nothing is refused."""
+"""Tests that the check of refusals can fail: by each field, or without an error."""
 
 import pytest
 from helpers.refusals import refuses, refuses_type
@@ -15,7 +15,10 @@ from mha_spec import Refusal, WrongType
         refuses("num_heads", "int8"),
     ],
 )
-def test_a_refusal_with_the_expected_fields_passes(expected):
+def test_refusal_with_expected_fields_passes(expected):
+    """An expected refusal passes, twice in a row, if the argument, the values and the place
+    match.
+    """
     for _ in range(2):
         with expected:
             raise Refusal("num_heads", "be odd", {"num_heads": 4, "k.dtype": "int8"}, where="layer 1")
@@ -35,12 +38,18 @@ def test_a_refusal_with_the_expected_fields_passes(expected):
         refuses_type("num_heads"),
     ],
 )
-def test_a_refusal_with_another_field_fails(expected):
+def test_refusal_with_other_field_fails(expected):
+    """An expected refusal fails if the argument, a value or its type, the place, or the kind
+    differs.
+    """
     with pytest.raises(AssertionError), expected:
         raise Refusal("num_heads", "be odd", num_heads=4, where="layer 1")
 
 
-def test_no_refusal_fails_and_other_errors_pass_through():
+def test_missing_refusal_fails():
+    """An expected refusal fails without an error or with another kind, and other exceptions
+    pass through it.
+    """
     with pytest.raises(pytest.fail.Exception, match="num_heads"), refuses("num_heads"):
         pass
     with pytest.raises(ZeroDivisionError), refuses("num_heads"):
@@ -65,7 +74,8 @@ PRINTED = (
         refuses("--heads", "a b", remedy={"--fill": True}),
     ],
 )
-def test_a_printed_refusal_is_found(expected):
+def test_printed_refusal_is_found(expected):
+    """A printed refusal is found by its argument, values, place, remedy and hint."""
     assert expected.is_printed_in(f"a line before\n{PRINTED}\n")
 
 
@@ -86,22 +96,26 @@ def test_a_printed_refusal_is_found(expected):
         refuses("--heads", hint="near it"),
     ],
 )
-def test_another_argument_value_place_or_advice_is_not_printed(expected):
+def test_different_refusal_is_not_found(expected):
+    """A printed refusal is not found by another argument, value, place, remedy or hint."""
     assert not expected.is_printed_in(PRINTED)
 
 
-def test_text_without_a_refusal_prints_none():
+def test_text_without_refusal_has_none():
+    """A line with an argument but no rule is not a printed refusal."""
     assert not refuses("--heads").is_printed_in("mha-parity: --heads\n")
 
 
 @pytest.mark.parametrize(
     "expected", [refuses("n", remedy={"m": 2}), refuses("n", remedy={"k": 1}), refuses("n", hint="k")]
 )
-def test_other_advice_fails(expected):
+def test_refusal_with_other_advice_fails(expected):
+    """An expected refusal fails if the remedy or the hint differs."""
     with pytest.raises(AssertionError), expected:
         raise Refusal("n", "be odd", n=4, remedy={"m": 1}, hint="helps")
 
 
-def test_the_expected_advice_passes():
+def test_expected_advice_passes():
+    """An expected refusal passes if one alternative has the remedy, and the hint matches."""
     with refuses("n", remedy={"m": 1}, hint="helps"):
         raise Refusal("n", "be odd", n=4, remedy=[{"m": 1, "j": 2}, {"k": 2}], hint="helps")

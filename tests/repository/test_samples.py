@@ -19,7 +19,7 @@ def sibling(request):
 def suite(pytester, monkeypatch):
     """A folder with tests of one file; its rows are those that a run collects."""
     monkeypatch.delenv("SAMPLES", raising=False)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # files of one second and size would share it
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # files of the same second and size would share it
     pytester.makeini("[pytest]\nmarkers =\n    thorough: more\n    nightly: all the rest")
     pytester.makeconftest(CONFTEST)
     return pytester
@@ -42,17 +42,24 @@ def test_product(letter, number, sibling): pass
 """
 
 
-def test_a_value_restricts_the_rows(suite):
+def test_values_restrict_rows(suite):
+    """With `letter=["b"], number=[1, 3]`, the test has only rows with these values, for both
+    backends.
+    """
     rows, _ = rows_of(suite, PRODUCT.format(sample='letter=["b"], number=[1, 3]'))
     assert sorted(rows) == [f"test_product[{name}-{n}-b]" for name in ("jax", "torch") for n in (1, 3)]
 
 
-def test_a_function_restricts_the_rows(suite):
+def test_function_restricts_rows(suite):
+    """With `where=`, the test has only rows for which the function returns True, for both
+    backends.
+    """
     rows, _ = rows_of(suite, PRODUCT.format(sample="where=lambda number, letter: letter * number == 'cc'"))
     assert sorted(rows) == ["test_product[jax-2-c]", "test_product[torch-2-c]"]
 
 
-def test_jax_has_as_many_rows_as_asked(suite):
+def test_jax_argument_sets_jax_rows(suite):
+    """`jax=2` limits the rows of JAX to 2 of 9, and `5, jax=0` leaves 5 rows, none of JAX."""
     rows, _ = rows_of(suite, PRODUCT.format(sample="jax=2"))
     in_jax = [row for row in rows if "jax" in row]
     assert (len(in_jax), len(rows)) == (2, 11)
@@ -61,8 +68,10 @@ def test_jax_has_as_many_rows_as_asked(suite):
     assert "jax" not in "".join(rows)
 
 
-def test_a_number_of_rows_covers_all_pairs(suite):
-    """Nine rows are the fewest in which every letter meets every number; each meets both siblings, too."""
+def test_nine_rows_cover_all_pairs(suite):
+    """Nine rows, the fewest possible, have every letter with every number, and each of both
+    with each backend.
+    """
     rows, _ = rows_of(suite, PRODUCT.format(sample="9"))
     parts = [row.removeprefix("test_product[").rstrip("]").split("-") for row in rows]
     assert len(parts) == 9
@@ -71,7 +80,8 @@ def test_a_number_of_rows_covers_all_pairs(suite):
     assert len({(sibling, letter) for sibling, _, letter in parts}) == 6
 
 
-def test_few_rows_cover_every_value(suite):
+def test_three_rows_cover_every_value(suite):
+    """Three rows have every value of every parameter."""
     rows, _ = rows_of(suite, PRODUCT.format(sample="3"))
     assert all(value in "".join(rows) for value in ("jax", "torch", "1", "2", "3", "-a", "-b", "-c"))
 
@@ -97,12 +107,15 @@ def four_rows(suite, test, names, values):
     ],
     ids=["name", "decorators", "values"],
 )
-def test_nothing_else_changes_the_choice(suite, test, names, values):
-    """Neither the name of the test, nor the order of its decorators or of their values."""
+def test_choice_does_not_depend_on_order(suite, test, names, values):
+    """The choice depends neither on the test's name nor on the order of its decorators or
+    values.
+    """
     assert four_rows(suite, test, names, values) == four_rows(suite, "test_it", ["letter", "number"], VALUES)
 
 
-def test_a_seed_changes_the_choice(suite):
+def test_seed_changes_the_choice(suite):
+    """Four seeds choose four different sets of rows."""
     seeds = {tuple(rows_of(suite, PRODUCT.format(sample=f"4, seed={seed}"))[0]) for seed in range(4)}
     assert len(seeds) == 4
 
@@ -161,7 +174,8 @@ def test_thorough_rows_ignore_the_order(suite, monkeypatch):
     assert len(rows) == 4
 
 
-def test_a_row_that_is_named_runs(suite):
+def test_named_row_outside_sample_runs(suite):
+    """A row outside the sample is collected if the command line names it."""
     sampled, _ = rows_of(suite, PRODUCT.format(sample='letter=["b"]'))
     name = "test_product[jax-2-a]"
     assert name not in sampled
@@ -187,8 +201,10 @@ def test_a_row_that_is_named_keeps_its_tier(suite, monkeypatch):
         ("jax=9", "jax is 9, of 9 rows"),
     ],
 )
-def test_a_sample_that_cannot_be_is_an_error(suite, sampled, problem):
-    """A value that was renamed would otherwise leave its rows to nobody."""
+def test_impossible_sample_is_an_error(suite, sampled, problem):
+    """A sample with an unknown parameter or value, or without effect, is an error: a renamed
+    value would leave rows out.
+    """
     source = f"import pytest\nfrom helpers.samples import sample\nparametrize = pytest.mark.parametrize\n{PRODUCT}"
     suite.makepyfile(test_it=source.format(sample=sampled))
     result = suite.runpytest()
@@ -197,8 +213,10 @@ def test_a_sample_that_cannot_be_is_an_error(suite, sampled, problem):
 
 
 @pytest.mark.parametrize("mark", ["thorough", "nightly"])
-def test_a_thorough_row_of_a_sampled_test_is_an_error(suite, mark):
-    """Whether it runs would be said in two places."""
+def test_thorough_row_in_sample_is_an_error(suite, mark):
+    """A sampled test with a row marked thorough is an error: two places would determine
+    whether it runs.
+    """
     suite.makepyfile(
         test_it=f"""
         import pytest
@@ -213,7 +231,8 @@ def test_a_thorough_row_of_a_sampled_test_is_an_error(suite, mark):
     assert f"@sample of test_x: a row of it is marked {mark}" in result.stdout.str()
 
 
-def test_two_samples_of_a_test_are_an_error(suite):
+def test_two_samples_are_an_error(suite):
+    """Two @sample decorators on one test are an error."""
     suite.makepyfile(
         test_it="""
         import pytest
@@ -236,7 +255,8 @@ def test_two_samples_of_a_test_are_an_error(suite):
         ("thorough", "samples: 2 times the rows of each test's @sample*", 10),
     ],
 )
-def test_the_number_of_rows_left_out_is_printed(suite, monkeypatch, samples, head, outside):
+def test_number_of_omitted_rows_is_printed(suite, monkeypatch, samples, head, outside):
+    """The report of a run has the number of rows outside of samples, 14 of 18."""
     rows_of(suite, PRODUCT.format(sample="4"))
     if samples is not None:
         monkeypatch.setenv("SAMPLES", samples)
@@ -254,7 +274,8 @@ def test_all_rows_leave_none_out(suite, monkeypatch):
     result.assert_outcomes(passed=18)
 
 
-def test_another_value_of_the_variable_is_an_error(suite, monkeypatch):
+def test_invalid_samples_variable_is_error(suite, monkeypatch):
+    """SAMPLES=9 is an error that names the valid value, 'all'."""
     monkeypatch.setenv("SAMPLES", "9")
     suite.makepyfile("def test_x(): pass")
     result = suite.runpytest()

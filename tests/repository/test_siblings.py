@@ -403,19 +403,28 @@ def test_the_lists_of_files_are_long():
 
 @every_other
 def test_implementations_have_same_files(name):
+    """The packages have the files of mha_torch, apart from listed extra files, all of which
+    exist.
+    """
     shared = {sibling: {file for file in paths_of(sibling) if is_shared(sibling, file)} for sibling in NAMES}
     assert shared[name] == shared["torch"]
     assert [extra for extra in EXTRA_FILES[name] if not any(_is_in(file, extra) for file in paths_of(name))] == []
 
 
 @every_other
-def test_implementations_have_same_public_names(name):
+def test_packages_have_same_public_names(name):
+    """The packages have the public names of mha_torch in the same order, apart from listed
+    extra names.
+    """
     extra = {Path(file).stem for file in [*EXTRA_FILES[name], *files_of(name)] if not is_shared(name, file)}
     assert [public for public in all_of(name) if public not in extra and not is_extra(name, public)] == all_of("torch")
 
 
 @every_sibling
-def test_public_names_are_defined_in_imported_modules(name):
+def test_public_names_are_defined_in_modules(name):
+    """The public names of a package are those that it imports, each from the module that
+    defines it.
+    """
     imported = set()
     for node in parse(name, "__init__.py").body:
         if isinstance(node, ast.ImportFrom):
@@ -428,7 +437,10 @@ def test_public_names_are_defined_in_imported_modules(name):
 
 
 @every_other
-def test_definitions_have_same_names_and_order(name):
+def test_definitions_have_same_order(name):
+    """The public definitions of a file have the names and order of mha_torch, apart from
+    listed extra names.
+    """
     for file in FILES:
         found = [public for public in definitions(name, file) if not is_extra(name, public)]
         expected = [public for public in definitions("torch", file) if not is_extra("torch", public)]
@@ -437,6 +449,7 @@ def test_definitions_have_same_names_and_order(name):
 
 @every_sibling
 def test_listed_names_exist(name):
+    """Every listed extra name and parameter exists in its package."""
     found = [definitions(name, file) for file in files_of(name)]
     arguments = {
         argument.arg
@@ -453,7 +466,10 @@ def test_listed_names_exist(name):
 
 
 @every_other
-def test_parameters_have_same_names_kinds_defaults_and_axes(name):
+def test_parameters_are_the_same(name):
+    """The parameters of a function have the names, kinds, defaults and axes of mha_torch,
+    apart from listed ones.
+    """
     found, expected = {}, {}
     for file in FILES:
         for public, node in shared_functions(name, file).items():
@@ -464,6 +480,7 @@ def test_parameters_have_same_names_kinds_defaults_and_axes(name):
 
 @every_other
 def test_results_have_same_axes(name):
+    """The result of a function has the axes of mha_torch."""
     found, expected = {}, {}
     for file in FILES:
         for public, node in shared_functions(name, file).items():
@@ -477,12 +494,14 @@ def test_results_have_same_axes(name):
 
 @every_other
 def test_files_have_same_summary(name):
+    """The first line of a file's docstring is that of mha_torch, in neutral words."""
     found = {file: summary(name, parse(name, file)) for file in FILES}
     assert found == {file: summary("torch", parse("torch", file)) for file in FILES}
 
 
 @every_other
 def test_definitions_have_same_summary(name):
+    """The first line of a definition's docstring is that of mha_torch, in neutral words."""
     found, expected = {}, {}
     for file in FILES:
         for public, node in shared_definitions(name, file).items():
@@ -493,7 +512,10 @@ def test_definitions_have_same_summary(name):
 
 
 @every_sibling
-def test_every_public_definition_has_a_docstring(name):
+def test_public_definitions_have_docstrings(name):
+    """Every public function, class and method has a docstring, except constructors and
+    `extra_repr`.
+    """
     bare = [
         (file, public)
         for file in files_of(name)
@@ -509,7 +531,10 @@ def test_every_public_definition_has_a_docstring(name):
 
 
 @every_sibling
-def test_implementation_imports_only_its_framework_numpy_and_itself(name):
+def test_package_imports_only_its_framework(name):
+    """A file imports only its framework, NumPy, jaxtyping, mha_spec and its own package,
+    apart from listed lazy imports.
+    """
     allowed = FRAMEWORK[name] | {f"mha_{name}", "mha_spec", "numpy", "jaxtyping"}
     for file in files_of(name):
         at_once, lazily = imports(parse(name, file))

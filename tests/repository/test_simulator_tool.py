@@ -1,4 +1,4 @@
-"""`tools/tt-simulator`: what it refuses, what it prints, and what it makes of the packages that it takes apart."""
+"""Tests of `tools/tt-simulator`: rejected input, the printed environment, and unpacked packages."""
 
 import hashlib
 import importlib.machinery
@@ -40,7 +40,7 @@ def library(tmp_path):
 
 @pytest.fixture
 def python(tmp_path):
-    """An interpreter in whose environment ttnn lies."""
+    """An interpreter whose environment has ttnn."""
     ttnn = tmp_path / "site" / "ttnn"
     for folder in ("tt_metal/soc_descriptors", "ttnn", "runtime/hw"):
         (ttnn / folder).mkdir(parents=True)
@@ -55,40 +55,50 @@ def python(tmp_path):
 def refused(capsys, tool, *arguments):
     assert tool.main([str(argument) for argument in arguments]) == 2
     printed = capsys.readouterr()
-    assert printed.out == ""  # nothing that a shell would take for an environment
+    assert printed.out == ""  # a shell evaluates standard output as an environment
     return printed.err.splitlines()[-1]
 
 
-def test_another_name_is_refused(capsys, tool, tmp_path):
+def test_unknown_library_name_is_rejected(capsys, tool, tmp_path):
+    """A library named libttsim.so exits with status 2 and an error with the valid names."""
     (tmp_path / "libttsim.so").write_bytes(ELF)
     message = refused(capsys, tool, tmp_path / "libttsim.so")
     assert refuses("the simulator", "libttsim.so'").is_printed_in(message)
     assert [name for name in ("libttsim_bh.so", "libttsim_wh.so", "wolfpine") if name not in message] == []
 
 
-def test_a_file_that_is_not_there_is_refused(capsys, tool, tmp_path):
+def test_missing_library_is_rejected(capsys, tool, tmp_path):
+    """A library that does not exist exits with status 2 and an error with its name."""
     assert refuses("the simulator", "libttsim_wh.so'").is_printed_in(refused(capsys, tool, tmp_path / "libttsim_wh.so"))
 
 
-def test_what_is_no_library_is_refused(capsys, tool, library):
+def test_non_elf_library_is_rejected(capsys, tool, library):
+    """A file that is not an ELF library exits with status 2 and an error with its path."""
     library.write_text("<html>not found</html>")
     assert refuses("the simulator", str(library)).is_printed_in(refused(capsys, tool, library))
 
 
-def test_another_sha256_is_refused(capsys, tool, library):
+def test_wrong_sha256_is_rejected(capsys, tool, library):
+    """A library with a different SHA-256 exits with status 2 and an error with both."""
     found = hashlib.sha256(ELF).hexdigest()
     message = refused(capsys, tool, library, "--sha256", "0" * 64)
     assert refuses("the simulator", found, where="tt-simulator").is_printed_in(message)
     assert "0" * 64 in message
 
 
-def test_options_of_the_other_simulator_are_refused(capsys, tool, library):
+def test_mismatched_options_are_rejected(capsys, tool, library):
+    """--arch with a library, and --sha256 with wolfpine, exit with status 2 and an error with
+    the option.
+    """
     assert refuses("--arch", "wh").is_printed_in(refused(capsys, tool, library, "--arch", "wh"))
     assert refuses("--sha256", "wolfpine").is_printed_in(refused(capsys, tool, "wolfpine", "--sha256", "0" * 64))
 
 
 @pytest.mark.costly("the tool asks the interpreter")
-def test_an_environment_without_ttnn_is_refused(capsys, tool, library, tmp_path):
+def test_python_without_ttnn_is_rejected(capsys, tool, library, tmp_path):
+    """A --python without ttnn, or one that does not exist, exits with status 2 and an error
+    with its path.
+    """
     (tmp_path / "python").write_text("#!/bin/sh\necho\n")
     (tmp_path / "python").chmod(0o755)
     for name in ("python", "none"):
@@ -98,7 +108,10 @@ def test_an_environment_without_ttnn_is_refused(capsys, tool, library, tmp_path)
 
 @pytest.mark.costly("a shell reads what is printed")
 @pytest.mark.parametrize(("chip", "arch"), [("bh", "blackhole"), ("wh", "wormhole")])
-def test_a_library_gets_a_place_and_an_environment(capsys, tool, library, python, tmp_path, chip, arch):
+def test_library_is_set_up_with_environment(capsys, tool, library, python, tmp_path, chip, arch):
+    """A library is copied into the folder with its SoC descriptor, and the printed variables
+    lead to it and to ttnn's folders.
+    """
     library = library.rename(tmp_path / f"libttsim_{chip}.so")
     folder = tmp_path / "a folder"
     (folder / "sfpi").mkdir(parents=True)  # the compiler was set up before
@@ -117,7 +130,8 @@ def test_a_library_gets_a_place_and_an_environment(capsys, tool, library, python
     assert f"sha256 {sha256}, as given" in printed.err
 
 
-def test_a_wheel_with_another_sha256_is_refused(tool, tmp_path):
+def test_wheel_with_wrong_sha256_raises(tool, tmp_path):
+    """A wheel with a different SHA-256 raises an error with its name and the expected SHA-256."""
     (tmp_path / "a.whl").write_bytes(b"another")
     with pytest.raises(tool.Refused, match=r"a\.whl.*1f25.*"):
         tool.check_sha256(tmp_path / "a.whl", tool.WOLFPINE[2])
@@ -139,7 +153,10 @@ def compressed(content):
 
 @pytest.mark.costly("zstd is a program")
 @needs_zstd
-def test_the_compiler_is_found_behind_other_frames(tool, tmp_path):
+def test_compiler_is_found_in_last_frame(tool, tmp_path):
+    """The compiler is unpacked from the last of three zstd frames between other bytes,
+    without files of other frames.
+    """
     name = "runtime__sfpi__compiler__bin__riscv-tt-elf-g++"
     frames = [b"not an archive", archive(runtime__other=b"1"), archive(**{name: b"the compiler"})]
     tool.unpack(b"\0" * 100 + b"x".join(map(compressed, frames)) + b"\0" * 100, tmp_path)
@@ -149,27 +166,35 @@ def test_the_compiler_is_found_behind_other_frames(tool, tmp_path):
 
 @pytest.mark.costly("zstd is a program")
 @needs_zstd
-def test_a_library_without_the_compiler_is_refused(tool, tmp_path):
+def test_library_without_compiler_raises(tool, tmp_path):
+    """Unpacking a library whose frames have no compiler raises an error about it."""
     with pytest.raises(tool.Refused, match="compiler"):
         tool.unpack(compressed(archive(runtime__other=b"1")), tmp_path)
 
 
-def test_division_is_that_of_risc_v(tool):
+def test_division_follows_risc_v(tool):
+    """Quotients round toward zero, remainders have the dividend's sign, and division by zero
+    returns -1, exactly up to 2^62.
+    """
     namespace = {}
     exec(f"class Divider:{tool.DIVISION}", namespace)
     divided = namespace["Divider"]._divided
     assert [divided(*pair) for pair in ((7, 2), (-7, 2), (7, -2), (-7, -2))] == [(3, 1), (-3, -1), (-3, 1), (3, -1)]
     assert divided(5, 0) == (-1, 5)
-    assert divided(2**62 + 1, 1) == (2**62 + 1, 0)  # exact, where a float is not
+    assert divided(2**62 + 1, 1) == (2**62 + 1, 0)  # exact, unlike a float
 
 
-def test_a_module_that_divides_otherwise_is_refused(tool):
+def test_unknown_division_code_raises(tool):
+    """A module of wolfpine with the known lines gets the new division; one with other lines
+    raises an error.
+    """
     assert "_divided" in tool.with_division("\n".join(tool.REPLACED))
     with pytest.raises(tool.Refused, match="wolfpine"):
         tool.with_division("result = rs1_val // rs2_val")
 
 
 @pytest.mark.costly("the tool runs without the project")
-def test_help_says_what_is_trusted():
+def test_help_names_trusted_sources():
+    """The help names the two sources that are trusted, the missing license and the SHA-256."""
     shown = subprocess.run([sys.executable, TOOL, "--help"], capture_output=True, text=True, check=True).stdout
     assert [word for word in ("jax-tt-plugin", "wolfpine", "neither a license", "sha256") if word not in shown] == []

@@ -1,4 +1,4 @@
-"""The scripts that `make` uses."""
+"""Tests of the scripts that `make` uses."""
 
 import importlib.machinery
 import importlib.util
@@ -21,7 +21,7 @@ needs_linux = pytest.mark.skipif(
 
 
 def put_python(path, says="cpython 3 12 ok", status=0):
-    """A Python that says of itself what it is told to."""
+    """Write a Python that prints the given version and exits with the given status."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\necho {says}\nexit {status}\n")
     path.chmod(0o755)
@@ -38,6 +38,7 @@ def find(path, home):
 @pytest.mark.costly("the tool is a shell script")
 @needs_linux
 def test_python312_is_found_on_the_path(tmp_path):
+    """`find-python312` prints the python3.12 on the path."""
     python = put_python(tmp_path / "bin" / "python3.12")
     assert find(tmp_path / "bin", tmp_path) == str(python)
 
@@ -45,7 +46,10 @@ def test_python312_is_found_on_the_path(tmp_path):
 @pytest.mark.costly("the tool is a shell script")
 @needs_linux
 @pytest.mark.parametrize("says", ["cpython 3 11", "pypy 3 12", ""])
-def test_a_python_of_that_name_that_is_another_or_does_not_run_is_not_chosen(tmp_path, says):
+def test_wrong_python312_is_not_chosen(tmp_path, says):
+    """A python3.12 on the path that has another version or does not run is skipped for the
+    one of pyenv.
+    """
     put_python(tmp_path / "bin" / "python3.12", says, status=0 if says else 127)
     python = put_python(tmp_path / ".pyenv" / "versions" / "3.12.9" / "bin" / "python")
     assert find(tmp_path / "bin", tmp_path) == str(python)
@@ -53,7 +57,8 @@ def test_a_python_of_that_name_that_is_another_or_does_not_run_is_not_chosen(tmp
 
 @pytest.mark.costly("the tool is a shell script")
 @needs_linux
-def test_a_shim_does_not_hide_a_python_further_down_the_path(tmp_path):
+def test_broken_shim_does_not_hide_python(tmp_path):
+    """A shim that does not run is skipped for a python3.12 further down the path."""
     put_python(tmp_path / "shims" / "python3.12", "", status=127)
     python = put_python(tmp_path / "bin" / "python3.12")
     assert find(f"{tmp_path / 'shims'}:{tmp_path / 'bin'}", tmp_path) == str(python)
@@ -76,12 +81,14 @@ def fuzz():
     return module
 
 
-def test_commands_drawn_at_random_lose_nothing_and_say_why_they_refuse(fuzz, tmp_path):
+def test_random_commands_have_no_faults(fuzz, tmp_path):
+    """60 random commands lose no file, and those that fail say why."""
     assert list(fuzz.fuzz_commands(tmp_path, 60, seed=0)) == []
 
 
 @pytest.mark.costly("the tool draws many files")
-def test_hostile_files_do_no_harm(fuzz, tmp_path):
+def test_hostile_files_cause_no_harm(fuzz, tmp_path):
+    """15 commands with random hostile files do no harm."""
     assert list(fuzz.fuzz_hostile(tmp_path, 15, seed=0)) == []
 
 
@@ -103,7 +110,8 @@ def crash_as_70(arguments):
     ("fault", "finding"),
     [(paint, "control"), (chatter, "200000 and 0 characters"), (crash_as_70, "exit status 70")],
 )
-def test_every_harm_is_found(fuzz, tmp_path, monkeypatch, fault, finding):
+def test_fuzzing_finds_every_harm(fuzz, tmp_path, monkeypatch, fault, finding):
+    """Control characters, 200,000 characters of output, and exit status 70 are found as harm."""
     monkeypatch.setattr("parity.cli.main.main", fault)
     monkeypatch.setattr(fuzz, "good_files", lambda folder: {})
     monkeypatch.setattr(fuzz, "hostile", lambda draw, good: ({}, ["inspect", "a.npz"]))
@@ -111,7 +119,8 @@ def test_every_harm_is_found(fuzz, tmp_path, monkeypatch, fault, finding):
     assert finding in told
 
 
-def test_time_and_memory_are_harm(fuzz):
+def test_excess_time_and_memory_are_harm(fuzz):
+    """11 seconds and 600 MiB are found as harm; 9 seconds and 500 MiB are not."""
     assert list(fuzz.harm(["inspect"], 0, "", "", 11.0, 600 << 20)) == ["11 seconds", "600 MiB more memory"]
     assert list(fuzz.harm(["inspect"], 0, "", "", 9.0, 500 << 20)) == []
 
@@ -155,7 +164,10 @@ def crash(arguments):
         (lambda arguments: time.sleep(10), "exit status hang"),
     ],
 )
-def test_every_fault_is_found(fuzz, tmp_path, monkeypatch, fault, finding):
+def test_fuzzing_finds_every_fault(fuzz, tmp_path, monkeypatch, fault, finding):
+    """A lost or changed file, a partial report, a file left, a traceback, a wrong exit status
+    and a hang are found, with the command.
+    """
     monkeypatch.setattr("parity.cli.main.main", fault)
     monkeypatch.setattr(fuzz.call, "__defaults__", (1,))
     monkeypatch.setattr(fuzz, "draw", lambda rng: (["inspect", "a.npz"], []))
@@ -190,7 +202,7 @@ def check_html(monkeypatch):
 
 @pytest.fixture
 def browser(check_html, monkeypatch, tmp_path):
-    """What Node.js is made to say: of `npm`, and of `node` for each page."""
+    """Replace Node.js: return the output of `npm`, and of `node` for each page, to be changed."""
     says = {"npm": (0, ""), "failed.html": CLEAN, "hostile.html": CLEAN, "control.html": FAULTS, "index.html": CLEAN}
     monkeypatch.setattr(check_html, "SITE", tmp_path)
     monkeypatch.setattr(check_html, "PAGES", ("index",))
@@ -198,7 +210,7 @@ def browser(check_html, monkeypatch, tmp_path):
     def run(tool, arguments, folder):
         if tool == "npm":
             return subprocess.CompletedProcess(arguments, says["npm"][0], "", says["npm"][1])
-        found = [says[page.rpartition("/")[2]] for page in arguments[1:]]  # of the site, addresses
+        found = [says[page.rpartition("/")[2]] for page in arguments[1:]]  # pages of the site have addresses
         if None in found:
             return subprocess.CompletedProcess(arguments, 3, "", "Chromium does not start here: why\n")
         return subprocess.CompletedProcess(arguments, 0, "\n".join(map(json.dumps, found)), "")
@@ -207,32 +219,39 @@ def browser(check_html, monkeypatch, tmp_path):
     return says
 
 
-def test_pages_without_a_fault_pass(check_html, browser, tmp_path):  # the control of the tests below
+def test_pages_without_faults_pass(check_html, browser, tmp_path):
+    """The control of the tests below: pages without a fault exit with status 0."""
     assert check_html.main(tmp_path) == 0
 
 
 @pytest.mark.parametrize("page", ["failed", "hostile"])
 @pytest.mark.parametrize("of", FAULTS)
-def test_every_fault_of_a_page_is_told(check_html, browser, tmp_path, capsys, page, of):
+def test_faults_of_a_page_are_reported(check_html, browser, tmp_path, capsys, page, of):
+    """Each kind of fault of a page exits with status 1 and a line that begins with its name."""
     browser[f"{page}.html"] = CLEAN | {of: FAULTS[of]}
     assert check_html.main(tmp_path) == 1
     assert capsys.readouterr().out.startswith(f"{page}.html: ")
 
 
 @pytest.mark.parametrize("of", FAULTS)
-def test_every_fault_of_the_site_is_told(check_html, browser, tmp_path, capsys, of):
+def test_faults_of_the_site_are_reported(check_html, browser, tmp_path, capsys, of):
+    """Each kind of fault of a page of the site exits with status 1 and a line that begins
+    with its name.
+    """
     browser["index.html"] = CLEAN | {of: FAULTS[of]}
     assert check_html.main(tmp_path) == 1
     assert capsys.readouterr().out.startswith("index.html: ")
 
 
-def test_a_site_that_is_not_built_is_left_out_in_a_line(check_html, browser, tmp_path, capsys, monkeypatch):
+def test_missing_site_is_reported(check_html, browser, tmp_path, capsys, monkeypatch):
+    """If the site is not built, the check exits with status 0 and a line about how to build it."""
     monkeypatch.setattr(check_html, "SITE", tmp_path / "none")
     assert check_html.main(tmp_path) == 0
     assert capsys.readouterr().out.startswith("check-html: LEFT OUT, the site: `make docs` builds it")
 
 
-def test_every_page_of_the_site_is_opened_on_request(check_html, browser, tmp_path, capsys):
+def test_every_page_is_opened_on_request(check_html, browser, tmp_path, capsys):
+    """A fault of a page outside the selected ones is found only with `every_page=True`."""
     (tmp_path / "other.html").touch()
     browser["other.html"] = FAULTS
     assert check_html.main(tmp_path) == 0
@@ -241,7 +260,10 @@ def test_every_page_of_the_site_is_opened_on_request(check_html, browser, tmp_pa
 
 
 @pytest.mark.parametrize("of", FAULTS)
-def test_every_fault_of_the_control_must_be_seen(check_html, browser, tmp_path, capsys, of):
+def test_undetected_control_fault_fails(check_html, browser, tmp_path, capsys, of):
+    """If any fault of the control page is not detected, the check exits with status 1 and
+    says so.
+    """
     browser["control.html"] = FAULTS | {of: CLEAN[of]}
     assert check_html.main(tmp_path) == 1
     assert capsys.readouterr().out.startswith("control.html: not detected: ")
@@ -254,7 +276,8 @@ def test_every_fault_of_the_control_must_be_seen(check_html, browser, tmp_path, 
         ("failed.html", None, "Chromium does not start here: why"),
     ],
 )
-def test_without_a_browser_a_line_says_what_is_left_out_and_why(check_html, browser, tmp_path, capsys, what, says, why):
+def test_missing_browser_is_reported(check_html, browser, tmp_path, capsys, what, says, why):
+    """Without a browser, the check exits with status 0 and prints one line with the reason."""
     browser[what] = says
     assert check_html.main(tmp_path) == 0
     assert capsys.readouterr().out == f"check-html: LEFT OUT, {why}\n"
@@ -282,7 +305,7 @@ SOURCE = '''def f(a: int = 1, b: str = "x") -> int:
     return a + 1
 '''
 EDITS = {
-    ("1", "(2)"),  # twice: the default, and what is added
+    ("1", "(2)"),  # twice: the default and the summand
     ("2", "(3)"),
     ("a < 2 and b", "not (a < 2 and b)"),
     ("a < 2 and b", "(a < 2) or (b)"),
@@ -294,7 +317,10 @@ EDITS = {
 }
 
 
-def test_mutants_are_edits_of_what_runs_and_can_be_compiled(mutants, tmp_path, monkeypatch):
+def test_mutants_are_valid_edits_of_code(mutants, tmp_path, monkeypatch):
+    """The mutants of a source are the expected edits, with their places; each can be
+    compiled, and docstrings and messages stay.
+    """
     monkeypatch.setattr(mutants, "ROOT", tmp_path)
     (tmp_path / "m.py").write_text(SOURCE)
     found = list(mutants.mutants_of("m.py"))
@@ -305,7 +331,10 @@ def test_mutants_are_edits_of_what_runs_and_can_be_compiled(mutants, tmp_path, m
 
 
 @pytest.mark.costly("git lists the sources")
-def test_mutants_of_a_seed_are_always_those(mutants, monkeypatch):
+def test_mutants_depend_only_on_seed(mutants, monkeypatch):
+    """One seed always draws the same mutants, only of packages in COUNTS, and another seed
+    draws others; the counts add up to at least 200.
+    """
     assert sum(mutants.COUNTS.values()) >= 200
     assert mutants.COUNTS.keys() == {"mha_spec", "mha_jax", "mha_torch", "mha_tt", "parity", "parity_lab"}
     monkeypatch.setattr(mutants, "COUNTS", {"mha_spec": 25})
@@ -328,7 +357,7 @@ def test_is_large():
 
 @pytest.fixture
 def server(mutants, tmp_path, monkeypatch):
-    """A server of the tests above, for the module m; a request runs them with a change of it."""
+    """Start a server of TESTED; return a function that runs it with an edit of the module m."""
     (tmp_path / "m.py").write_text(
         "ONE = 1\n\n\ndef f(a):\n    if a < 2:\n        return a + ONE + 1\n    return a + ONE\n"
     )
@@ -348,9 +377,12 @@ def server(mutants, tmp_path, monkeypatch):
 
 @pytest.mark.costly("the tool forks a process of pytest")
 @pytest.mark.thorough
-def test_forks_run_tests_with_the_code_of_a_mutant(server):
+def test_forks_run_tests_with_a_mutant(server):
+    """The server returns the first test that fails with a mutant, '' if none does, and None
+    if the code runs at import.
+    """
     assert server("return a + ONE\n", "return a - ONE\n") == "test_m.py::test_is_large"
-    assert server("a < 2", "a <= 2") == ""  # the change before is gone
+    assert server("a < 2", "a <= 2") == ""  # the previous change is gone
     assert server("a < 2", "not (a < 2)") == "test_m.py::test_is_small"
     assert server("ONE = 1", "ONE = (2)") is None  # runs as the module is imported
 
@@ -373,7 +405,8 @@ def test_of_its_own_process():
 
 @pytest.mark.costly("the tool starts pytest")
 @pytest.mark.thorough
-def test_the_map_has_lines_that_a_process_of_a_test_runs(mutants, tmp_path, monkeypatch):
+def test_map_has_lines_of_subprocesses(mutants, tmp_path, monkeypatch):
+    """The map has, for each line, the tests whose process or subprocess may run it."""
     (tmp_path / "m.py").write_text("def f(a):\n    if a < 2:\n        return 1\n    return 2\n")
     (tmp_path / "other.py").write_text("def g():\n    return 1\n")
     (tmp_path / "test_starts.py").write_text(STARTS)
@@ -385,7 +418,7 @@ def test_the_map_has_lines_that_a_process_of_a_test_runs(mutants, tmp_path, monk
     lines = mutants.Map(suite)
     process, own = "test_starts.py::test_of_a_process", "test_starts.py::test_of_its_own_process"
     made = [*mutants.mutants_of("m.py"), *mutants.mutants_of("other.py")]
-    # Line 3 runs in no test: those that run what is before it may do so with a mutant. So may the others of a file, for
-    # what a process gives.
+    # Line 3 runs in no test, but tests that run line 2 may run it with a mutant. Other tests of
+    # the file may also do so, depending on the result of a process.
     expected = {("m.py", line): {process, own} for line in (2, 3, 4)} | {("other.py", 2): {own}}
     assert {(each.path, each.line): {*lines.tests_of(each)} for each in made} == expected

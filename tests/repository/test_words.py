@@ -156,6 +156,7 @@ def idioms_in(texts_by_path: dict[str, str]) -> list[str]:
 
 
 def test_prose_has_no_idioms():
+    """No page, docstring, comment or message outside of tests has an idiom of IDIOMS."""
     hits = idioms_in(texts())
     assert not hits, "\n".join(hits)
 
@@ -165,6 +166,7 @@ MOST_IN_TESTS = 587
 
 
 def test_prose_of_tests_gets_better():
+    """Docstrings and comments of tests have at most MOST_IN_TESTS idioms."""
     paths = (ROOT / "tests").rglob("*.py")
     hits = idioms_in({str(path.relative_to(ROOT)): lexemes(path.read_text("utf-8"))["docstrings"] for path in paths})
     assert len(hits) <= MOST_IN_TESTS, "\n".join(hits)
@@ -188,12 +190,16 @@ def test_prose_of_tests_gets_better():
         ("normalise", "neighbours are normalised", "neighbors are normalized, and precise"),
     ],
 )
-def test_patterns_find_idiom_and_accept_correct_english(name, wrong, right):
+def test_patterns_find_only_idioms(name, wrong, right):
+    """A pattern finds its idiom, also across a line break, and accepts similar correct English."""
     assert PATTERNS[name].search(prose(wrong))
     assert not PATTERNS[name].search(prose(right))
 
 
-def test_code_and_short_strings_are_not_prose():
+def test_code_is_not_prose():
+    """Docstrings, comments and messages of three words are read; shorter strings, code blocks
+    and inline code are not.
+    """
     source = '"""A mistake."""\nx = "mistake"  # a `mistake`\ny = f"this is a mistake {x}"\n'
     read = lexemes(source)
     assert PATTERNS["mistake"].findall(read["docstrings"]) == ["mistake"]

@@ -9,7 +9,10 @@ from mha_spec import AttentionSpec, Refusal, WrongType
 from mha_spec.refusal import MOST
 
 
-def test_the_message_says_argument_rule_and_values():
+def test_message_has_argument_and_values():
+    """The message and fields of a refusal have its argument,
+    its rule and the values that were passed.
+    """
     refusal = Refusal("num_heads", "be a multiple of num_kv_heads", num_heads=4, num_kv_heads=3)
     assert str(refusal) == "num_heads must be a multiple of num_kv_heads, got num_heads=4 and num_kv_heads=3"
     assert (refusal.argument, refusal.rule) == ("num_heads", "be a multiple of num_kv_heads")
@@ -36,10 +39,12 @@ def test_the_message_says_argument_rule_and_values():
     ],
 )
 def test_each_part_has_its_place(refusal, text):
+    """Each part of a refusal is at its place in the message, in the expected words."""
     assert str(refusal) == text
 
 
-def test_a_wrong_type_is_both_errors_and_a_refusal_only_one():
+def test_wrong_type_is_also_a_type_error():
+    """`WrongType` is a `Refusal` and a `TypeError`; a `Refusal` is a `ValueError` only."""
     assert issubclass(WrongType, Refusal)
     assert issubclass(WrongType, TypeError)
     assert issubclass(Refusal, ValueError)
@@ -49,6 +54,7 @@ def test_a_wrong_type_is_both_errors_and_a_refusal_only_one():
 
 
 def test_flags_replace_names_in_each_field():
+    """Renaming to flags changes the message of a refusal, but not its fields or type."""
     flags = {"prefix": "--prefix", "fill_bias": "--fill-bias", "n": "--n"}
 
     def rename(name: str, value: object) -> tuple[str, object]:
@@ -63,7 +69,10 @@ def test_flags_replace_names_in_each_field():
 
 
 @pytest.mark.parametrize("field", ["argument", "rule", "got", "text", "hint", "where"])
-def test_long_parts_lose_their_middle_and_short_ones_nothing(field):
+def test_long_part_loses_its_middle(field):
+    """A part of 300,000 characters keeps its ends, other parts stay whole, and
+    the message has at most MOST characters.
+    """
     long = "<" + "x" * 300_000 + ">"
     parts = {"argument": "the argument", "rule": "be short", "where": "place", "hint": "advice"} | {field: long}
     got = {"got": {"value": parts.get("got", 7)}, "text": parts.get("text", "")}["text" if field == "text" else "got"]
@@ -74,7 +83,10 @@ def test_long_parts_lose_their_middle_and_short_ones_nothing(field):
     assert all(part in text for part in parts.values() if part is not long)
 
 
-def test_refusals_cross_processes_with_their_fields():
+def test_pickled_refusal_keeps_its_fields():
+    """A pickled refusal keeps its type, fields and message; values
+    that are not plain become text.
+    """
     device = type("Device", (), {"__str__": lambda self: "device 0"})()
     refusal = WrongType("x", "be on a device", x=3, device=device, where="here")
     copied = pickle.loads(pickle.dumps(refusal))

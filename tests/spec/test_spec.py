@@ -42,16 +42,19 @@ from parity.core.weights import load_tensors, weight_shapes
 
 
 def test_spec_derives_omitted_sizes():
+    """Omitted sizes are derived from `d_model` and `num_heads`; values are as wide as heads."""
     spec = AttentionSpec(32, 4)
     assert (spec.num_kv_heads, spec.head_dim, spec.d_in, spec.d_kv, spec.value_head_dim) == (4, 8, 32, 32, 8)
     assert AttentionSpec(32, 4, head_dim=12).value_head_dim == 12
 
 
 def test_key_width_defaults_to_query_width():
+    """Omitted `d_kv` equals `d_in`."""
     assert AttentionSpec(32, 4, d_in=24).d_kv == 24
 
 
 def test_spec_stores_plain_numbers():
+    """NumPy numbers are stored as Python's: specifications and their JSON are equal."""
     numbers = {"window_size": np.int64(4), "scale": np.float32(0.5), "rope": Rope(sections=np.array([2, 1, 1]))}
     spec = AttentionSpec(np.int64(32), 4, sinks=np.bool_(True), **numbers)
     same = AttentionSpec(32, 4, window_size=4, scale=0.5, rope=Rope(sections=(2, 1, 1)), sinks=True)
@@ -60,6 +63,7 @@ def test_spec_stores_plain_numbers():
 
 
 def test_replace_rederives_omitted_sizes():
+    """`replace` derives omitted sizes again from the new ones."""
     spec = AttentionSpec(512, 8)
     assert spec.replace(d_model=1024) == AttentionSpec(1024, 8)
     assert spec.replace(num_heads=4) == AttentionSpec(512, 4)
@@ -68,7 +72,8 @@ def test_replace_rederives_omitted_sizes():
     assert spec.replace(d_model=30, head_dim=12).q_width == 96
 
 
-def test_layer_with_shared_keys_has_no_key_value_weights():
+def test_shared_kv_has_no_key_value_weights():
+    """A layer that shares keys has weights of queries and output alone, and survives JSON."""
     spec = AttentionSpec(8, 2, num_kv_heads=1, shared_kv=True, qk_norm=Norm(), rope=Rope())
     assert list(spec.weight_shapes) == [
         "q_proj.weight",
@@ -82,6 +87,7 @@ def test_layer_with_shared_keys_has_no_key_value_weights():
 
 
 def test_replace_keeps_given_fields():
+    """`replace` keeps fields that were given, and derives those set to None again."""
     sizes = {"num_kv_heads": 2, "head_dim": 32, "d_in": 256, "d_kv": 128, "value_head_dim": 16}
     spec = AttentionSpec(512, 8, **sizes, dropout=0.1, gate=Gate())
     assert spec.replace(d_model=1024, num_heads=16) == AttentionSpec(1024, 16, **sizes, dropout=0.1, gate=Gate())
@@ -102,20 +108,24 @@ COPIES = {
 
 @pytest.mark.parametrize("name", COPIES)
 def test_copy_of_a_spec_behaves_the_same(name):
-    """Sizes count as omitted by value, so equal specifications cannot behave differently."""
+    """A copy is equal, with the same hash and repr, and derives sizes in `replace` alike: sizes
+    count as omitted by value.
+    """
     spec = AttentionSpec(512, 8)
     again = COPIES[name](spec)
     assert (again, hash(again), repr(again)) == (spec, hash(spec), "AttentionSpec(512, 8)")
     assert again.replace(d_model=1024) == spec.replace(d_model=1024) == AttentionSpec(1024, 8)
 
 
-def test_replace_without_arguments_returns_equal_spec():
+def test_replace_without_arguments_is_equal():
+    """`replace()` of each case's specification returns an equal one with the same hash."""
     specs = [case.spec for case in CASES.values()]
     assert [spec.replace() for spec in specs] == specs
     assert [hash(spec.replace()) for spec in specs] == [hash(spec) for spec in specs]
 
 
 def test_records_have_replace():
+    """RoPE, scalings and norms have `replace`."""
     rope = Rope(500.0, scaling=LinearScaling(8.0))
     assert rope.replace(theta=1e4) == Rope(scaling=LinearScaling(8.0))
     assert rope.scaling.replace(factor=2) == LinearScaling(2.0)
@@ -132,11 +142,13 @@ def test_records_have_replace():
     ],
 )
 def test_invalid_replace_raises(changes, refusal):
+    """`replace` with sizes that do not fit, None or an unknown name raises an error."""
     with refusal:
         AttentionSpec(512, 8).replace(**changes)
 
 
 def test_repr_round_trips():
+    """The repr of each case's and of 100 random specifications evaluates to an equal one."""
     specs = [case.spec for case in CASES.values()] + [random_case(seed).spec for seed in range(100)]
     specs += [AttentionSpec(16, 2, rope=rope) for rope in ROPES]
     assert [spec for spec in specs if eval(repr(spec), {**vars(mha_spec)}) != spec] == []
@@ -167,14 +179,19 @@ def test_repr_round_trips():
     ids=str,
 )
 def test_repr_shows_given_fields(record, text):
+    """The repr of a record shows the fields that differ from their defaults."""
     assert repr(record) == text
 
 
 def test_given_head_dim_is_kept():
+    """A given `head_dim` of 12 with 4 heads has projections of width 48."""
     assert AttentionSpec(30, 4, head_dim=12).q_width == 48
 
 
-def test_values_of_another_width_have_their_own_projection_width():
+def test_value_head_dim_sets_value_widths():
+    """A different `value_head_dim` sets the widths of
+    values, context, output, gate, norm and cache.
+    """
     spec = AttentionSpec(32, 4, num_kv_heads=2, value_head_dim=12, v_norm=Norm(), gate=Gate())
     assert (spec.q_width, spec.k_width, spec.v_width, spec.context_width, spec.output_width) == (32, 16, 24, 48, 32)
     assert weight_shapes(spec) | {"v_norm.weight": (12,)} == weight_shapes(spec)
@@ -311,6 +328,7 @@ LATENT = {"d_model": 8, "num_heads": 2, "latent": Latent(6, 2)}
     ],
 )
 def test_invalid_spec_raises(keywords, refusal):
+    """Invalid fields and combinations raise an error that names them."""
     with refusal:
         AttentionSpec(**keywords)
 
@@ -332,11 +350,15 @@ def test_invalid_spec_raises(keywords, refusal):
     ],
 )
 def test_invalid_norm_raises(keywords, refusal):
+    """Invalid fields and combinations of `Norm` raise an error that names them."""
     with refusal:
         Norm(**keywords)
 
 
 def test_norms_have_their_parameters():
+    """Norms add weights and biases of the right shapes, after
+    all projections, and none without a weight.
+    """
     norm = Norm("layer", per_head=True, bias=True)
     spec = AttentionSpec(48, 6, num_kv_heads=2, qk_norm=norm, v_norm=Norm(over="width"))
     assert spec.parameters == {
@@ -360,11 +382,13 @@ def test_norms_have_their_parameters():
     ],
 )
 def test_invalid_temperature_raises(keywords, refusal):
+    """Invalid fields of `Temperature` raise an error that names them."""
     with refusal:
         Temperature(**keywords)
 
 
 def test_temperature_survives_json():
+    """A specification with a temperature survives JSON and depends on positions."""
     spec = AttentionSpec(8, 2, temperature=Temperature(4, 0.5, first_position=1))
     assert AttentionSpec.from_json(spec.to_json()) == spec
     assert spec.has_positions
@@ -372,6 +396,9 @@ def test_temperature_survives_json():
 
 
 def test_gate_adds_a_projection():
+    """A gate adds a projection, per feature or per head, with an
+    optional bias, and survives JSON.
+    """
     spec = AttentionSpec(8, 2, num_kv_heads=1, d_in=6, gate=Gate(bias=True))
     assert weight_shapes(spec)["gate_proj.weight"] == (8, 6)
     assert weight_shapes(spec)["gate_proj.bias"] == (8,)
@@ -381,14 +408,18 @@ def test_gate_adds_a_projection():
         Gate(per_head=1)
 
 
-def test_sinks_are_one_number_per_query_head():
+def test_sinks_are_one_per_query_head():
+    """Sinks add one number per query head, and survive JSON."""
     spec = AttentionSpec(8, 4, num_kv_heads=2, qk_norm=Norm(), sinks=True)
     assert list(spec.parameters.items())[-1] == ("sinks", (4,))
     assert AttentionSpec.from_json(spec.to_json()) == spec
     assert "sinks" not in weight_shapes(AttentionSpec(8, 4))
 
 
-def test_latents_have_their_own_projections_and_norms():
+def test_latents_have_projections_and_norms():
+    """Latents have their own projections and norms, a scale with
+    `mscale_all_dim`, and a small cache, and survive JSON.
+    """
     spec = AttentionSpec(
         *(16, 2),
         head_dim=6,
@@ -425,11 +456,15 @@ def test_latents_have_their_own_projections_and_norms():
     ],
 )
 def test_invalid_latent_factors_raise(keywords, refusal):
+    """Invalid factors of latents, and a query factor without a query rank, raise an error."""
     with refusal:
         Latent(6, 2, **keywords)
 
 
 def test_absorbed_is_attention_over_latents():
+    """The absorbed specification is one key/value head over the
+    latents; without latents it raises an error.
+    """
     spec = AttentionSpec(16, 2, head_dim=6, value_head_dim=5, latent=Latent(7, 2), sinks=True, window_size=4)
     widths = {"num_kv_heads": 1, "head_dim": 9, "value_head_dim": 7}
     assert spec.absorbed == replace(spec, latent=None, scale=spec.score_scale, **widths)
@@ -437,17 +472,23 @@ def test_absorbed_is_attention_over_latents():
         AttentionSpec(16, 2).absorbed  # noqa: B018
 
 
-def test_latents_are_absorbed_if_that_costs_less():
+def test_latents_are_absorbed_if_cheaper():
+    """DeepSeek's latents are absorbed for at most 170 tokens,
+    or for 2048 with 32768 keys, but not 4096.
+    """
     deepseek = AttentionSpec(7168, 128, head_dim=192, value_head_dim=128, latent=Latent(512, 64, q_rank=1536))
     assert deepseek.absorbs(1)
     assert deepseek.absorbs(170)
     assert not deepseek.absorbs(171)
-    assert deepseek.absorbs(171, 172)  # one slot is empty, as far as the specification knows
+    assert deepseek.absorbs(171, 172)  # one slot of the cache may be empty
     assert deepseek.absorbs(2048, 32768)
     assert not deepseek.absorbs(4096, 32768)
 
 
 def test_alibi_slopes_match_the_paper():
+    """ALiBi's slopes are those of the paper for 8, 6 and 1 heads,
+    can be scaled, and survive JSON.
+    """
     assert Alibi().slopes(8) == tuple(2.0**-n for n in range(1, 9))
     assert Alibi().slopes(6) == tuple(2.0**-n for n in (2, 4, 6, 8, 1, 3))
     assert Alibi().slopes(1) == (2.0**-8,)
@@ -466,11 +507,13 @@ def test_alibi_slopes_match_the_paper():
     ],
 )
 def test_invalid_alibi_raises(keywords, refusal):
+    """Invalid fields of `Alibi` raise an error that names them."""
     with refusal:
         Alibi(**keywords)
 
 
-def test_relative_bias_has_one_number_per_bucket_and_head():
+def test_relative_bias_per_bucket_and_head():
+    """A relative bias adds one number per bucket and query head, and survives JSON."""
     spec = AttentionSpec(8, 4, num_kv_heads=2, sinks=True, relative_bias=RelativeBias(6, 5, bidirectional=False))
     assert list(spec.parameters.items()) == [("sinks", (4,)), ("relative_bias", (6, 4))]
     assert AttentionSpec.from_json(spec.to_json()) == spec
@@ -481,6 +524,9 @@ def test_relative_bias_has_one_number_per_bucket_and_head():
 
 
 def test_grid_bias_has_one_number_per_offset():
+    """A grid bias adds one number per offset and head, with
+    the expected buckets, and survives JSON.
+    """
     spec = AttentionSpec(8, 4, relative_bias=GridBias(2, 3))
     assert list(spec.parameters.items()) == [("relative_bias", (15, 4))]
     assert AttentionSpec.from_json(spec.to_json()) == spec
@@ -499,11 +545,15 @@ def test_grid_bias_has_one_number_per_offset():
     ],
 )
 def test_invalid_grid_bias_raises(keywords, refusal):
+    """Invalid fields of `GridBias` raise an error that names them."""
     with refusal:
         GridBias(**keywords)
 
 
-def test_relative_products_have_vectors_per_distance_bucket():
+def test_relative_products_per_bucket():
+    """Relative products add one vector per distance bucket, shared
+    or per head, and survive JSON.
+    """
     spec = AttentionSpec(8, 4, relative_products=RelativeProducts(2, 1))
     assert list(spec.parameters.items()) == [("relative_keys", (4, 2))]
     assert AttentionSpec.from_json(spec.to_json()) == spec
@@ -514,8 +564,10 @@ def test_relative_products_have_vectors_per_distance_bucket():
     assert RelativeProducts(0, 2).buckets().tolist() == [0, 0, 0, 1, 2]
 
 
-def test_logarithmic_buckets_begin_after_exact_distances():
-    """From 4 on, 3 steps of factor (9 / 4) ** (1 / 3) = 1.31: distances up to 5.2, 6.9 and 9."""
+def test_logarithmic_buckets():
+    """Distances below 4 have buckets of their own; from 4 on, 3 steps of factor (9 / 4) ** (1 / 3)
+    = 1.31 end at 5.2, 6.9 and 9.
+    """
     found = RelativeProducts(7, 8, num_exact=4, max_distance=10).buckets() - 7
     assert found[10:].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 7, 7, 8]
     assert found[:10].tolist() == [-7, -7, -7, -7, -6, -5, -4, -3, -2, -1]
@@ -546,11 +598,12 @@ def test_logarithmic_buckets_begin_after_exact_distances():
     ],
 )
 def test_invalid_relative_products_raise(keywords, refusal):
+    """Invalid fields and combinations of `RelativeProducts` raise an error that names them."""
     with refusal:
         RelativeProducts(**keywords)
 
 
-def test_buckets_grow_logarithmically_with_distance():
+def test_relative_bias_buckets():
     """With 4 buckets per direction: 0, 1, then 2 from distance 2 and 3 from 4 = sqrt(2 * 8)."""
     before = [3, 3, 3, 3, 3, 2, 2, 1, 0]
     assert RelativeBias(4, 8, bidirectional=False).buckets().tolist() == [*before, *[0] * 8]
@@ -573,11 +626,13 @@ def test_buckets_grow_logarithmically_with_distance():
     ],
 )
 def test_invalid_relative_bias_raises(keywords, refusal):
+    """Invalid fields and combinations of `RelativeBias` raise an error that names them."""
     with refusal:
         RelativeBias(**keywords)
 
 
-def test_three_equal_biases_are_stored_as_one():
+def test_equal_qkv_biases_are_stored_as_one():
+    """Three equal flags for biases of q, k and v are stored as one; unequal ones survive JSON."""
     assert AttentionSpec(8, 2, qkv_bias=(True, True, True)) == AttentionSpec(8, 2)
     assert AttentionSpec(8, 2, qkv_bias=(False, False, False)).qkv_bias is False
     spec = AttentionSpec(8, 2, qkv_bias=(True, False, True))
@@ -591,17 +646,20 @@ def test_three_equal_biases_are_stored_as_one():
 
 
 def test_spec_with_norms_survives_json():
+    """A specification with norms survives JSON with its hash."""
     spec = AttentionSpec(48, 6, rope=Rope(), qk_norm=Norm(weight="1+w", after_rope=True), v_norm=Norm(weight=None))
     assert AttentionSpec.from_json(spec.to_json()) == spec
     assert hash(AttentionSpec.from_json(spec.to_json())) == hash(spec)
 
 
 def test_spec_survives_json():
+    """A specification with RoPE and its own sizes survives JSON."""
     spec = AttentionSpec(48, 6, num_kv_heads=2, head_dim=16, rope=Rope(10000.0), out_bias=False)
     assert AttentionSpec.from_json(spec.to_json()) == spec
 
 
 def test_spec_of_numpy_scalars_survives_json():
+    """A specification of NumPy scalars has values of plain types, and survives JSON."""
     numbers = {"rope": Rope(np.float32(1e4)), "dropout": np.float64(0.5), "output_dropout": np.int64(0)}
     spec = AttentionSpec(np.int64(8), np.int32(2), qkv_bias=np.False_, out_proj=np.True_, **numbers)
     assert spec == AttentionSpec(8, 2, qkv_bias=False, rope=Rope(1e4), dropout=0.5)
@@ -611,12 +669,14 @@ def test_spec_of_numpy_scalars_survives_json():
 
 
 def test_spec_reads_json_from_before_rope():
+    """The former key `rope_theta` is read as RoPE with this base, or without RoPE if null."""
     old = '{"d_model": 8, "num_heads": 2, "rope_theta": %s}'
     assert AttentionSpec.from_json(old % "500.0") == AttentionSpec(8, 2, rope=Rope(500.0))
     assert AttentionSpec.from_json(old % "null") == AttentionSpec(8, 2)
 
 
 def test_spec_is_hashable_and_equal_by_value():
+    """Equal specifications have the same hash, whether sizes are given or derived."""
     spec = AttentionSpec(8, 2, rope=Rope(500.0))
     assert {spec: 1}[AttentionSpec(8, 2, num_kv_heads=2, head_dim=4, rope=Rope(500))] == 1
 
@@ -632,11 +692,15 @@ def test_spec_is_hashable_and_equal_by_value():
     ],
 )
 def test_json_of_invalid_spec_raises(text, refusal):
+    """JSON that is not an object, or has missing or
+    unexpected keys, raises an error that names them.
+    """
     with refusal:
         AttentionSpec.from_json(text)
 
 
 def test_invalid_json_raises():
+    """Malformed JSON raises `JSONDecodeError`."""
     with pytest.raises(json.JSONDecodeError):
         AttentionSpec.from_json("{")
 
@@ -655,20 +719,25 @@ ROPES = [
 
 
 @pytest.mark.parametrize("rope", ROPES, ids=str)
-def test_spec_with_each_rope_survives_json_and_is_hashable(rope):
+def test_spec_with_each_rope_survives_json(rope):
+    """A specification with each kind of RoPE survives JSON with
+    its hash, and sections are tuples.
+    """
     spec = AttentionSpec(16, 2, rope=rope)
     again = AttentionSpec.from_json(spec.to_json())
     assert (again, hash(again)) == (spec, hash(spec))
     assert {type(each) for each in (again.rope.sections, spec.rope.sections)} <= {tuple, type(None)}
 
 
-def test_rope_repr_shows_theta_and_non_default_fields():
+def test_rope_repr_shows_theta_and_fields():
+    """The repr of RoPE shows its base and fields that differ from their defaults."""
     assert repr(Rope(500)) == "Rope(theta=500.0)"
     rope = Rope(scaling=LinearScaling(8.0), rotary_dim=4, pairs="interleaved")
     assert repr(rope) == "Rope(theta=10000.0, scaling=LinearScaling(factor=8.0), rotary_dim=4, pairs='interleaved')"
 
 
 def test_every_kind_of_scaling_survives_json():
+    """ROPES includes every kind of scaling."""
     assert {rope.scaling.kind for rope in ROPES if rope.scaling} == SCALINGS.keys()
 
 
@@ -683,6 +752,7 @@ def test_every_kind_of_scaling_survives_json():
     ],
 )
 def test_json_of_invalid_scaling_raises(scaling, refusal):
+    """JSON of a scaling with an unknown or missing kind, or with wrong keys, raises an error."""
     with refusal:
         AttentionSpec.from_json(f'{{"d_model": 8, "num_heads": 2, "rope": {{"theta": 1e4, "scaling": {scaling}}}}}')
 
@@ -737,6 +807,7 @@ def test_json_of_invalid_scaling_raises(scaling, refusal):
     ],
 )
 def test_invalid_rope_raises(make, refusal):
+    """Invalid fields and combinations of RoPE and its scalings raise an error that names them."""
     with refusal:
         make()
 
@@ -756,6 +827,7 @@ def test_invalid_rope_raises(make, refusal):
     ],
 )
 def test_rope_that_does_not_fit_heads_raises(rope, refusal):
+    """RoPE whose features, sections or factors do not fit heads of 8 raises an error."""
     with refusal:
         AttentionSpec(16, 2, rope=rope)
 
@@ -801,7 +873,8 @@ def reference_of(fields):
 
 
 @pytest.mark.parametrize("name", MAKES)
-def test_rough_numbers_raise_or_can_be_computed(name):
+def test_rough_numbers_raise_or_are_computed(name):
+    """Extreme numbers raise an error, or have finite frequencies and scales and can be computed."""
     make = MAKES[name]
     num_refused = 0
     accepted = []
@@ -826,19 +899,22 @@ def test_rough_numbers_raise_or_can_be_computed(name):
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_counts_beyond_64_bits_raise(name):
+    """A count beyond 64 bits raises an error; 2^31 - 1 has a finite output."""
     with pytest.raises(Refusal, match="at most 9223372036854775807"):
         AttentionSpec(8, 2, **COUNTS[name](10**39))
     assert np.isfinite(reference_of(COUNTS[name](2**31 - 1))).all()
 
 
-def test_yarn_of_json_with_a_tiny_beta_raises():
+def test_yarn_json_with_tiny_beta_raises():
+    """A denormal `beta_slow` in JSON raises an error."""
     text = AttentionSpec(8, 2, rope=Rope(scaling=YarnScaling(4.0, 16))).to_json()
     with refuses("beta_slow", beta_slow=5e-324):
         AttentionSpec.from_json(text.replace('"beta_slow": 1.0', '"beta_slow": 5e-324'))
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.trained])
-def test_trained_case_has_the_spec_of_its_file(name):
+def test_trained_case_matches_its_file(name):
+    """A trained case has the specification, sizes, lengths and causality of its file."""
     case = CASES[name]
     assert case.trained is not None
     tensors, metadata = load_tensors(pretrained.path(case.trained))
@@ -849,7 +925,8 @@ def test_trained_case_has_the_spec_of_its_file(name):
     assert case.is_cached or case.is_causal == (metadata["is_causal"] == "true")
 
 
-def test_cached_cases_use_all_tokens_and_fit_capacity():
+def test_cached_cases_fit_their_capacity():
+    """Chunks of cases with a cache add up to their tokens and fit its capacity."""
     cached = [case for case in CASES.values() if case.is_cached]
     assert cached
     assert all(sum(case.chunks) == case.seq_len for case in cached)
@@ -857,18 +934,21 @@ def test_cached_cases_use_all_tokens_and_fit_capacity():
 
 
 def test_random_case_is_deterministic():
+    """A seed always draws the same random case, and another seed a different one."""
     assert random_case(3) == random_case(3)
     assert random_case(3) != random_case(4)
 
 
 @pytest.mark.thorough
-def test_every_random_case_is_valid_and_unique():
-    """Draw as many as `run --random` accepts: each combination must be valid."""
+def test_random_cases_are_valid_and_unique():
+    """All random cases that `run --random` accepts are valid, with different names."""
     assert len({random_case(seed).name for seed in range(MOST_RANDOM)}) == MOST_RANDOM
 
 
 def test_random_cases_draw_every_feature():
-    """The first six are among the cases and stay unchanged; the later ones vary every feature."""
+    """The first six random cases, which are among the cases,
+    stay plain; later ones vary every feature.
+    """
     features = {field.name for field in fields(AttentionSpec)} - {"d_model", "dropout", "output_dropout"}
     plain, drawn = ([random_case(seed).spec for seed in seeds] for seeds in (range(6), range(6, 80)))
     assert {name for name in features if len({getattr(spec, name) for spec in drawn}) > 1} == features
@@ -877,11 +957,13 @@ def test_random_cases_draw_every_feature():
 
 
 def test_case_is_found_by_name():
+    """`case_named` finds cases of the list, and random cases by their seed."""
     assert case_named("rope-gqa") is CASES["rope-gqa"]
     assert case_named("random-7") == random_case(7)
 
 
-def test_unknown_case_raises_with_nearest_names():
+def test_unknown_case_raises_an_error():
+    """An unknown case raises an error with the name."""
     with refuses("case", case="ropegqa", hint="rope-gqa"):
         case_named("ropegqa")
 
@@ -891,6 +973,7 @@ def has_scaling(case):
 
 
 def test_cases_cover_all_attention_features():
+    """The list of cases covers every feature of attention."""
     cases = CASES.values()
     covered = {
         "causal": any(case.is_causal for case in cases),
@@ -1010,16 +1093,19 @@ def test_cases_cover_all_attention_features():
     ],
 )
 def test_stage_name_round_trips(name, stage):
+    """A name of a stage is parsed into its parts and printed unchanged."""
     assert stage_named(name) == stage
     assert str(stage) == name
 
 
-def test_exact_stages_are_mask_and_cache_lengths():
+def test_exact_stages_are_mask_and_lengths():
+    """Only the mask and the lengths of the cache are compared exactly."""
     exact = [name for name in STAGES if stage_named(name).is_exact]
     assert exact == ["mask", "cache.lengths", "module.cache.lengths"]
 
 
 def test_stage_name_determines_kind_and_axes():
+    """The name of a stage determines its kind and its axes."""
     assert stage_named("step12.cache.keys").kind == "cache.keys"
     assert stage_named("step12.cache.keys").axes == STAGES["cache.keys"]
     assert stage_named("fused.grad.q_proj.weight").axes == ("out", "in")
@@ -1028,12 +1114,14 @@ def test_stage_name_determines_kind_and_axes():
 
 
 def test_stage_name_includes_its_path():
+    """The name of a stage includes its path, which is empty for stages without one."""
     assert stage_named("blocks.grad.q_proj.weight").path == stage_named("step3.blocks.output").path == "blocks"
     assert stage_named("step3.module.cache.keys").path == "module"
     assert stage_named("cache.keys").path == stage_named("grad.query").path == stage_named("step3.scores").path == ""
 
 
 def test_weight_shapes_are_in_torch_order():
+    """Weights have torch's order (out, in), with separate widths of queries, keys and output."""
     spec = AttentionSpec(10, 6, num_kv_heads=2, head_dim=4, d_in=7, d_kv=9)
     assert weight_shapes(spec) == {
         "q_proj.weight": (24, 7),
@@ -1047,6 +1135,7 @@ def test_weight_shapes_are_in_torch_order():
     }
 
 
-def test_cache_nbytes_is_20_gib_for_64_heads_and_80_layers():
+def test_cache_of_80_layers_is_20_gib():
+    """A cache of 8192 tokens in float16, with 64 heads of 128 and 80 layers, has 20 GiB."""
     spec = AttentionSpec(64 * 128, 64)
     assert spec.cache_nbytes(1, 8192, np.dtype(np.float16), num_layers=80) == 20 * 2**30

@@ -1,26 +1,26 @@
-"""Which names of the catalogue are right for a bug, by its id: judged by the edit, not by what is said of it.
+"""The names of the catalog that are right for a bug, by its id: chosen by the edit alone, not by its diagnosis.
 
-A name is right if it says what the edit does, or one of the things that it does: rows that it leaves without a key are
-NaN, too. The numbers of its words need not be the edit's, where the name has none. It may speak of more than the edit
-touches: of keys and values where keys alone are tiled. What differs only where the output does not show it is right
-where no name says the edit itself. Where the catalogue has no name, there is none here: whatever is said is wrong.
+A name is right if it describes the edit or one of its effects, such as NaN in the rows that it leaves without a key.
+The numbers of its words need not be the edit's if the name has none. It may cover more than the edit, such as keys and
+values if only keys are tiled. A name that differs from the edit only where the output does not show it is right if no
+name describes the edit itself. A bug without a name in the catalog has none here: then any name is wrong.
 """
 
 from parity.diagnosis.bugs import page_by_bug
 
 
 def of_both(name: str) -> str:
-    """Of queries and keys, which may be said of each."""
+    """Return the names of a bug of queries and keys, together and of each alone."""
     return f"{name} {name}-q {name}-k"
 
 
 def of_each(parts: str, bug: str) -> str:
-    """Of several projections at once."""
+    """Return the names of a bug of several projections."""
     return " ".join(f"{part}_proj-{bug}" for part in parts.split())
 
 
 def softmax_in(dtype: str) -> str:
-    """A softmax that takes scores, and gives weights, of a narrower dtype."""
+    """Return the names of a softmax with scores and weights in a narrower dtype."""
     return f"softmax-{dtype} scores-{dtype} attn-weights-{dtype}"
 
 
@@ -608,7 +608,7 @@ PAGES: dict[str, str] = {
     "sdpa-v-is-k": "swapped-projections",
     "sdpa-key-from-query": "swapped-projections",
 }
-"""The pages that say more of a bug, beside those of the names above: judged by the edit, too."""
+"""More pages that are right for a bug, in addition to those of the names above: also chosen by the edit."""
 
 ACCEPTED: dict[str, frozenset[str]] = {
     f"{style}-{name}": frozenset(names.split()) for style, table in BY_STYLE.items() for name, names in table.items()

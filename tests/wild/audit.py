@@ -1,4 +1,4 @@
-"""What is true of a record without the diagnosis, by plain arithmetic: where a bug shows, that a port is right."""
+"""Facts about a record by plain arithmetic, without the diagnosis: where a bug shows, and that a port is right."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from wild.recordings import RECORDINGS
 from wild.records import Bug, Recorded, Right
 
 TOLERANCES = {"float32": (1e-4, 1e-5), "bfloat16": (3e-2, 3e-2), "float16": (5e-3, 5e-3)}
-"""Relative and absolute, as libraries' own tests have them."""
+"""Relative and absolute tolerances, as in the tests of libraries."""
 
 ORDER = list(STAGES)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Where a bug shows, beside the right port.
+    """Where a bug shows, compared with the right port.
 
     Attributes:
         stage: the first stage that differs by more than ten times rounding.
-        limited: the places of that stage at which it does, by axis, where they are not all places.
+        limited: the places of that stage at which it does, by axis, unless they are all places.
         in_output: whether any output does.
     """
 
@@ -35,7 +35,7 @@ class Measured:
 
 
 def differs(actual: np.ndarray, expected: np.ndarray, dtype: str) -> np.ndarray:
-    """Which elements differ by more than ten units of rounding of the stage's size."""
+    """Return which elements differ by more than ten units of rounding of the stage's size."""
     if actual.dtype == bool or actual.dtype.kind in "iu":
         return actual != expected
     actual, expected = actual.astype(np.float64), expected.astype(np.float64)
@@ -45,12 +45,12 @@ def differs(actual: np.ndarray, expected: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def in_order(names: Recorded) -> list[str]:
-    """Stages in the order of the data flow, call by call."""
+    """Return the stages in the order of the data flow, call by call."""
     return sorted(names, key=lambda name: (stage_named(name).step or 0, ORDER.index(stage_named(name).kind)))
 
 
 def measured(bug: Bug) -> Measured:
-    """Where a bug shows, of what is recorded.
+    """Measure where a bug shows in its recorded stages.
 
     Raises:
         AssertionError: if it shows nowhere.
@@ -75,7 +75,7 @@ def measured(bug: Bug) -> Measured:
 
 
 def real_rows(problem: Problem, step: int | None) -> np.ndarray:
-    """Which rows of an output are of real tokens, (B, T)."""
+    """Return which rows of an output belong to real tokens, (B, T)."""
     case = problem.case
     if step is not None:
         return np.arange(case.chunks[step]) < np.array(case.added(step))[:, None]
@@ -85,7 +85,7 @@ def real_rows(problem: Problem, step: int | None) -> np.ndarray:
 
 
 def is_right(right: Right) -> bool:
-    """Whether every output is close to the float64 reference, by `allclose` at the dtype's usual tolerance."""
+    """Return whether every output is close to the float64 reference, by `allclose` at the dtype's usual tolerance."""
     problem, noted = right.problem, right.recorded()
     expected = Reference(problem).accumulated
     relative, absolute = TOLERANCES[right.dtype]

@@ -1,4 +1,4 @@
-"""What the ports are given: small layers and a few wide ones, by name; a seed of it draws the arrays."""
+"""The layers of the ports, by name: small ones and a few wide ones; a seed draws the arrays."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class How:
     cache: str = "static"
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, compiled if that is asked for."""
+        """Return the function, compiled if `mode` requires it."""
         if self.mode == "jit":
             import jax
 
@@ -36,5 +36,5 @@ class How:
         return function
 
     def hidden(self, lowest: float) -> float:
-        """What is put in place of a hidden score, or added to it; `lowest` is the lowest number of the dtype."""
+        """Return the number that replaces a hidden score or is added to it; `lowest` is that of the dtype."""
         return {"inf": float("-inf"), "min": lowest, "1e4": -1e4, "1e9": -1e9}[self.penalty]

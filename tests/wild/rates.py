@@ -1,4 +1,4 @@
-"""The diagnosis of each port, and what became of it: a verdict each, which tools/diagnosis-rates counts."""
+"""The diagnosis of each port and its verdict, which tools/diagnosis-rates counts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Job(NamedTuple):
 
     @property
     def record(self) -> Right | Bug:
-        """What it is of."""
+        """The port or the bug that is diagnosed."""
         return RIGHTS[self.id] if self.id in RIGHTS else BUGS[self.id]
 
 
@@ -38,11 +38,11 @@ Verdict = dict[str, Any]
 
 
 class GaveUp(BaseException):
-    """A diagnosis took too long. Not an `Exception`, so that nothing in between takes it for one of its own."""
+    """A diagnosis took too long. Not an `Exception`, so that no code in between catches it."""
 
 
 def jobs(halves: Iterable[str], styles: Iterable[str] = (), only: Iterable[str] = ()) -> list[Job]:
-    """What there is to diagnose, in an order in which the first so many are a fair sample."""
+    """Return the diagnoses to run, in an order in which any first part is a fair sample."""
     halves, styles, only = set(halves), set(styles), set(only)
     found: list[Job] = []
     for record in (*RIGHTS.values(), *BUGS.values()):
@@ -55,7 +55,7 @@ def jobs(halves: Iterable[str], styles: Iterable[str] = (), only: Iterable[str] 
 
 
 def judge(job: Job) -> Verdict:
-    """What the diagnosis says of it, with what is true beside it."""
+    """Return the verdict of the diagnosis, together with the facts about its record."""
     record = job.record
     verdict: Verdict = {"id": job.id, "half": half(job.id), "style": record.style, "kind": record.kind}
     verdict |= {
@@ -89,7 +89,7 @@ def judge(job: Job) -> Verdict:
 
 
 def _in_time(observed: dict[str, Any], problem: parity.Problem) -> parity.Diagnosis:
-    """The diagnosis.
+    """Return the diagnosis.
 
     Raises:
         GaveUp: if it takes longer than `GIVES_UP` seconds of the CPU.
@@ -108,7 +108,7 @@ def _in_time(observed: dict[str, Any], problem: parity.Problem) -> parity.Diagno
 
 
 def first_said(stage: str, malformed: Iterable[str]) -> str:
-    """The first stage that the diagnosis says something against."""
+    """Return the first stage that the diagnosis objects to."""
     named = {name for name in (stage, *malformed) if name}
     if not named:
         return ""
@@ -116,19 +116,19 @@ def first_said(stage: str, malformed: Iterable[str]) -> str:
 
 
 def is_clean(verdict: Verdict) -> bool:
-    """Whether the diagnosis says that nothing is wrong."""
+    """Return whether the diagnosis finds nothing wrong."""
     return verdict["verdict"] in ("none", "convention") and not verdict["said"]["malformed"]
 
 
 def is_caught(verdict: Verdict) -> bool:
-    """Whether it says that something is; of what the output does not show, whether it says that the stage differs."""
+    """Return whether it finds an error or, if the output does not show the bug, reports that the stage differs."""
     if verdict["verdict"] == "convention" and not verdict["in_output"]:
         return "differs" in verdict["said"]["conventions"].get(verdict["stage"], "")
     return verdict["verdict"] not in ("gave up", "error") and not is_clean(verdict)
 
 
 def is_placed(verdict: Verdict) -> bool:
-    """Whether it names a bug, or says where the first stage that differs does, or by what law."""
+    """Return whether it names a bug, or reports the place or the law of the first stage that differs."""
     unknowns = verdict.get("said", {}).get("unknowns", [])
     findings = unknowns[0]["findings"] if unknowns else None
     is_somewhere = findings is not None and (
@@ -141,11 +141,11 @@ JUDGEMENTS = ("right", "one of several", "wrong", "none given", "to be judged")
 
 
 def judged_names(verdict: Verdict) -> str:
-    """Whether the names given for a bug are right: one of `JUDGEMENTS`.
+    """Return whether the names given for a bug are right: one of `JUDGEMENTS`.
 
-    What a law explains has no name but its page: it is right if all of its pages are. `one of several`: wherever they
-    are not, the diagnosis says that it cannot tell them from what is right. An order of heads has no words before it is
-    observed, and is not looked for there.
+    An explanation by a law has pages instead of a name: it is right if all of its pages are. `one of several`: if names
+    are wrong, the diagnosis reports that it cannot distinguish them from a right one. An order of heads has no words
+    before it is observed, and is not searched for there.
     """
     if not verdict["names"]:
         return "none given"
@@ -162,12 +162,12 @@ def judged_names(verdict: Verdict) -> str:
 
 
 def _is_of_law(explanation: dict[str, Any]) -> bool:
-    """Whether a law explains it: it has what was found of the stage."""
+    """Return whether a law explains it: then it has the findings of the stage."""
     return explanation.get("findings") is not None
 
 
 def _words_for(names: Collection[str], case: Case) -> set[str]:
-    """What the diagnosis calls bugs, one or two at once, that it cannot tell from those that it names."""
+    """Return the words for bugs, one or two at once, that the diagnosis may list as alternatives."""
     known = (*bugs_for(case), *PRECISIONS.values())
     abouts = {bug.about for bug in known if bug.name in names}
     return {*abouts, *(" and ".join(pair) for pair in permutations(abouts, 2))}

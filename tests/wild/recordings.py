@@ -1,4 +1,4 @@
-"""How people record what their layers compute: the stages as they have them at hand, or as they find them customary."""
+"""How people record the stages of their layers: in the forms in which their code has them, or in customary ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CACHE = ("cache.keys", "cache.values", "cache.lengths")
 
 
 def canonical(noted: Mapping[str, np.ndarray], problem: Problem) -> Recorded:
-    """What a port noted, with a mask that is broadcast, and caches of a whole capacity."""
+    """Return the stages that a port noted, with a broadcast mask."""
     case, spec, found = problem.case, problem.spec, dict(noted)
     for name, value in noted.items():
         stage = stage_named(name)
@@ -49,7 +49,7 @@ def no_mask(noted: Recorded, problem: Problem) -> Recorded:
 
 
 def grown_to_capacity(noted: Recorded, problem: Problem) -> Recorded:
-    """Caches, scores, weights and masks of all slots of the capacity: what is not there yet is 0, or hidden."""
+    """Caches, scores, weights and masks of all slots of the capacity: slots without a token are 0, or hidden."""
     found, capacity = {}, problem.case.capacity
     for name, value in noted.items():
         stage = stage_named(name)
@@ -69,12 +69,12 @@ def output(noted: Recorded, problem: Problem) -> Recorded:
 
 
 def last_stages(noted: Recorded, problem: Problem) -> Recorded:
-    """What a layer gives when it is asked for its weights."""
+    """The weights and the output, as a layer returns them with its weights requested."""
     return grown_to_capacity(_pick(noted, ("attn_weights", "output")), problem)
 
 
 def first_and_last(noted: Recorded, problem: Problem) -> Recorded:
-    """What forward hooks on the projections give: q, k, v by heads, context and output."""
+    """The stages that forward hooks on the projections record: q, k, v by heads, context and output."""
     return _pick(noted, ("q", "k", "v", "context", "output"))
 
 
@@ -154,7 +154,7 @@ def batch_second(noted: Recorded, problem: Problem) -> Recorded:
 
 
 def heads_into_batch(x: np.ndarray) -> np.ndarray:
-    """(B, N, T, …) as (B * N, T, …), as fairseq has it."""
+    """(B, N, T, …) as (B * N, T, …), as in fairseq."""
     return x.reshape(-1, *x.shape[2:])
 
 
@@ -185,4 +185,4 @@ RECORDINGS: dict[str, Recording] = {
     "zeroed-padding": zeroed_padding,
     "upcast": changed((*PLAIN, "cache.keys", "cache.values"), lambda x: x.astype(np.float32)),
 }
-"""What is handed on of what a port noted, by name."""
+"""Functions from the stages that a port noted to those that are diagnosed, by name."""

@@ -1,4 +1,4 @@
-"""What a right port and a bug are, how they are run, and which half of the set each is of."""
+"""The records of right ports and of bugs, how they run, and the half of the set to which each belongs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Right:
         seed: of the arrays.
         dtype: of weights and inputs.
         how: choices inside the port.
-        recording: what is handed on, and in which form: a name of `RECORDINGS`.
+        recording: the stages that are diagnosed, and their form: a name of `RECORDINGS`.
     """
 
     style: str
@@ -48,18 +48,18 @@ class Right:
 
     @property
     def id(self) -> str:
-        """All that it is, in a word."""
+        """All of its attributes, in one word."""
         how = f"{self.how.mode}-{'wide' if self.how.wide else 'narrow'}-{self.how.penalty}"
         return f"{self.style}/{self.case}-{self.seed}/{self.dtype}/{how}/{self.recording}"
 
     @property
     def kind(self) -> str:
-        """What tables call it."""
+        """Its name in tables."""
         return self.recording
 
     @property
     def problem(self) -> Problem:
-        """What the port was given."""
+        """The problem that the port computes."""
         return problem_of(self.case, self.seed, self.dtype)
 
     def recorded(self) -> Recorded:
@@ -67,7 +67,7 @@ class Right:
         return dict(_right_run(self.style, self.case, self.seed, self.dtype, self.how))
 
     def observed(self) -> Recorded:
-        """What is handed on."""
+        """The stages that are diagnosed."""
         return RECORDINGS[self.recording](self.recorded(), self.problem)
 
 
@@ -85,10 +85,10 @@ class Bug:
         says: what is wrong, in a sentence.
         stage: the first stage that is wrong, of those that are recorded.
         limited: where that stage is wrong, if it is only in some places: indices by the letter of the axis.
-        law: what maps the right values to the wrong ones, if that can be said in a few words.
+        law: the map from the right values to the wrong ones, if a few words describe it.
         in_output: whether the output is wrong at all.
         dtype: of weights and inputs.
-        recording: what is handed on besides the output alone.
+        recording: the stages that are diagnosed, in addition to the output alone.
     """
 
     id: str
@@ -106,7 +106,7 @@ class Bug:
 
     @property
     def problem(self) -> Problem:
-        """What the port was given."""
+        """The problem that the port computes."""
         return problem_of(self.case, 0, self.dtype)
 
     def recorded(self) -> Recorded:
@@ -114,11 +114,11 @@ class Bug:
         return dict(_wrong_run(self.style, self.case, self.dtype, self.edit))
 
     def right(self) -> Recorded:
-        """What the port notes without the edit."""
+        """The stages that the port notes without the edit."""
         return dict(_right_run(self.style, self.case, 0, self.dtype, How()))
 
     def observed(self, *, output_only: bool = False) -> Recorded:
-        """What is handed on."""
+        """The stages that are diagnosed."""
         return RECORDINGS["output" if output_only else self.recording](self.recorded(), self.problem)
 
 
@@ -131,7 +131,7 @@ def port_of(style: str, edit: tuple[str, str] | None = None) -> Callable[[Proble
     """The port, with one edit of its source.
 
     Raises:
-        ValueError: if the text to replace does not stand in it once.
+        ValueError: if the text to replace does not occur in it exactly once.
     """
     path = PORTS / f"{style}.py"
     source = path.read_text()
@@ -151,20 +151,20 @@ def _right_port(style: str) -> Callable[[Problem, How], Mapping[str, Any]]:
 
 @lru_cache(maxsize=1024)
 def _right_run(style: str, case: str, seed: int, dtype: str, how: How) -> Recorded:
-    """What a right port notes: recorded in several ways, it runs once."""
+    """Return the stages that a right port notes: recorded in several forms, it runs only once."""
     return run(style, problem_of(case, seed, dtype), how)
 
 
 @lru_cache(maxsize=1024)
 def _wrong_run(style: str, case: str, dtype: str, edit: tuple[str, str]) -> Recorded:
-    """What a port with a bug notes: measured and diagnosed, it runs once."""
+    """Return the stages that a port with a bug notes: measured and diagnosed, it runs only once."""
     return run(style, problem_of(case, 0, dtype), How(), edit)
 
 
 def run(style: str, problem: Problem, how: How, edit: tuple[str, str] | None = None) -> Recorded:
-    """What a port notes for a problem: NumPy's arrays, stages in their canonical form."""
+    """Return the stages that a port notes for a problem, as NumPy arrays in canonical form."""
     port = _right_port(style) if edit is None else port_of(style, edit)
-    # As users have JAX: the tests are stricter.
+    # The default settings of JAX: the tests are stricter.
     promotions = jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard")
     with promotions[0], promotions[1], np.errstate(all="ignore"):
         noted = port(problem, how)

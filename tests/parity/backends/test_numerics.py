@@ -1,4 +1,4 @@
-"""The numerics lock: set, recorded, and put back."""
+"""The numerics lock: set, recorded, and restored."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,8 @@ def torch_settings():
     )
 
 
-def test_torch_is_held_and_put_back():
+def test_torch_settings_are_restored():
+    """The lock sets and records torch's settings, and restores the previous ones."""
     torch.set_float32_matmul_precision("medium")
     try:
         before = torch_settings()
@@ -30,14 +31,16 @@ def test_torch_is_held_and_put_back():
         torch.set_float32_matmul_precision("highest")
 
 
-def test_torch_is_put_back_after_an_error():
+def test_torch_is_restored_after_error():
+    """The lock restores torch's settings after an exception."""
     before = torch_settings()
     with pytest.raises(KeyError), numerics_lock(["torch"]):
         raise KeyError
     assert torch_settings() == before
 
 
-def test_jax_is_held_and_put_back():
+def test_jax_settings_are_restored():
+    """The lock sets and records JAX's matmul precision, and restores the previous one."""
     before = jax.config.jax_default_matmul_precision
     with numerics_lock(["jax"]) as settings:
         assert jax.config.jax_default_matmul_precision == "highest"
@@ -45,14 +48,16 @@ def test_jax_is_held_and_put_back():
     assert jax.config.jax_default_matmul_precision == before
 
 
-def test_float64_switches_x64_on_and_off_again():
+def test_float64_enables_x64_temporarily():
+    """With float64 the lock enables and records x64, and disables it afterwards."""
     with numerics_lock(["jax"], "float64") as settings:
         assert jnp.zeros(1, float).dtype == jnp.float64
         assert settings["jax"]["x64"]
     assert not jax.config.jax_enable_x64
 
 
-def test_environment_names_versions_devices_and_settings():
+def test_environment_lists_versions():
+    """The environment has versions of torch and JAX, JAX's platform, and the number of CPUs."""
     found = environment(["jax", "torch"])
     assert found["packages"]["torch"] == torch.__version__
     assert found["packages"]["jax"] == jax.__version__

@@ -1,4 +1,4 @@
-"""The commands for weights, convert, layouts, inspect and verify: exit status, files, and what a person reads."""
+"""Tests of convert, layouts, inspect, verify and `run --weights`: status, files, printed text."""
 
 import json
 import math
@@ -58,7 +58,10 @@ def is_plain(text):
 # ---- convert ---------------------------------------------------------------------------------------------------------
 
 
-def test_convert_says_what_it_did_in_one_line(source, tmp_path, capsys):
+def test_convert_prints_one_line_summary(source, tmp_path, capsys):
+    """`convert` prints one line with layers, heads, layouts, numbers of other tensors and the
+    target; standard error is empty.
+    """
     target = tmp_path / "target.safetensors"
     assert main(convert(source, target, "--to", "meta.LLaMA")) == 0
     captured = capsys.readouterr()
@@ -70,6 +73,9 @@ def test_convert_says_what_it_did_in_one_line(source, tmp_path, capsys):
 
 
 def test_convert_back_needs_no_flags(source, tmp_path):
+    """A converted file can be converted back without flags for its layout and heads, to
+    tensors with the same SHA-256 as the source.
+    """
     target, back = tmp_path / "target.npz", tmp_path / "back.safetensors"
     assert main(convert(source, target, "--to", "qkv_proj")) == 0
     assert main(["convert", str(target), str(back), "--to", "transformers.LLaMA"]) == 0
@@ -77,14 +83,18 @@ def test_convert_back_needs_no_flags(source, tmp_path):
         assert one.sha256() == other.sha256()
 
 
-def test_convert_drops_the_rest_and_renames_layers(source, tmp_path, capsys):
+def test_convert_drops_rest_and_renames(source, tmp_path, capsys):
+    """`--rest drop --to-prefix l{i}.att` writes only attention weights, under that prefix;
+    the summary counts 2 dropped tensors.
+    """
     target = tmp_path / "target.npz"
     assert main(convert(source, target, "--to", "W_q", "--rest", "drop", "--to-prefix", "l{i}.att")) == 0
     assert names_in(target) == [f"l{i}.att.W_{letter}.weight" for i in range(2) for letter in "qkvo"]
     assert "other tensors: 0 kept, 2 dropped" in capsys.readouterr().out
 
 
-def test_convert_divides_the_target_into_shards(source, tmp_path):
+def test_convert_writes_shards(source, tmp_path):
+    """`--max-shard-gib` divides the target into more than one shard, all listed in the index."""
     target = tmp_path / "target.safetensors"
     assert main(convert(source, target, "--to", "W_q", "--max-shard-gib", "0.000002")) == 0
     assert not target.exists()
@@ -93,7 +103,10 @@ def test_convert_divides_the_target_into_shards(source, tmp_path):
     assert all((tmp_path / shard).exists() for shard in shards)
 
 
-def test_convert_replaces_only_when_it_is_forced_to(source, tmp_path, capsys):
+def test_convert_needs_force_to_replace(source, tmp_path, capsys):
+    """`convert` to an existing file exits with status 2 and leaves it unchanged; with
+    --force, it replaces the file.
+    """
     target = tmp_path / "target.npz"
     assert main(convert(source, target, "--to", "W_q")) == 0
     old = target.read_bytes()
@@ -104,7 +117,10 @@ def test_convert_replaces_only_when_it_is_forced_to(source, tmp_path, capsys):
     assert target.read_bytes() != old
 
 
-def test_convert_does_not_even_force_what_is_no_checkpoint(source, tmp_path, capsys):
+def test_force_keeps_non_checkpoint_folder(source, tmp_path, capsys):
+    """Even with --force, a target folder that is not a checkpoint exits with status 2 and
+    keeps its content.
+    """
     (tmp_path / "run.orbax" / "1000").mkdir(parents=True)
     assert main(convert(source, tmp_path / "run.orbax", "--to", "W_q", "--force")) == 2
     assert refuses("…/run.orbax", "['1000']").is_printed_in(capsys.readouterr().err)
@@ -112,7 +128,10 @@ def test_convert_does_not_even_force_what_is_no_checkpoint(source, tmp_path, cap
 
 
 @pytest.mark.parametrize("same", ["itself", "dot", "link"])
-def test_convert_does_not_write_onto_its_source(source, tmp_path, capsys, same):
+def test_convert_rejects_source_as_target(source, tmp_path, capsys, same):
+    """A target that is the source, also by another path or a link, exits with status 2 even
+    with --force; the source is unchanged.
+    """
     target = tmp_path / "source.safetensors"
     old = target.read_bytes()
     if same == "dot":
@@ -127,14 +146,20 @@ def test_convert_does_not_write_onto_its_source(source, tmp_path, capsys, same):
 
 
 @pytest.mark.parametrize("other", ["SRC", "DST"])
-def test_a_report_is_not_written_onto_what_is_converted(source, tmp_path, capsys, other):
+def test_json_path_may_not_be_src_or_dst(source, tmp_path, capsys, other):
+    """A --json path that is the source or the target exits with status 2, and no file is
+    written.
+    """
     path = source if other == "SRC" else tmp_path / "b.npz"
     assert main(convert(source, tmp_path / "b.npz", "--to", "W_q", "--json", str(path))) == 2
     assert refuses("--json", {"--json": str(path), other: ...}).is_printed_in(capsys.readouterr().err)
     assert os.listdir(tmp_path) == ["source.safetensors"]
 
 
-def test_convert_writes_what_it_did_as_json(source, tmp_path):
+def test_convert_writes_json_report(source, tmp_path):
+    """The JSON of `convert` has the documented keys, with source layout, layers, spec, and
+    kept and dropped tensors; other lists are empty.
+    """
     arguments = convert(source, tmp_path / "b.npz", "--to", "W_q", "--json", str(tmp_path / "r.json"))
     assert main(arguments) == 0
     content = json.loads((tmp_path / "r.json").read_text())
@@ -150,7 +175,8 @@ def test_convert_writes_what_it_did_as_json(source, tmp_path):
     assert (sorted(content["kept"]), content["dropped"]) == (["embed.weight", "step"], [])
 
 
-def test_convert_of_one_layer_speaks_of_one(tmp_path, capsys):
+def test_convert_summary_of_one_layer(tmp_path, capsys):
+    """The summary for one layer begins with '1 attention layer', in the singular."""
     save(tmp_path / "a.npz", random_weights(SPEC), SPEC)
     assert main(["convert", str(tmp_path / "a.npz"), str(tmp_path / "b.npz"), "--to", "ttnn"]) == 0
     assert capsys.readouterr().out.startswith(
@@ -158,7 +184,10 @@ def test_convert_of_one_layer_speaks_of_one(tmp_path, capsys):
     )
 
 
-def test_convert_asks_for_heads_by_the_flags_that_decide(source, tmp_path, capsys):
+def test_undetermined_heads_name_flags(source, tmp_path, capsys):
+    """If the shapes do not determine the heads, one error line has the layer, possible heads,
+    and the flags that decide.
+    """
     arguments = ["convert", source, str(tmp_path / "b.npz"), "--from", "transformers.LLaMA", "--prefix", PREFIX]
     assert main([*arguments, "--to", "W_q"]) == 2
     captured = capsys.readouterr()
@@ -193,7 +222,10 @@ def test_convert_asks_for_heads_by_the_flags_that_decide(source, tmp_path, capsy
         ),
     ],
 )
-def test_convert_refuses_in_one_line_and_writes_nothing(source, tmp_path, capsys, others, refusal):
+def test_invalid_convert_writes_nothing(source, tmp_path, capsys, others, refusal):
+    """Invalid arguments exit with status 2 and one error line, and no file is written; a dry
+    run prints the same.
+    """
     assert main(convert(source, tmp_path / "b.safetensors", *others)) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -206,17 +238,24 @@ def test_convert_refuses_in_one_line_and_writes_nothing(source, tmp_path, capsys
 
 
 @pytest.mark.parametrize(("name", "got"), [("b.gguf", "'.gguf'"), ("b.txt", "'.txt'"), ("b", "")])
-def test_convert_refuses_a_target_of_no_format_that_is_written(source, tmp_path, capsys, name, got):
+def test_unwritable_format_is_rejected(source, tmp_path, capsys, name, got):
+    """A target with the suffix .gguf, .txt or none exits with status 2 and an error with the
+    suffix.
+    """
     assert main(convert(source, tmp_path / name, "--to", "W_q")) == 2
     assert refuses(str(tmp_path / name), got).is_printed_in(capsys.readouterr().err)
 
 
-def test_convert_of_a_file_that_is_not_there_is_one_line(tmp_path, capsys):
+def test_convert_of_missing_file_exits_2(tmp_path, capsys):
+    """A source that does not exist exits with status 2 and one error line."""
     assert main(convert(str(tmp_path / "no.safetensors"), tmp_path / "b.npz", "--to", "W_q")) == 2
     assert re.fullmatch(r"mha-parity: .*No such file.*\n", capsys.readouterr().err)
 
 
-def test_convert_of_a_file_that_does_not_tell_its_layout_says_where_to_look(source, tmp_path, capsys):
+def test_unspecified_layout_is_suggested(source, tmp_path, capsys):
+    """If no layout is specified, `convert` exits with status 2, and the error suggests --from
+    and --prefix with values that fit.
+    """
     assert main(["convert", source, str(tmp_path / "b.npz"), "--to", "W_q"]) == 2
     message = capsys.readouterr().err
     remedy = {"--from": "transformers.LLaMA", "--prefix": "model.layers.{i}.self_attn"}
@@ -227,7 +266,7 @@ def test_convert_of_a_file_that_does_not_tell_its_layout_says_where_to_look(sour
 
 
 def planned(source, target, *others):
-    """Run dry, and return what is planned, as JSON has it, and the whole report."""
+    """Do a dry run, and return the plan in its JSON report, and the rest of the report."""
     report = os.path.join(os.path.dirname(source), "r.json")
     assert main(["convert", source, str(target), *others, "--dry-run", "--json", report]) == 0
     with open(report, encoding="utf-8") as file:
@@ -236,7 +275,10 @@ def planned(source, target, *others):
     return content.pop("plan"), content
 
 
-def test_a_dry_run_says_what_would_be_written_and_writes_nothing(source, tmp_path, capsys):
+def test_dry_run_prints_plan(source, tmp_path, capsys):
+    """`--dry-run` prints the target, the origin of layout and heads, renamed tensors and
+    dropped ones, and writes nothing.
+    """
     assert main(convert(source, tmp_path / "b.npz", "--to", "meta.LLaMA", "--rest", "drop", "--dry-run")) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert os.listdir(tmp_path) == ["source.safetensors"]
@@ -247,7 +289,10 @@ def test_a_dry_run_says_what_would_be_written_and_writes_nothing(source, tmp_pat
 
 
 @pytest.mark.parametrize("others", [[], ["--rest", "drop"], ["--to-prefix", "layers"], ["--to", "qkv_proj"]], ids=str)
-def test_a_dry_run_tells_what_is_then_written(source, tmp_path, others):
+def test_dry_run_plan_matches_conversion(source, tmp_path, others):
+    """The plan has the tensors, their size in bytes and the layers that a conversion then
+    writes; the reports are otherwise equal.
+    """
     arguments = convert(source, tmp_path / "b.npz", "--to", "meta.LLaMA", *others)[3:]
     plan, report = planned(source, tmp_path / "b.npz", *arguments)
     assert os.listdir(tmp_path) == ["source.safetensors"]
@@ -292,7 +337,10 @@ LLAMA = {
     ],
     ids=["family", "family, told", "plain", "plain, told"],
 )
-def test_a_dry_run_names_the_source_of_each_hint(source, tmp_path, config, others, origins):
+def test_dry_run_names_hint_sources(source, tmp_path, config, others, origins):
+    """The plan has the origin of the layout and of each hint of a layer: config.json, the
+    caller or the shapes.
+    """
     (tmp_path / "config.json").write_text(json.dumps(config))
     told = [] if config is LLAMA else ["--from", "transformers.LLaMA", "--prefix", PREFIX]
     plan, _ = planned(source, tmp_path / "b.npz", "--to", "meta.LLaMA", *told, *others)
@@ -302,7 +350,10 @@ def test_a_dry_run_names_the_source_of_each_hint(source, tmp_path, config, other
         assert layer["layout_from"] == ("config.json" if config is LLAMA else "the caller")
 
 
-def test_a_dry_run_names_the_metadata_of_a_file_of_ours(source, tmp_path):
+def test_dry_run_names_own_metadata(source, tmp_path):
+    """For a file that `convert` wrote, the plan names the file's metadata as the origin of
+    the layout and of all hints.
+    """
     assert main(convert(source, tmp_path / "b.npz", "--to", "meta.LLaMA")) == 0
     plan, _ = planned(str(tmp_path / "b.npz"), tmp_path / "c.npz", "--to", "W_q", "--drop", "rope")
     assert plan["left_out"] == ["rope"]
@@ -311,7 +362,10 @@ def test_a_dry_run_names_the_metadata_of_a_file_of_ours(source, tmp_path):
 
 
 @pytest.mark.parametrize("case", ["there", "no folder", "no format", "NaN", "ranks"])
-def test_a_dry_run_refuses_what_the_conversion_refuses(source, tmp_path, capsys, case):
+def test_dry_run_fails_like_conversion(source, tmp_path, capsys, case):
+    """Where a conversion exits with status 2, such as for NaN or an existing target, a dry
+    run prints the same and writes nothing.
+    """
     target, others = {"no folder": "no/b.npz", "no format": "b.txt"}.get(case, "b.npz"), ["--to", "W_q"]
     if case == "there":
         (tmp_path / target).write_bytes(b"PK")
@@ -330,7 +384,10 @@ def test_a_dry_run_refuses_what_the_conversion_refuses(source, tmp_path, capsys,
     assert capsys.readouterr() == dry
 
 
-def test_a_dry_run_looks_at_the_files_of_ranks(source, tmp_path, capsys, monkeypatch):
+def test_dry_run_checks_files_of_ranks(source, tmp_path, capsys, monkeypatch):
+    """A dry run with --ranks 2 writes nothing; without torch, which writes such files, it
+    fails as the conversion does.
+    """
     arguments = convert(source, tmp_path / "b", "--to", "meta.LLaMA", "--rest", "drop", "--ranks", "2")
     assert main([*arguments, "--dry-run"]) == 0
     assert os.listdir(tmp_path) == ["source.safetensors"]
@@ -342,14 +399,20 @@ def test_a_dry_run_looks_at_the_files_of_ranks(source, tmp_path, capsys, monkeyp
         assert os.listdir(tmp_path) == ["source.safetensors"]
 
 
-def test_a_dry_run_takes_heads_that_do_not_divide_the_width(tmp_path):
+def test_dry_run_allows_uneven_heads(tmp_path):
+    """A layer of width 10 with 3 heads of 4 is planned; its hints are num_heads, num_kv_heads
+    and head_dim.
+    """
     spec = AttentionSpec(10, 3, head_dim=4)
     save(tmp_path / "a.npz", random_weights(spec), spec)
     plan, _ = planned(str(tmp_path / "a.npz"), tmp_path / "b.npz", "--to", "W_q")
     assert plan["layers"][0]["hints"].keys() == {"num_heads", "num_kv_heads", "head_dim"}
 
 
-def test_a_dry_run_refuses_names_that_cannot_be_nested(source, tmp_path, capsys):
+def test_unnestable_names_are_rejected(source, tmp_path, capsys):
+    """For a nested target, tensors x and x.y exit with status 2, in a dry run and in a
+    conversion.
+    """
     with open_tensors(source) as file:
         held = {name: file.read(name).copy() for name in file.infos} | {"x": np.ones(1), "x.y": np.ones(1)}
     write_tensors(source, {n: (x.shape, x.dtype) for n, x in held.items()}, held.__getitem__)
@@ -358,8 +421,10 @@ def test_a_dry_run_refuses_names_that_cannot_be_nested(source, tmp_path, capsys)
         assert "no name may be a level of another one" in capsys.readouterr().err
 
 
-def test_the_rope_of_a_part_of_a_model_is_not_lost(source, tmp_path, capsys):
-    """The configuration has parts, and nothing about attention beside them."""
+def test_nested_config_rope_is_not_lost(source, tmp_path, capsys):
+    """RoPE of a configuration with attention settings in text_config only is read: a target
+    that cannot carry it exits with status 2, and the error suggests --drop rope.
+    """
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava", "text_config": LLAMA}))
     assert main(["convert", source, str(tmp_path / "b.npz"), "--to", "W_q"]) == 2
     remedy = {"--drop": "rope"}
@@ -369,13 +434,17 @@ def test_the_rope_of_a_part_of_a_model_is_not_lost(source, tmp_path, capsys):
 # ---- layouts ---------------------------------------------------------------------------------------------------------
 
 
-def test_layouts_lists_every_one(capsys):
+def test_layouts_lists_all_layouts(capsys):
+    """`layouts` prints the name of every layout."""
     assert main(["layouts"]) == 0
     words = capsys.readouterr().out.split()
     assert LAYOUTS.keys() <= set(words)
 
 
-def test_a_layout_is_shown_with_every_tensor_its_rules_and_its_pairing(capsys):
+def test_layout_is_shown_completely(capsys):
+    """`layouts NAME` prints all tensors, rules and prefixes of a layout, its RoPE pairs, and
+    how it packs heads.
+    """
     for name, layout in LAYOUTS.items():
         assert main(["layouts", name]) == 0
         out = capsys.readouterr().out
@@ -401,12 +470,16 @@ def test_a_layout_is_shown_with_every_tensor_its_rules_and_its_pairing(capsys):
         ("tunix.Gemma", "kv_einsum.w k_proj.weight, v_proj.weight [projections | heads | input | head_dim]"),
     ],
 )
-def test_the_axes_of_a_tensor_are_shown_outermost_first(name, line, capsys):
+def test_axes_are_shown_outermost_first(name, line, capsys):
+    """`layouts NAME` prints a tensor with its axes, outermost first."""
     assert main(["layouts", name]) == 0
     assert line in [" ".join(shown.split()) for shown in capsys.readouterr().out.splitlines()]
 
 
-def test_layouts_writes_all_or_one_as_json(tmp_path):
+def test_layouts_writes_json(tmp_path):
+    """`layouts --json` has all layouts or the requested one, with the same record and the
+    axes of its tensors.
+    """
     assert main(["layouts", "--json", str(tmp_path / "all.json")]) == 0
     assert main(["layouts", "ttnn", "--json", str(tmp_path / "one.json")]) == 0
     every, one = (json.loads((tmp_path / name).read_text()) for name in ("all.json", "one.json"))
@@ -417,7 +490,10 @@ def test_layouts_writes_all_or_one_as_json(tmp_path):
     assert ttnn["forms"][0][0] == qkv
 
 
-def test_an_unknown_layout_exits_2_and_names_those_of_its_family(capsys):
+def test_unknown_layout_suggests_names(capsys):
+    """An unknown layout exits with status 2 and one error line that suggests layouts with
+    similar names.
+    """
     assert main(["layouts", "llama"]) == 2
     message = capsys.readouterr().err
     assert refuses("layout", layout="llama").is_printed_in(message)
@@ -428,7 +504,10 @@ def test_an_unknown_layout_exits_2_and_names_those_of_its_family(capsys):
 # ---- inspect ---------------------------------------------------------------------------------------------------------
 
 
-def test_inspect_shows_tensors_and_the_layouts_that_fit(source, capsys):
+def test_inspect_shows_tensors_and_layouts(source, capsys):
+    """`inspect` prints tensors with shape, dtype and number, and layers with the layout and
+    heads that fit.
+    """
     assert main(["inspect", source, *HEADS]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert f"{source}: safetensors, 10 tensors" in " ".join(lines[:3])
@@ -437,12 +516,18 @@ def test_inspect_shows_tensors_and_the_layouts_that_fit(source, capsys):
     assert "model.layers.{i}.self_attn 2 transformers.LLaMA 4 x 6, key/value 2" in lines
 
 
-def test_inspect_tells_which_flags_would_decide(source, capsys):
+def test_inspect_names_deciding_flags(source, capsys):
+    """If the shapes do not determine the heads, `inspect` prints --num-heads as a flag that
+    does.
+    """
     assert main(["inspect", source]) == 0
     assert "--num-heads" in " ".join(capsys.readouterr().out.split())
 
 
-def test_inspect_says_which_heads_would_fit(tmp_path, capsys):
+def test_inspect_suggests_fitting_heads(tmp_path, capsys):
+    """If 5 heads do not fit a width of 32, `inspect` prints heads that do, and the given
+    number; the status is 0.
+    """
     np.savez(
         tmp_path / "y.npz", **{name: x.numpy() for name, x in torch.nn.MultiheadAttention(32, 4).state_dict().items()}
     )
@@ -454,6 +539,9 @@ def test_inspect_says_which_heads_would_fit(tmp_path, capsys):
 
 
 def test_inspect_writes_json(source, tmp_path):
+    """The JSON of `inspect` has the documented keys, the tensors and a record of the layers
+    with their layout.
+    """
     assert main(["inspect", source, *HEADS, "--json", str(tmp_path / "r.json")]) == 0
     content = json.loads((tmp_path / "r.json").read_text())
     assert content.keys() == {"schema", "version", "file_format", "metadata", "tensors", "layers"}
@@ -473,19 +561,24 @@ def test_inspect_writes_json(source, tmp_path):
     ]
 
 
-def test_inspect_of_a_file_without_attention_says_so(tmp_path, capsys):
+def test_inspect_reports_no_attention(tmp_path, capsys):
+    """For a file without attention, `inspect` exits with status 0 and prints that no layout
+    fits.
+    """
     write_tensors(tmp_path / "a.npz", {"x": ((2,), np.float32)}, lambda name: np.ones(2, np.float32))
     assert main(["inspect", str(tmp_path / "a.npz")]) == 0
     assert "No attention layer that a layout fits" in capsys.readouterr().out
 
 
 NEBULA = {"blk.0.mix": np.ones((24, 48), np.float32), "blk.0.back": np.ones((24, 24), np.float32)}
-"""A layer in a layout of nobody: neither its names nor its shapes are those of a layout."""
+"""A layer in an unknown layout: no layout has its names or its shapes."""
 
 
 @pytest.mark.parametrize("command", [["inspect"], ["convert", "out.npz", "--to", "mha_jax"]])
-def test_an_unlisted_layout_has_a_way_out(command, tmp_path, capsys):
-    """The message leads to a section of the page, whose code a test of the pages runs."""
+def test_unlisted_layout_points_to_docs(command, tmp_path, capsys):
+    """For a layer in an unknown layout, the message leads to a section of a page, whose code
+    test_docs runs.
+    """
     np.savez(tmp_path / "nebula.npz", **NEBULA)
     name, *others = command
     status = main([name, str(tmp_path / "nebula.npz"), *others])
@@ -497,7 +590,8 @@ def test_an_unlisted_layout_has_a_way_out(command, tmp_path, capsys):
     assert f"\n## {section}\n" in page.read_text("utf-8")
 
 
-def test_inspect_of_a_damaged_file_is_one_line(source, tmp_path, capsys):
+def test_inspect_of_damaged_file_exits_2(source, tmp_path, capsys):
+    """A truncated file exits with status 2 and one error line with its name."""
     data = (tmp_path / "source.safetensors").read_bytes()
     (tmp_path / "cut.safetensors").write_bytes(data[:-3])
     assert main(["inspect", str(tmp_path / "cut.safetensors")]) == 2
@@ -515,7 +609,10 @@ def saved(path, weights, layout="canonical", prefix="", spec=SPEC):
     return str(path)
 
 
-def test_verify_of_the_same_layer_in_two_layouts_exits_0(tmp_path, capsys):
+def test_verify_accepts_same_layer(tmp_path, capsys):
+    """The same layer in two layouts and formats exits with status 0 and is reported as the
+    same, bit for bit.
+    """
     weights = random_weights(SPEC)
     files = [saved(tmp_path / "a.npz", weights), saved(tmp_path / "b.pt", weights, "meta.LLaMA", "layers.0")]
     assert main(["verify", *files]) == 0
@@ -524,14 +621,20 @@ def test_verify_of_the_same_layer_in_two_layouts_exits_0(tmp_path, capsys):
     )
 
 
-def test_verify_of_rounded_weights_exits_0_and_says_so(tmp_path, capsys):
+def test_verify_accepts_rounded_weights(tmp_path, capsys):
+    """Weights rounded to float16 exit with status 0 and are reported as the same up to
+    rounding in float16.
+    """
     weights = random_weights(SPEC)
     rounded = {name: x.astype(np.float16) for name, x in weights.items()}
     assert main(["verify", saved(tmp_path / "a.npz", weights), saved(tmp_path / "b.npz", rounded)]) == 0
     assert "weights the same up to rounding in float16" in capsys.readouterr().out
 
 
-def test_verify_of_another_layer_exits_1_and_names_the_stage(tmp_path, capsys):
+def test_verify_names_first_wrong_stage(tmp_path, capsys):
+    """Swapped key and value weights exit with status 1 and are reported at stage k; the JSON
+    has all stages: q passed, k and v failed.
+    """
     weights = random_weights(SPEC)
     other = {**weights, "k_proj.weight": weights["v_proj.weight"], "v_proj.weight": weights["k_proj.weight"]}
     files = [saved(tmp_path / "a.npz", weights), saved(tmp_path / "b.npz", other)]
@@ -544,7 +647,10 @@ def test_verify_of_another_layer_exits_1_and_names_the_stage(tmp_path, capsys):
     assert [result["status"] for result in results][:3] == ["passed", "failed", "failed"]
 
 
-def test_verify_takes_a_layer_of_a_checkpoint_and_layout_and_prefix_of_each(source, tmp_path, capsys):
+def test_verify_accepts_flags_of_each_file(source, tmp_path, capsys):
+    """With --from and --prefix given twice, `verify` applies the first to the first file and
+    the second to the second.
+    """
     other = saved(tmp_path / "b.npz", random_weights(SPEC, seed=1), "meta.LLaMA", "att")
     arguments = ["verify", source, other, "--from", "transformers.LLaMA", "--from", "meta.LLaMA"]
     arguments += ["--prefix", "model.layers.1.self_attn", "--prefix", "att", *HEADS]
@@ -552,12 +658,16 @@ def test_verify_takes_a_layer_of_a_checkpoint_and_layout_and_prefix_of_each(sour
     assert "bit for bit" in capsys.readouterr().out
 
 
-def test_verify_takes_one_layout_and_prefix_for_both(source):
+def test_verify_shares_one_layout_flag(source):
+    """With --from and --prefix given once, `verify` applies them to both files."""
     arguments = ["verify", source, source, "--from", "transformers.LLaMA", "--prefix", "model.layers.1.self_attn"]
     assert main([*arguments, *HEADS]) == 0
 
 
-def test_verify_of_the_wrong_pairing_exits_1(tmp_path, capsys):
+def test_verify_detects_wrong_rope_pairs(tmp_path, capsys):
+    """Weights with meta.LLaMA's order of RoPE pairs, but canonical names, exit with status 1
+    and are reported at stage q.
+    """
     weights = random_weights(SPEC)
     wrong = dict(from_canonical(weights, SPEC, LAYOUTS["meta.LLaMA"]))
     names = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "out_proj"}
@@ -566,7 +676,8 @@ def test_verify_of_the_wrong_pairing_exits_1(tmp_path, capsys):
     assert "verify/q: " in capsys.readouterr().out
 
 
-def test_verify_of_layers_that_are_not_alike_exits_2(tmp_path, capsys):
+def test_verify_requires_equal_heads(tmp_path, capsys):
+    """Layers with 4 and 2 heads exit with status 2 and one error line with both numbers."""
     other = AttentionSpec(16, 2, head_dim=6)
     files = [
         saved(tmp_path / "a.npz", random_weights(SPEC)),
@@ -578,7 +689,10 @@ def test_verify_of_layers_that_are_not_alike_exits_2(tmp_path, capsys):
     assert message.count("\n") == 1
 
 
-def test_verify_takes_all_layers_at_once_numbered_or_stacked(source, tmp_path, capsys):
+def test_verify_compares_all_layers(source, tmp_path, capsys):
+    """Two numbered layers and a stack of them are reported as the same, bit for bit; the JSON
+    has each pair of layers.
+    """
     stack, report = str(tmp_path / "b.npz"), tmp_path / "r.json"
     assert main(convert(source, stack, "--to", "mha_jax", "--to-prefix", "layers.attn")) == 0
     assert "2 attention layers" in capsys.readouterr().out
@@ -592,7 +706,10 @@ def test_verify_takes_all_layers_at_once_numbered_or_stacked(source, tmp_path, c
     ]
 
 
-def test_verify_of_all_layers_says_which_differ_and_shows_the_first(source, tmp_path, capsys):
+def test_verify_names_differing_layers(source, tmp_path, capsys):
+    """If one of two layers has other values, `verify` exits with status 1 and prints that
+    layer, its first stage v, and how many agree.
+    """
     with open_tensors(source) as file:
         tensors = {name: file.read(name) for name in file.infos}
     tensors["model.layers.1.self_attn.v_proj.weight"] *= 2
@@ -606,7 +723,10 @@ def test_verify_of_all_layers_says_which_differ_and_shows_the_first(source, tmp_
     assert "do NOT hold the same attention in all 2 layers: 1 the same, bit for bit; 0 the" in out
 
 
-def test_verify_of_other_numbers_of_layers_exits_2(source, tmp_path, capsys):
+def test_verify_requires_equal_layer_counts(source, tmp_path, capsys):
+    """Files with two layers and one layer exit with status 2 and an error with the name of
+    the layer.
+    """
     weights = random_weights(SPEC)
     other = saved(tmp_path / "b.npz", weights, "transformers.LLaMA", "model.layers.7.self_attn")
     arguments = ["verify", source, other, "--from", "transformers.LLaMA", "--prefix", PREFIX, *HEADS]
@@ -618,7 +738,10 @@ def test_verify_of_other_numbers_of_layers_exits_2(source, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "pt"])
-def test_run_takes_any_layer_of_any_file(source, tmp_path, capsys, suffix):
+def test_run_accepts_layer_of_any_file(source, tmp_path, capsys, suffix):
+    """`run --weights` runs one layer of an original or converted checkpoint; with two layers
+    it requires --prefix, and --prefix requires --weights.
+    """
     target = str(tmp_path / f"b.{suffix}")
     assert main(convert(source, target, "--to", "canonical")) == 0
     run = ["run", "--backends", "torch", "--weights"]
@@ -632,11 +755,11 @@ def test_run_takes_any_layer_of_any_file(source, tmp_path, capsys, suffix):
     assert refuses("--prefix, --num-heads").is_printed_in(capsys.readouterr().err)
 
 
-# ---- What is said ----------------------------------------------------------------------------------------------------
+# ---- Warnings and errors ---------------------------------------------------------------------------------------------
 
 
 def training_checkpoint(path):
-    """What a training loop saves: weights, an average of them, an optimizer, a step."""
+    """Save weights, their average, an optimizer and a step as in training; return the path."""
     model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(16, 4, 8), 2, enable_nested_tensor=False)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 16)).sum().backward()
@@ -646,7 +769,10 @@ def training_checkpoint(path):
     return str(path)
 
 
-def test_what_is_no_tensor_or_stays_in_the_old_layout_is_named(tmp_path, capsys):
+def test_convert_warns_of_skipped_content(tmp_path, capsys):
+    """`convert` prints one short warning each about values that are not tensors, layers in
+    the old layout and optimizer state; the JSON lists them.
+    """
     source, report = training_checkpoint(tmp_path / "train.pt"), tmp_path / "r.json"
     arguments = ["convert", source, str(tmp_path / "b.pt"), "--to", "flax.nnx", "--json", str(report)]
     arguments += ["--from", "torch.nn.MultiheadAttention", "--prefix", "model.layers.{i}.self_attn", "--num-heads", "4"]
@@ -668,7 +794,10 @@ def test_what_is_no_tensor_or_stays_in_the_old_layout_is_named(tmp_path, capsys)
     "prefix", [[], ["--prefix", "layers.*.self_attn"], ["--prefix", "model.layers.{i}.self_attn."]]
 )
 @pytest.mark.parametrize("layout", [[], ["--from", "torch.nn.MultiheadAttention"]])
-def test_a_prefix_that_is_none_is_answered_with_those_that_fit(tmp_path, capsys, prefix, layout):
+def test_wrong_prefix_suggests_one_that_fits(tmp_path, capsys, prefix, layout):
+    """Without a valid --prefix, convert, verify and run exit with status 2 and one short
+    error line with a prefix that fits.
+    """
     source = training_checkpoint(tmp_path / "train.pt")
     heads = ["--num-heads", "4"]
     for arguments in (
@@ -683,7 +812,7 @@ def test_a_prefix_that_is_none_is_answered_with_those_that_fit(tmp_path, capsys,
         assert len(error) < 400 + len(source)
 
 
-# ---- Heads that lie beside -------------------------------------------------------------------------------------------
+# ---- Heads from config.json ------------------------------------------------------------------------------------------
 
 
 def config_beside(path, **others):
@@ -691,7 +820,10 @@ def config_beside(path, **others):
     (path.parent / "config.json").write_text(json.dumps(config))
 
 
-def test_a_config_beside_the_file_tells_the_heads_and_convert_says_so(source, tmp_path, capsys):
+def test_config_json_determines_heads(source, tmp_path, capsys):
+    """Heads and RoPE come from the config.json in the folder of the file; `convert` and
+    `inspect` print so, and the target has the spec.
+    """
     config_beside(tmp_path / "source.safetensors")
     arguments = [source, str(tmp_path / "b.npz"), "--from", "transformers.LLaMA", "--prefix", PREFIX]
     assert main(["convert", *arguments, "--to", "meta.LLaMA"]) == 0
@@ -711,7 +843,10 @@ def test_a_config_beside_the_file_tells_the_heads_and_convert_says_so(source, tm
         {"num_attention_heads": None},
     ],
 )
-def test_a_config_that_does_not_fit_tells_nothing(source, tmp_path, capsys, others):
+def test_unfit_config_json_is_ignored(source, tmp_path, capsys, others):
+    """If num_attention_heads of config.json does not fit or is not an integer, `convert`
+    exits with status 2 since heads are undetermined.
+    """
     config_beside(tmp_path / "source.safetensors", **others)
     arguments = [source, str(tmp_path / "b.npz"), "--from", "transformers.LLaMA", "--prefix", PREFIX]
     assert main(["convert", *arguments, "--to", "meta.LLaMA"]) == 2
@@ -727,7 +862,10 @@ def test_a_config_that_does_not_fit_tells_nothing(source, tmp_path, capsys, othe
         ({"rope_theta": float("inf")}, "rope_theta"),
     ],
 )
-def test_rope_that_a_specification_cannot_say_is_not_taken_from_a_config(source, tmp_path, capsys, rope, drop):
+def test_inexpressible_rope_requires_drop(source, tmp_path, capsys, rope, drop):
+    """RoPE settings of config.json that a specification cannot express exit with status 2;
+    with --drop, the layer is converted without RoPE.
+    """
     config_beside(tmp_path / "source.safetensors", **rope)
     arguments = [source, str(tmp_path / "b.npz"), "--from", "transformers.LLaMA", "--prefix", PREFIX]
     assert main(["convert", *arguments, "--to", "meta.LLaMA"]) == 2
@@ -744,7 +882,10 @@ ROPE_NOT_CARRIED = {
 
 
 @pytest.mark.parametrize("words", ROPE_NOT_CARRIED)
-def test_rope_that_is_not_read_is_named_once_by_every_command(source, tmp_path, capsys, words):
+def test_unread_rope_is_warned_of_once(source, tmp_path, capsys, words):
+    """convert, inspect and run print one warning about a RoPE setting that no specification
+    expresses, and none with --rope-theta; the JSON of `convert` has it.
+    """
     config_beside(tmp_path / "source.safetensors", **ROPE_NOT_CARRIED[words])
     layer = [source, "--from", "transformers.LLaMA", "--prefix", PREFIX]
     convert = ["convert", source, str(tmp_path / "b.npz"), *layer[1:], "--to", "meta.LLaMA"]
@@ -765,7 +906,10 @@ def test_rope_that_is_not_read_is_named_once_by_every_command(source, tmp_path, 
     assert json.loads((tmp_path / "c.json").read_text())["not_carried"] == [words]
 
 
-def test_rope_that_is_not_read_is_warned_of_in_python_and_can_be_given(source, tmp_path):
+def test_load_warns_of_unread_rope(source, tmp_path):
+    """`parity.load` warns of a RoPE setting that it does not read and returns a spec without
+    RoPE; given `rope`, it returns that without a warning.
+    """
     config_beside(tmp_path / "source.safetensors", rope_scaling={"rope_type": "llama3"})
     with pytest.warns(parity.NotCarriedWarning, match="config.json sets rope_scaling="):
         _, spec = parity.load(source, "transformers.LLaMA", prefix=PREFIX.replace("{i}", "0"))
@@ -776,7 +920,10 @@ def test_rope_that_is_not_read_is_warned_of_in_python_and_can_be_given(source, t
     assert spec.rope == rope
 
 
-def test_flags_win_over_a_config(source, tmp_path, capsys):
+def test_flags_override_config_json(source, tmp_path, capsys):
+    """--num-heads 2 overrides the 4 heads of config.json: the layer has heads 2 x 12 and one
+    key/value head.
+    """
     config_beside(tmp_path / "source.safetensors", rope_theta=None)
     arguments = [
         source,
@@ -793,16 +940,20 @@ def test_flags_win_over_a_config(source, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("flag", ["--from", "--prefix"])
-def test_verify_takes_no_third_layout_or_prefix(source, capsys, flag):
+def test_verify_rejects_third_layout_flag(source, capsys, flag):
+    """A third --from or --prefix exits with status 2 and an error with all three values."""
     assert main(["verify", source, source, flag, "a", flag, "b", flag, "c"]) == 2
     assert refuses(flag, {flag: ["a", "b", "c"]}).is_printed_in(capsys.readouterr().err)
 
 
-# ---- All of them -----------------------------------------------------------------------------------------------------
+# ---- All commands ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_tells_every_flag(command, capsys):
+def test_command_help_lists_flags(command, capsys):
+    """The help of convert, layouts, inspect and verify has their flags, those for heads
+    except for `layouts`, and --json.
+    """
     with pytest.raises(SystemExit) as exit_:
         main([command, "--help"])
     assert exit_.value.code == 0
@@ -817,7 +968,8 @@ def test_help_tells_every_flag(command, capsys):
     assert all(flag in out for flag in [*flags, *heads, "--json"])
 
 
-def test_the_commands_are_in_the_help_of_all(capsys):
+def test_main_help_lists_weight_commands(capsys):
+    """`mha-parity --help` has a line for each of convert, layouts, inspect and verify."""
     with pytest.raises(SystemExit):
         main(["--help"])
     out = capsys.readouterr().out
@@ -825,14 +977,17 @@ def test_the_commands_are_in_the_help_of_all(capsys):
 
 
 @pytest.mark.parametrize("command", ["convert", "inspect", "verify"])
-def test_a_command_without_files_exits_2(command, capsys):
+def test_missing_file_arguments_exit_2(command, capsys):
+    """convert, inspect and verify without files exit with status 2 and print their usage."""
     assert main([command]) == 2
     assert "usage: mha-parity" in capsys.readouterr().err
 
 
 @pytest.mark.costly("whether output is a terminal")
 def test_output_in_a_pipe_is_plain(source, tmp_path):
-    """A progress bar with lines, and a table."""
+    """In a pipe, the output of `convert`, which has a progress bar on a terminal, and the
+    table of `inspect` are plain text.
+    """
     target = str(tmp_path / "b.npz")
     for arguments in (convert(source, target, "--to", "qkv_proj"), ["inspect", source, *HEADS]):
         result = run_in_pipe(*arguments)

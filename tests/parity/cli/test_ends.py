@@ -1,4 +1,4 @@
-"""How commands end if a reader stops early, or a signal arrives while they are imported."""
+"""Tests of how commands end if their reader stops early, or a signal arrives during imports."""
 
 import os
 import signal
@@ -10,13 +10,16 @@ from helpers.llama_folder import make_model
 
 from parity.core.packages import OPTIONAL
 
-# What argparse prints, a list, a table, JSON and a source: each is printed by another module.
+# Help by argparse, a list, a table, JSON and source code: a different module prints each of them.
 COMMANDS = ("--help", "bugs --all", "inspect model", "inspect model --json -", "write model --to torch --layers 0")
 
 
 @pytest.mark.costly("the exit status of a process whose pipe is closed")
 @pytest.mark.parametrize("words", COMMANDS)
-def test_a_reader_may_stop_early(tmp_path, words):
+def test_closed_pipe_is_not_an_error(tmp_path, words):
+    """A command whose output pipe is closed exits with status 0, without a message about a
+    broken pipe.
+    """
     make_model(tmp_path / "model")
     reader, writer = os.pipe()
     os.close(reader)
@@ -45,12 +48,18 @@ sys.exit(main())
 
 @pytest.mark.costly("a signal to a new process")
 @pytest.mark.parametrize("module", ["parity.cli.main", "argparse", "parity.cli.run"])
-def test_interrupt_of_an_import_is_status_130(module):
+def test_interrupted_import_exits_130(module):
+    """SIGINT during an import exits with status 130, and standard error has only the line
+    about it.
+    """
     program = INTERRUPTED.format(module=module, number=int(signal.SIGINT))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=120, check=False)
     assert done.returncode == 130
     assert done.stderr == b"mha-parity: interrupted\n"
 
 
-def test_transformers_is_needed_by_more_than_tests():
+def test_use_of_transformers_is_listed():
+    """The uses of transformers in OPTIONAL include `--against transformers`, which is not a
+    test.
+    """
     assert "--against transformers" in OPTIONAL["transformers"][1]

@@ -1,4 +1,4 @@
-"""What a user is told without asking a person: help, the lists of cases and of bugs, what is installed."""
+"""Tests of `--help`, error lines, lists of cases and bugs, completion and `doctor`."""
 
 import argparse
 import importlib
@@ -40,7 +40,7 @@ PAGES = {name: command.PAGE for name, command in COMMANDS.items()}
 
 
 def commands():
-    """The parsers of the commands, by name."""
+    """Return the parsers of the commands by name."""
     (action,) = (action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction))
     return action.choices
 
@@ -48,7 +48,10 @@ def commands():
 # ---- --help ----------------------------------------------------------------------------------------------------------
 
 
-def test_every_module_with_a_page_is_a_command():
+def test_every_command_module_is_registered():
+    """The modules with a PAGE in parity.cli and parity_lab.commands are those of COMMANDS,
+    and each command has a parser.
+    """
     modules = [
         importlib.import_module(f"{package.__name__}.{found.name}")
         for package in (parity.cli, parity_lab.commands)
@@ -60,7 +63,10 @@ def test_every_module_with_a_page_is_a_command():
     assert commands().keys() == COMMANDS.keys()
 
 
-def test_help_says_what_a_command_does_with_an_example_and_the_exit_status(capsys):
+def test_command_help_is_complete(capsys):
+    """The help of a command has its description before the options, then its exit statuses;
+    lines of the epilog have at most 100 columns.
+    """
     for name, page in PAGES.items():
         with pytest.raises(SystemExit) as exit_:
             main([name, "--help"])
@@ -75,7 +81,10 @@ def test_help_says_what_a_command_does_with_an_example_and_the_exit_status(capsy
         assert max(map(len, page.epilog.splitlines())) <= 100, name
 
 
-def test_the_example_of_a_command_is_one_that_it_takes():
+def test_example_of_command_is_parsed():
+    """The example of each command begins with `mha-parity` and its name, and its arguments
+    are valid.
+    """
     parser = make_parser()
     for name, page in PAGES.items():
         program, *arguments = shlex.split(page.example.replace("\\\n", ""))
@@ -84,14 +93,18 @@ def test_the_example_of_a_command_is_one_that_it_takes():
         assert parser.parse_args(arguments).command == name
 
 
-def test_help_of_run_lists_backends_and_dtypes():
+def test_run_help_lists_backends_and_dtypes():
+    """The help of `run` has the names of all backends and dtypes."""
     words = " ".join(commands()["run"].format_help().split())
     assert f"--backends A,B {', '.join(BACKENDS)};" in words
     assert all(dtype in words for dtype in DTYPES)
 
 
 @pytest.mark.costly("modules that a new process imports")
-def test_help_imports_nothing_that_takes_time():
+def test_help_imports_no_slow_module():
+    """The help of all commands imports neither NumPy, Rich, importlib.metadata, the cases nor
+    the console.
+    """
     program = (
         "import sys, contextlib, io\n"
         "from parity.cli.main import main\n"
@@ -109,7 +122,8 @@ def test_help_imports_nothing_that_takes_time():
 # ---- Cases -----------------------------------------------------------------------------------------------------------
 
 
-def test_pages_name_options_that_commands_have():
+def test_pages_use_existing_options():
+    """Every option that a page of the documentation shows for a command exists."""
     pages = [
         ROOT / "README.md",
         *ROOT.glob("docs/**/*.md"),
@@ -127,7 +141,8 @@ def test_pages_name_options_that_commands_have():
     assert wrong == []
 
 
-def test_cases_are_listed_one_a_line_with_what_they_cover(capsys):
+def test_cases_lists_one_case_per_line(capsys):
+    """`cases` prints one line per case, with its description and its settings."""
     assert main(["cases"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(CASES)
@@ -136,7 +151,10 @@ def test_cases_are_listed_one_a_line_with_what_they_cover(capsys):
     assert line.endswith("heads 6/2 x 16, tokens 2 x 4+1+1+1, RoPE, cache of 8 slots, no biases")
 
 
-def test_cases_are_chosen_by_their_names_and_written_as_json(tmp_path, capsys):
+def test_cases_are_selected_by_glob(tmp_path, capsys):
+    """`cases GLOB --json` prints and writes only cases whose name matches, with their
+    settings and specification.
+    """
     assert main(["cases", "window-c*", "--json", str(tmp_path / "c.json")]) == 0
     assert capsys.readouterr().out.count("\n") == 1
     content = json.loads((tmp_path / "c.json").read_text())
@@ -167,7 +185,10 @@ def test_cases_are_chosen_by_their_names_and_written_as_json(tmp_path, capsys):
         (["layouts", "llma"], refuses("layout", layout="llma", hint="LLaMA")),
     ],
 )
-def test_what_is_not_known_is_refused_in_the_words_of_the_command_line(capsys, arguments, refusal):
+def test_unknown_value_names_its_option(capsys, arguments, refusal):
+    """An unknown value or option exits with status 2 and one error line, which begins with
+    the option and may suggest a similar name.
+    """
     assert main(arguments) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith(f"mha-parity: error: {refusal.argument} ")
@@ -199,7 +220,10 @@ def test_what_is_not_known_is_refused_in_the_words_of_the_command_line(capsys, a
         ("conformance no_such_module:f", "no_such_module", "run from the folder of the module, or set PYTHONPATH"),
     ],
 )
-def test_an_error_is_one_line_that_ends_with_the_way_out(arguments, argument, way_out, capsys):
+def test_usage_error_suggests_next_step(arguments, argument, way_out, capsys):
+    """A usage error exits with status 2 and one line of fewer than 400 characters with the
+    argument and a remedy: a valid name, a usage line or a command.
+    """
     assert main(arguments.split()) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith(f"mha-parity: error: {argument} ")
@@ -210,7 +234,10 @@ def test_an_error_is_one_line_that_ends_with_the_way_out(arguments, argument, wa
 
 
 @pytest.mark.parametrize("command", ["run", "selftest"])
-def test_without_a_framework_it_is_said_what_to_install(capsys, let_need, command):
+def test_missing_frameworks_are_named(capsys, let_need, command):
+    """Without any framework, `run` and `selftest` exit with status 2 and one line with the
+    missing packages and how to install them.
+    """
     for name in BACKENDS:
         let_need(name, f"{name}_is_not_here")
     assert main([command]) == 2
@@ -221,7 +248,8 @@ def test_without_a_framework_it_is_said_what_to_install(capsys, let_need, comman
 
 
 @pytest.mark.parametrize("not_finite", ["visible", "hidden"])
-def test_a_case_with_nan_says_so(not_finite):
+def test_case_summary_mentions_nan(not_finite):
+    """The summary of a case with NaN ends with whether they are visible or hidden."""
     case = replace(CASES["causal"], not_finite=not_finite)
     assert covers(case) == f"heads 4 x 8, tokens 2 x 5, causal, NaN {not_finite}"
 
@@ -243,7 +271,10 @@ FORMER_LINES = (
 
 
 @pytest.mark.parametrize("line", FORMER_LINES)
-def test_a_former_name_of_an_option_works_with_a_warning_and_is_not_in_the_help(line, capsys):
+def test_former_option_names_are_deprecated(line, capsys):
+    """A former name of an option is parsed like the current one, with a warning that has the
+    current name, and is not in the help.
+    """
     name, *_ = words = line.split()
     names = FORMER_NAMES[name]
     own = words[: words.index("--")] if "--" in words else words
@@ -260,7 +291,10 @@ def test_a_former_name_of_an_option_works_with_a_warning_and_is_not_in_the_help(
     assert not {*former} & {*shown}
 
 
-def test_every_former_name_is_in_a_line_above_and_in_the_changelog():
+def test_former_option_names_are_listed():
+    """Every former name of an option is in FORMER_LINES and, with the current name, in the
+    changelog.
+    """
     changes = (ROOT / "CHANGELOG.md").read_text("utf-8")
     for command, names in FORMER_NAMES.items():
         lines = [line.split() for line in FORMER_LINES if line.startswith(f"{command} ")]
@@ -270,7 +304,10 @@ def test_every_former_name_is_in_a_line_above_and_in_the_changelog():
         assert [line for line in missing if line not in changes] == []
 
 
-def test_a_former_name_computes_the_same(capsys):
+def test_former_option_name_has_same_result(capsys):
+    """`cache-size` prints the same with --batch and --seq-len as with --batch-size and
+    --capacity.
+    """
     heads = ["cache-size", "--num-kv-heads", "2", "--head-dim", "4"]
     assert main([*heads, "--batch-size", "3", "--capacity", "5"]) == 0
     printed = capsys.readouterr().out
@@ -278,7 +315,8 @@ def test_a_former_name_computes_the_same(capsys):
     assert capsys.readouterr().out == printed
 
 
-def test_an_option_has_one_kind_of_value_in_all_commands():
+def test_option_type_is_same_everywhere():
+    """An option of several commands has the same type and number of values in all of them."""
     kinds = {}
     for name, parser in commands().items():
         for action in parser._actions:
@@ -287,13 +325,17 @@ def test_an_option_has_one_kind_of_value_in_all_commands():
     assert {flag: found for flag, found in kinds.items() if len(found) > 1} == {}
 
 
-def test_every_argument_has_a_help_and_no_line_is_longer_than_100_characters():
+def test_arguments_have_help_text():
+    """Every argument of a command has a help text, and no line of the help has more than 100
+    columns.
+    """
     for name, parser in commands().items():
         assert [action.dest for action in parser._actions if not action.help] == [], name
         assert max(map(len, parser.format_help().splitlines())) <= 100, name
 
 
 def test_dtypes_have_short_names(capsys):
+    """`bf16` is bfloat16; a list of dtypes may have short names, and repeated dtypes count once."""
     arguments = ["cache-size", "--num-kv-heads", "1", "--head-dim", "1", "--capacity", "1", "--dtype"]
     printed = set()
     for dtype in ("bf16", "bfloat16"):
@@ -303,12 +345,16 @@ def test_dtypes_have_short_names(capsys):
     assert dtype_list("fp64,fp32,float32,fp16") == ["float64", "float32", "float16"]
 
 
-def test_cache_size_without_a_capacity_is_refused(capsys):
+def test_cache_size_requires_capacity(capsys):
+    """`cache-size` without --capacity exits with status 2 and an error with the name of the
+    option.
+    """
     assert main(["cache-size", "--num-kv-heads", "2", "--head-dim", "4"]) == 2
     assert "error: --capacity " in capsys.readouterr().err
 
 
-def test_spec_lists_the_families(capsys):
+def test_spec_lists_all_families(capsys):
+    """`spec --families` prints all families in order, and with a path exits with status 2."""
     assert main(["spec", "--families"]) == 0
     assert capsys.readouterr().out.splitlines() == sorted(FAMILIES)
     assert main(["spec", "--families", "config.json"]) == 2
@@ -319,7 +365,10 @@ def test_spec_lists_the_families(capsys):
 
 
 @pytest.mark.costly("bash completes")
-def test_bash_completes_commands_options_choices_names_and_files(tmp_path, capsys):
+def test_bash_completion_finds_words(tmp_path, capsys):
+    """The completion of Bash finds commands, options, choices, names of cases and bugs, and
+    files.
+    """
     with pytest.raises(SystemExit) as exit_:
         main(["--print-completion", "bash"])
     assert exit_.value.code == 0
@@ -353,20 +402,24 @@ def test_bash_completes_commands_options_choices_names_and_files(tmp_path, capsy
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_each_script_has_every_command(shell, capsys):
+def test_completion_scripts_have_commands(shell, capsys):
+    """The completion script of each shell has the names of all commands."""
     with pytest.raises(SystemExit):
         main(["--print-completion", shell])
     script = capsys.readouterr().out
     assert [name for name in PAGES if name not in script] == []
 
 
-def test_completion_without_its_library_says_what_to_install(monkeypatch, capsys):
+def test_completion_requires_shtab(monkeypatch, capsys):
+    """Without shtab, --print-completion exits with status 2 and an error that ends with the
+    command to install it.
+    """
     monkeypatch.setattr("parity.core.packages.is_installed", lambda package: package != "shtab")
     assert main(["--print-completion", "bash"]) == 2
     assert capsys.readouterr().err.endswith("pip install shtab\n")
 
 
-# ---- A bug of the program --------------------------------------------------------------------------------------------
+# ---- Bugs of the program ---------------------------------------------------------------------------------------------
 
 
 def fail(options):
@@ -374,7 +427,10 @@ def fail(options):
 
 
 @pytest.mark.parametrize("url", ["", "https://example.org/issues"])
-def test_an_unexpected_error_says_where_to_report_it_with_which_file(url, monkeypatch, tmp_path, capsys):
+def test_unexpected_error_writes_report(url, monkeypatch, tmp_path, capsys):
+    """An unexpected error exits with status 70 and one line with where to report it, if the
+    package has an address, and a file with the command and the traceback.
+    """
     about = Message()
     about["Version"] = "0"
     if url:
@@ -393,10 +449,13 @@ def test_an_unexpected_error_says_where_to_report_it_with_which_file(url, monkey
     assert report.endswith("KeyError: 'surprise'\n")
 
 
-# ---- What is installed -----------------------------------------------------------------------------------------------
+# ---- Installed packages ----------------------------------------------------------------------------------------------
 
 
-def test_doctor_has_the_optional_packages_and_what_would_be_refused_without_them(tmp_path, capsys, monkeypatch):
+def test_doctor_lists_optional_packages(tmp_path, capsys, monkeypatch):
+    """`doctor` prints which optional packages are missing and the features that need them;
+    its JSON has all, with versions.
+    """
     installed = {"jax", "flax", "torch", "pytest", "matplotlib", "transformers", "keras", "equinox", "gguf", "pillow"}
     monkeypatch.setattr("parity.core.packages.is_installed", lambda package: package in installed)
     assert main(["doctor", "--json", str(tmp_path / "d.json")]) == 0
@@ -417,7 +476,10 @@ def test_doctor_has_the_optional_packages_and_what_would_be_refused_without_them
         ("numpie", 2, "error: --require "),
     ],
 )
-def test_doctor_exits_1_if_something_required_is_missing(required, status, line, capsys, monkeypatch, let_need):
+def test_doctor_require_sets_exit_status(required, status, line, capsys, monkeypatch, let_need):
+    """`doctor --require` exits with status 0 if all packages are installed, 1 if some are
+    missing, and 2 for an unknown name.
+    """
     let_need("tt", "ttnn_is_not_here")
     monkeypatch.setattr("parity.core.packages.is_installed", lambda package: package != "orbax-checkpoint")
     assert main(["doctor", "--require", required]) == status
@@ -426,8 +488,10 @@ def test_doctor_exits_1_if_something_required_is_missing(required, status, line,
     assert printed.count("\n") == (status != 0)
 
 
-def test_no_message_names_a_package_of_this_name_on_an_index():
-    """Nobody has to publish this project under its name: whoever does would be installed."""
+def test_pip_install_mha_parity_is_not_shown():
+    """No module or page suggests `pip install mha-parity`: anyone could publish a package of
+    that name.
+    """
     files = [*ROOT.glob("parity/**/*.py"), *ROOT.glob("mha_*/**/*.py"), *ROOT.glob("docs/**/*.md"), ROOT / "README.md"]
     assert [file.name for file in files if re.search(r"pip install '?mha-parity", file.read_text("utf-8"))] == []
 
@@ -435,7 +499,8 @@ def test_no_message_names_a_package_of_this_name_on_an_index():
 # ---- The pages of bugs -----------------------------------------------------------------------------------------------
 
 
-def test_bugs_prints_the_page_that_a_diagnosis_names(capsys):
+def test_bugs_prints_requested_pages(capsys):
+    """`bugs` with two names prints the pages of both."""
     assert main(["bugs", "rope-pairs", "grouped-heads"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("# RoPE: which features form a pair\n")
@@ -443,20 +508,23 @@ def test_bugs_prints_the_page_that_a_diagnosis_names(capsys):
 
 
 @pytest.mark.thorough
-def test_bugs_finds_the_page_of_every_bug(capsys):
+def test_bugs_finds_page_of_every_bug(capsys):
+    """`bugs NAME` prints the page of each bug that is known for a case of the self-test."""
     for name, page in {(bug.name, bug.page) for case in SELFTEST_CASES for bug in bugs_for(case)}:
         assert main(["bugs", name]) == 0
         title = (ROOT / "parity" / "bugs" / f"{page}.md").read_text("utf-8").splitlines()[0]
         assert capsys.readouterr().out.splitlines()[0] == title
 
 
-def test_bugs_knows_the_bugs_that_are_only_searched_for(capsys):
+def test_bugs_finds_bug_of_a_search(capsys):
+    """`bugs v-heads-permuted`, a bug that is only found by a search, prints the page head-order."""
     assert main(["bugs", "v-heads-permuted"]) == 0
     first = (ROOT / "parity" / "bugs" / "head-order.md").read_text("utf-8").splitlines()[0]
     assert capsys.readouterr().out.startswith(f"{first}\n")
 
 
-def test_bugs_without_a_name_lists_the_pages(tmp_path, capsys):
+def test_bugs_lists_all_pages(tmp_path, capsys):
+    """`bugs` without a name prints a row for each page and writes the list as JSON."""
     assert main(["bugs", "--json", str(tmp_path / "b.json")]) == 0
     title, _, *rows = capsys.readouterr().out.splitlines()
     assert "`mha-parity bugs NAME`" in title
@@ -466,12 +534,16 @@ def test_bugs_without_a_name_lists_the_pages(tmp_path, capsys):
 
 
 def test_bugs_lists_every_bug_with_its_page(capsys):
+    """`bugs --all` prints every bug with its page, sorted by name."""
     assert main(["bugs", "--all"]) == 0
     rows = [tuple(row.split()) for row in capsys.readouterr().out.splitlines()[2:]]
     assert rows == sorted(page_by_bug().items())
 
 
-def test_pages_name_commands_instead_of_files_that_are_not_installed():
+def test_bug_pages_link_to_no_files():
+    """Pages of bugs, as printed, have no links to Markdown files, which may not be installed,
+    but commands such as `mha-parity bugs rope-positions`.
+    """
     pages = [bug_page(page.stem) for page in (ROOT / "parity" / "bugs").glob("*.md")]
     assert [link for page in pages for link in re.findall(r"\]\([^)]*\.md[^)]*\)", page)] == []
     assert "`mha-parity bugs rope-positions`" in "".join(pages)
@@ -481,7 +553,10 @@ def test_pages_name_commands_instead_of_files_that_are_not_installed():
 
 
 @pytest.mark.parametrize("name", FROM_A_CLONE)
-def test_a_command_of_a_clone_says_so_elsewhere(name, capsys, monkeypatch):
+def test_clone_only_command_is_explained(name, capsys, monkeypatch):
+    """Outside a clone, a command that only a clone has exits with status 2 and one line about
+    it, and is not in the help.
+    """
     monkeypatch.delitem(COMMANDS, name)
     assert main([name, "--json", "-"]) == 2
     captured = capsys.readouterr()
@@ -490,7 +565,10 @@ def test_a_command_of_a_clone_says_so_elsewhere(name, capsys, monkeypatch):
     assert f"\n    {name} " not in make_parser().format_help()
 
 
-def test_the_wheel_has_no_package_that_only_a_clone_has():
+def test_wheel_excludes_clone_only_packages():
+    """The wheel is configured to have mha_spec, the three implementations and parity, and no
+    .npz files.
+    """
     config = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]
     found = set(find_packages(str(ROOT), **config["packages"]["find"]))
     assert {name.partition(".")[0] for name in found} == {"mha_spec", "mha_jax", "mha_torch", "mha_tt", "parity"}
@@ -500,7 +578,10 @@ def test_the_wheel_has_no_package_that_only_a_clone_has():
 
 @pytest.mark.costly("pip builds a wheel")
 @pytest.mark.thorough
-def test_the_wheel_is_small_and_holds_every_page_and_the_list_of_public_names(tmp_path):
+def test_wheel_is_small_and_complete(tmp_path):
+    """The wheel has less than 4 MB, all pages of bugs and the type stub, but not parity_lab;
+    its `bench` exits with status 2 and one line about it.
+    """
     source = tmp_path / "source"
     ignore = shutil.ignore_patterns("__pycache__")
     for package in ("mha_spec", "mha_jax", "mha_torch", "mha_tt", "parity", "parity_lab"):
@@ -516,7 +597,7 @@ def test_the_wheel_is_small_and_holds_every_page_and_the_list_of_public_names(tm
     assert not any(name.startswith("parity_lab") for name in held)
     assert wheel.stat().st_size < 4_000_000
     zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
-    command = [sys.executable, "-m", "parity", "bench"]  # -m: of the folder that it runs in
+    command = [sys.executable, "-m", "parity", "bench"]  # -m imports the package in this folder
     done = subprocess.run(command, cwd=tmp_path / "installed", capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "bench is not in the wheel" in done.stderr

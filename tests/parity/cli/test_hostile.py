@@ -1,4 +1,4 @@
-"""Files and folders of people who mean harm: nothing in them runs, hangs, fills the memory or drives a terminal."""
+"""Tests of hostile files: nothing in them runs, hangs, fills memory or controls a terminal."""
 
 import io
 import json
@@ -37,19 +37,28 @@ SPEC = AttentionSpec(8, 2)
 # ---- Text ------------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_terminal_would_obey_is_escaped():
+def test_control_characters_are_escaped():
+    """`printable` escapes control characters, changes of direction and surrogates, except for
+    those in `keep`, a newline by default.
+    """
     assert printable(f"é\n\t{ESCAPES}\ud800") == "é\n\\t\\x1b[2J\\x9b2J\\x07\\u202e\\ud800"
     assert printable("a\nb\tc", keep="\t") == "a\\nb\tc"
 
 
-def test_a_message_is_one_short_line():
+def test_message_is_one_short_line():
+    """`in_line` joins lines, escapes control characters, and shortens a long text but keeps
+    its end.
+    """
     assert in_line("one \n\n two\r\x1b") == "one; two; \\x1b"
     cut = in_line("a" * 300_000 + "\nend", 1000)
     assert len(cut) < 1100
     assert cut.endswith("end")
 
 
-def test_nothing_in_a_text_is_markup_or_drives_a_terminal(monkeypatch):
+def test_console_prints_text_literally(monkeypatch):
+    """On a terminal, texts and tables show markup and emoji codes literally, with control
+    characters escaped.
+    """
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     out = console()
@@ -100,7 +109,10 @@ def metadata(tmp_path, **entries):
         lambda folder: metadata(folder, dropped=json.dumps([ESCAPES])),
     ],
 )
-def test_text_of_files_does_not_drive_a_terminal(tmp_path, capsys, hostile):
+def test_text_of_files_is_escaped(tmp_path, capsys, hostile):
+    """Control characters and long texts in configurations, GGUF files and metadata are
+    printed escaped, in fewer than 10,000 characters.
+    """
     assert main(list(map(str, hostile(tmp_path)))) in (0, 2)
     for text in capsys.readouterr():
         assert all(line.isprintable() for line in text.splitlines())
@@ -108,13 +120,15 @@ def test_text_of_files_does_not_drive_a_terminal(tmp_path, capsys, hostile):
 
 
 @pytest.mark.filterwarnings("default")
-def test_warnings_of_libraries_are_one_line(tmp_path, capsys, monkeypatch):
+def test_library_warning_is_one_line(tmp_path, capsys, monkeypatch):
+    """A warning of a library is printed in one line, with control characters escaped."""
     monkeypatch.setattr("parity.cli.inspect.run", lambda _: warnings.warn(f"a\n{ESCAPES}", stacklevel=1) or (0, {}))
     assert main(["inspect", str(tmp_path)]) == 0
     assert capsys.readouterr().err == "mha-parity: warning: UserWarning: a; \\x1b[2J\\x9b2J\\x07\\u202e\n"
 
 
-def test_names_of_tensors_are_not_endless(tmp_path, capsys):
+def test_long_tensor_name_is_shortened(tmp_path, capsys):
+    """The error about a tensor with a name of 200,000 characters has fewer than 1000."""
     header = json.dumps({"x" * 200_000: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}).encode()
     (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
     assert len(error_line(capsys, "inspect", tmp_path / "a.safetensors")) < 1000
@@ -134,7 +148,10 @@ class Full(io.StringIO):
 
 
 @pytest.mark.filterwarnings("default")
-def test_the_exit_status_does_not_depend_on_standard_error(tmp_path, monkeypatch):
+def test_full_stderr_keeps_exit_status(tmp_path, monkeypatch):
+    """If standard error cannot be written, an error still exits with status 2, and a warning
+    with status 0.
+    """
     monkeypatch.setattr(sys, "stderr", Full())
     assert main(["inspect", str(tmp_path / "nothing")]) == 2
     monkeypatch.setattr("parity.cli.inspect.run", lambda _: warn("unsaid") or (0, {}))
@@ -142,7 +159,10 @@ def test_the_exit_status_does_not_depend_on_standard_error(tmp_path, monkeypatch
 
 
 @pytest.mark.costly("the exit status of a process whose disk is full")
-def test_what_cannot_be_printed_is_no_mismatch(tmp_path):
+def test_unwritable_output_exits_2(tmp_path):
+    """If standard output and standard error cannot be written, the status is 2, not 1, which
+    means a mismatch.
+    """
     save(tmp_path / "a.npz", random_weights(SPEC), SPEC)
     with open("/dev/full", "w") as full:  # the interpreter itself may complain at its end
         command = [sys.executable, "-m", "parity", "inspect", tmp_path / "nothing"]
@@ -151,7 +171,11 @@ def test_what_cannot_be_printed_is_no_mismatch(tmp_path):
         assert help_.returncode == 2
 
 
-def test_a_current_folder_that_was_deleted_is_refused_in_a_line(tmp_path, capsys, monkeypatch):
+def test_deleted_current_folder_exits_2(tmp_path, capsys, monkeypatch):
+    """If the current folder does not exist any more, a command exits with status 2 and one
+    line that says so.
+    """
+
     def gone():
         raise FileNotFoundError(2, "No such file or directory")
 
@@ -166,7 +190,7 @@ def test_a_current_folder_that_was_deleted_is_refused_in_a_line(tmp_path, capsys
 
 @pytest.fixture
 def in_a_trap(tmp_path, monkeypatch):
-    """The current folder has modules by the names of the library's; the function tells which of them ran."""
+    """Put modules with standard names into the current folder; return which of them ran."""
     for name in ("argparse", "multiprocessing", "runpy", "json"):
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r} + ' ')\n")
     monkeypatch.chdir(tmp_path)
@@ -174,20 +198,25 @@ def in_a_trap(tmp_path, monkeypatch):
 
 
 @pytest.mark.costly("modules that another interpreter imports")
-def test_another_python_runs_no_code_of_the_current_folder(in_a_trap):
+def test_other_python_ignores_current_folder(in_a_trap):
+    """Another Python that is started imports no module of the current folder."""
     with Elsewhere(sys.executable, ["--nonsense"]) as elsewhere, pytest.raises(OSError, match="exit status 2"):
         elsewhere.wait()
     assert in_a_trap() == ""
 
 
 @pytest.mark.costly("modules that a process of jobs imports")
-def test_processes_of_jobs_run_no_code_of_the_current_folder(in_a_trap):
+def test_jobs_ignore_current_folder(in_a_trap):
+    """Processes for jobs import no module of the current folder, and PYTHONSAFEPATH is not
+    set afterwards.
+    """
     assert list(by_processes(abs, [-1], 1, cost=float)) == [1]
     assert in_a_trap() == ""
     assert "PYTHONSAFEPATH" not in os.environ
 
 
-def test_processes_of_a_mesh_begin_without_the_current_folder(monkeypatch):
+def test_mesh_processes_have_safe_path(monkeypatch):
+    """Both processes of a mesh start with PYTHONSAFEPATH=1 and the import path of this process."""
     from parity.backends import processes
 
     began = []
@@ -199,7 +228,7 @@ def test_processes_of_a_mesh_begin_without_the_current_folder(monkeypatch):
     context = SimpleNamespace(SimpleQueue=list, Queue=list, Process=begin, set_forkserver_preload=list)
     monkeypatch.setattr("torch.multiprocessing.get_context", lambda _: context)
     processes.Processes(2, print).stop()
-    assert began == [("1", os.pathsep.join(filter(None, sys.path)))] * 2  # and with what this process imports
+    assert began == [("1", os.pathsep.join(filter(None, sys.path)))] * 2  # and this process's import path
 
 
 # ---- Programs --------------------------------------------------------------------------------------------------------
@@ -214,7 +243,10 @@ def test_processes_of_a_mesh_begin_without_the_current_folder(monkeypatch):
         ("printf 'bad \\222' >&2; exit 3", ["exit status 3", "bad \ufffd"]),
     ],
 )
-def test_a_program_that_is_no_python_is_named_with_its_exit_status(tmp_path, script, told):
+def test_non_python_program_is_named(tmp_path, script, told):
+    """A program that is not Python raises an OSError within 10 seconds, with its path, exit
+    status and standard error.
+    """
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\n{script}\n")
     python.chmod(0o755)
@@ -231,20 +263,25 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 
 
 @pytest.mark.parametrize("shape", [(10**10, 0), (0, 2**63), (10**9, 1), (2**40, 2**40)])
-def test_sizes_that_no_layer_has_are_refused_at_once(shape):
+def test_absurd_sizes_raise_quickly(shape):
+    """Shapes that no layer has, such as 2^40 x 2^40, raise an error within 5 seconds."""
     shapes = {f"{name}.weight": shape if name != "out_proj" else shape[::-1] for name in PROJECTIONS}
     with within(5), refuses("shapes", {"q_proj.weight.shape": shape}):
         find_spec(shapes, LAYOUTS["canonical"], LayerHints())
 
 
-def test_only_divisors_are_tried():
+def test_head_search_tries_only_divisors():
+    """Heads of a layer with 14,414,400 features are found within 30 seconds, since only
+    divisors are tried.
+    """
     shapes = {f"{name}.weight": (14_414_400, 1) if name != "out_proj" else (1, 14_414_400) for name in PROJECTIONS}
     with within(30):
         found = find_spec(shapes, LAYOUTS["canonical"], LayerHints(16, 16))
     assert found.head_dim == 900_900
 
 
-def test_empty_tensors_are_listed_at_once(tmp_path, capsys):
+def test_empty_tensors_are_listed_quickly(tmp_path, capsys):
+    """`inspect` lists empty tensors with an axis of 10^10 within 10 seconds."""
     entries = {f"{name}.weight": {"dtype": "F32", "shape": [10**10, 0], "data_offsets": [0, 0]} for name in PROJECTIONS}
     header = json.dumps(entries).encode()
     (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
@@ -261,13 +298,17 @@ def test_empty_tensors_are_listed_at_once(tmp_path, capsys):
         {f"x{i}": torch.zeros(500, 1).expand(500, 500) for i in range(100)},
     ],
 )
-def test_numbers_repeated_in_a_torch_file_are_not_written_out(tmp_path, tensors, is_old):
+def test_expanded_torch_tensors_raise(tmp_path, tensors, is_old):
+    """Opening a torch file of either format raises a ValueError if its expanded tensors
+    exceed its size 100-fold.
+    """
     torch.save(tensors, tmp_path / "a.pt", _use_new_zipfile_serialization=not is_old)
     with pytest.raises(ValueError, match="100-fold"):
         open_tensors(tmp_path / "a.pt")
 
 
-def test_weights_that_are_shared_are_no_bomb(tmp_path):
+def test_shared_torch_weights_are_read(tmp_path):
+    """A torch file with one tensor under 60 names is read, and the last name has its values."""
     weight = torch.randn(500, 500)
     torch.save({f"x{i}": weight for i in range(60)}, tmp_path / "a.pt")
     with open_tensors(tmp_path / "a.pt") as file:
@@ -277,7 +318,10 @@ def test_weights_that_are_shared_are_no_bomb(tmp_path):
 # ---- Damage ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_damaged_tensor_of_a_torch_file_is_refused_when_it_is_read(tmp_path):
+def test_damaged_torch_tensor_raises(tmp_path):
+    """Reading a damaged tensor of a torch file, or a part of it, raises a ValueError about
+    its CRC-32; other tensors are read.
+    """
     tensors = {"a": torch.arange(500.0), "b": torch.arange(500.0, 1000.0), "empty": torch.zeros(0)}
     torch.save(tensors | {"part": tensors["b"][3:]}, tmp_path / "a.pt")
     data = bytearray((tmp_path / "a.pt").read_bytes())
@@ -291,14 +335,18 @@ def test_a_damaged_tensor_of_a_torch_file_is_refused_when_it_is_read(tmp_path):
                 file.read(name)
 
 
-def test_what_a_torch_file_says_of_its_tensors_is_checked_too(tmp_path):
+def test_damaged_torch_pickle_raises(tmp_path):
+    """Opening a torch file whose description of tensors is damaged raises a ValueError about
+    its CRC-32.
+    """
     torch.save({"name": torch.ones(3)}, tmp_path / "a.pt")
     (tmp_path / "a.pt").write_bytes((tmp_path / "a.pt").read_bytes().replace(b"name", b"nome"))
     with pytest.raises(ValueError, match="CRC-32"):
         open_tensors(tmp_path / "a.pt")
 
 
-def test_a_torch_file_may_have_no_checksums(tmp_path):
+def test_torch_file_without_crc_is_read(tmp_path):
+    """A torch file that was saved without checksums is read."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -310,7 +358,10 @@ def test_a_torch_file_may_have_no_checksums(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*quantize")
-def test_quantised_tensors_of_torch_are_refused_without_its_warnings(tmp_path, capsys):
+def test_quantized_torch_tensor_exits_2(tmp_path, capsys):
+    """A quantized tensor exits with status 2 and one line with its dtype, without warnings of
+    torch.
+    """
     torch.save({"a": torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)}, tmp_path / "a.pt")
     assert "qint8" in error_line(capsys, "inspect", tmp_path / "a.pt")
 
@@ -335,12 +386,16 @@ def trace(tmp_path_factory):
         {"environment": '{"backends": {"torch": {"numerics": {"arithmetic": "tensix"}}}}'},
     ],
 )
-def test_what_a_trace_cannot_say_is_refused(tmp_path, trace, entries, capsys):
+def test_invalid_trace_metadata_exits_2(tmp_path, trace, entries, capsys):
+    """A trace with invalid collectives or numerics in its metadata exits with status 2 and
+    one line.
+    """
     save_tensors(tmp_path / "a.safetensors", trace[0], trace[1] | entries)
     error_line(capsys, "compare", tmp_path / "a.safetensors")
 
 
-def test_a_stage_that_the_reference_has_not_is_a_failure(tmp_path, trace):
+def test_extra_stage_of_trace_fails(tmp_path, trace):
+    """A trace with a stage step3.output, which the reference does not have, fails at this stage."""
     for part in ("accumulated", "local"):
         save_tensors(tmp_path / "a.safetensors", {**trace[0], f"{part}/step3.output": np.full(3, np.nan)}, trace[1])
         report = compare_traces([tmp_path / "a.safetensors"])
@@ -348,7 +403,7 @@ def test_a_stage_that_the_reference_has_not_is_a_failure(tmp_path, trace):
 
 
 def tap(path, kind="self", changed=(), **layer):
-    """A recording of one call, with some values changed."""
+    """Save a recording of one call, with some values changed."""
     x = np.random.default_rng(0).standard_normal((1, 3, 8)).astype(np.float32)
     values = {"0/0/input": x, "0/0/output": x, "0/0/q": np.ones((1, 2, 3, 4), np.float32), **dict(changed)}
     told = {"name": "attn", "index": 0, "module": "A", "kind": kind, "is_causal": None, "training": False}
@@ -358,7 +413,8 @@ def tap(path, kind="self", changed=(), **layer):
 
 
 @pytest.mark.parametrize("kind", ["[/red]", "[link=https://a.b]x", ESCAPES])
-def test_the_kind_of_a_layer_is_shown_as_it_is(tmp_path, capsys, kind):
+def test_layer_kind_is_shown_literally(tmp_path, capsys, kind):
+    """`compare` shows the kind of a recorded layer literally, with control characters escaped."""
     tap(tmp_path / "a.safetensors", kind)
     tap(tmp_path / "b.safetensors", kind)
     assert main(["compare", str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors")]) == 0
@@ -379,7 +435,10 @@ def test_the_kind_of_a_layer_is_shown_as_it_is(tmp_path, capsys, kind):
         {"index": None},
     ],
 )
-def test_a_recording_of_nothing_that_can_be_is_refused(tmp_path, capsys, changes):
+def test_impossible_recording_exits_2(tmp_path, capsys, changes):
+    """A recording with an impossible shape, call, scale or index exits with status 2 and one
+    line.
+    """
     tap(tmp_path / "a.safetensors")
     tap(tmp_path / "b.safetensors", **changes)
     error_line(capsys, "compare", tmp_path / "a.safetensors", tmp_path / "b.safetensors")
@@ -388,7 +447,10 @@ def test_a_recording_of_nothing_that_can_be_is_refused(tmp_path, capsys, changes
 # ---- Names -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_file_whose_name_is_no_text_can_be_reported_on(tmp_path):
+def test_undecodable_file_name_is_reported(tmp_path):
+    """A file whose name is not valid UTF-8 is compared, with its name escaped in the JSON;
+    JUnit XML and HTML are also written.
+    """
     path = f"{tmp_path}/\udcff.safetensors"
     save(path, random_weights(SPEC), SPEC)
     report = ["--json", f"{tmp_path}/a.json", "--junit", f"{tmp_path}/a.xml", "--html", f"{tmp_path}/a.html"]

@@ -1,4 +1,4 @@
-"""What a command line meets: signals, places that take no file, absurd numbers, bugs of its own."""
+"""Tests of the command line with signals, unwritable paths, absurd numbers and bugs of its own."""
 
 import json
 import os
@@ -21,7 +21,7 @@ CACHE_SIZE = ["cache-size", "--num-kv-heads", "1", "--head-dim", "1", "--capacit
 MHA_PARITY = [sys.executable, "-m", "parity"]
 
 
-# ---- Places ----------------------------------------------------------------------------------------------------------
+# ---- Paths -----------------------------------------------------------------------------------------------------------
 
 
 @sample(9)
@@ -37,7 +37,10 @@ MHA_PARITY = [sys.executable, "-m", "parity"]
         ("", "empty"),
     ],
 )
-def test_a_report_that_cannot_be_written_is_refused_before_the_work(capsys, tmp_path, monkeypatch, flag, path, got):
+def test_unwritable_report_fails_early(capsys, tmp_path, monkeypatch, flag, path, got):
+    """A report path that cannot be written exits with status 2 and one error line before any
+    case runs, and no file is created.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("parity.running.run.run_cases", lambda *_, **__: pytest.fail("it began to work"))
     os.symlink("loop", "loop")
@@ -55,7 +58,8 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_work(capsys, tmp_
         ("file/x", "file/x: Not a directory"),
     ],
 )
-def test_traces_that_cannot_be_saved_are_refused_before_the_work(capsys, tmp_path, monkeypatch, path, got):
+def test_unwritable_traces_path_exits_2(capsys, tmp_path, monkeypatch, path, got):
+    """A --save-traces path that cannot be a folder exits with status 2 and one error line."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     said = error_line(capsys, "run", "--cases", "textbook", "--save-traces", path)
@@ -63,7 +67,10 @@ def test_traces_that_cannot_be_saved_are_refused_before_the_work(capsys, tmp_pat
 
 
 @pytest.mark.parametrize("command", ["plot", "bench"])
-def test_a_picture_that_cannot_be_written_is_refused_before_the_work(capsys, command):
+def test_unwritable_picture_exits_2(capsys, command):
+    """An image path that cannot be written exits with status 2 and one error line about it,
+    even if the source of `plot` is also missing.
+    """
     arguments = ["no.npz", "/proc/x.png"] if command == "plot" else ["--suites", "growth", "--plot", "/proc/x.png"]
     assert refuses("DST" if command == "plot" else "--plot", "/proc/x.png: ").is_printed_in(
         error_line(capsys, command, *arguments)
@@ -71,13 +78,19 @@ def test_a_picture_that_cannot_be_written_is_refused_before_the_work(capsys, com
 
 
 @pytest.mark.parametrize("arguments", [["compare", ""], ["inspect", ""], ["verify", "", "a"], ["convert", "a", ""]])
-def test_an_empty_name_is_not_the_folder_one_is_in(capsys, arguments):
+def test_empty_path_is_rejected(capsys, arguments):
+    """An empty path exits with status 2 and an error that calls it empty; it does not mean
+    the current folder.
+    """
     to = ["--to", "ttnn"] if arguments[0] == "convert" else []
     assert refuses("…", "empty").is_printed_in(error_line(capsys, *arguments, *to))
 
 
 @pytest.mark.parametrize("path", ["-", "/dev/stdout"])
-def test_a_report_can_go_to_standard_output_and_the_rest_then_does_not(capsys, path):
+def test_json_to_stdout_moves_text_to_stderr(capsys, path):
+    """With --json - or /dev/stdout, standard output has only the JSON, and the text is on
+    standard error.
+    """
     assert main([*CACHE_SIZE, "--json", path]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out) == {"schema": "mha-parity/cache-size", "version": 1, "nbytes": 4}
@@ -85,7 +98,8 @@ def test_a_report_can_go_to_standard_output_and_the_rest_then_does_not(capsys, p
 
 
 @pytest.mark.costly("a file descriptor of a process")
-def test_a_report_can_go_into_a_pipe():
+def test_json_is_written_into_pipe():
+    """--json writes into a pipe, by /dev/fd/2 and by -."""
     command = [*MHA_PARITY, *CACHE_SIZE, "--json", "/dev/fd/2"]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert json.loads(result.stderr)["nbytes"] == 4
@@ -93,7 +107,8 @@ def test_a_report_can_go_into_a_pipe():
     assert json.loads(result.stdout)["nbytes"] == 4
 
 
-def test_two_reports_do_not_both_go_to_standard_output(capsys):
+def test_only_one_report_goes_to_stdout(capsys):
+    """--json - with --html - exits with status 2 and an error about both."""
     said = error_line(capsys, "run", "--cases", "textbook", "--json", "-", "--html", "-")
     assert refuses("--json and --html").is_printed_in(said)
 
@@ -106,19 +121,24 @@ def test_two_reports_do_not_both_go_to_standard_output(capsys):
         (["none/x:nothing"], refuses("none/x", "ModuleNotFoundError")),
     ],
 )
-def test_a_function_is_no_place(capsys, target, refusal):
+def test_function_is_not_checked_as_path(capsys, target, refusal):
+    """A function of `conformance` that is missing or cannot be imported exits with status 2,
+    with an error that is not about DST.
+    """
     assert refusal.is_printed_in(error_line(capsys, "conformance", *target))
 
 
 # ---- Numbers ---------------------------------------------------------------------------------------------------------
 
 
-def test_cases_drawn_at_random_are_not_drawn_for_ever(capsys):
+def test_random_case_count_is_limited(capsys):
+    """`run --random` with 20 digits exits with status 2 and an error with the number."""
     assert refuses("--random", {"--random": 10**20 - 1}).is_printed_in(error_line(capsys, "run", "--random", "9" * 20))
 
 
 @pytest.mark.parametrize("flag", ["--batch-size", "--num-kv-heads", "--head-dim", "--capacity", "--num-layers"])
-def test_a_size_that_no_array_has_is_refused(capsys, flag):
+def test_oversized_cache_is_rejected(capsys, flag):
+    """`cache-size` rejects sizes of 2^63 and of 400 digits with status 2, and accepts 2^63 - 1."""
     assert refuses(flag, {flag: 2**63}).is_printed_in(error_line(capsys, *CACHE_SIZE, flag, str(2**63)))
     assert refuses(flag).is_printed_in(error_line(capsys, *CACHE_SIZE, flag, "9" * 400))
     assert main([*CACHE_SIZE, flag, str(2**63 - 1)]) == 0
@@ -129,7 +149,7 @@ def test_a_size_that_no_array_has_is_refused(capsys, flag):
 
 @pytest.fixture
 def mistaken(monkeypatch):
-    """A command that fails in a way that nobody thought of."""
+    """Replace `doctor` by a command that raises an unexpected error."""
 
     def fail(options):
         raise KeyError("what?\nno")
@@ -138,7 +158,10 @@ def mistaken(monkeypatch):
 
 
 @pytest.mark.usefixtures("mistaken")
-def test_a_bug_of_ours_is_one_line_and_no_mismatch(capsys, monkeypatch, tmp_path):
+def test_internal_error_exits_70(capsys, monkeypatch, tmp_path):
+    """An unexpected error exits with status 70 and one line with the file of its traceback;
+    with MHA_PARITY_TRACEBACK, the traceback is printed instead.
+    """
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert main(["doctor"]) == 70
     captured = capsys.readouterr()
@@ -198,7 +221,10 @@ def converting(tmp_path):
 
 @pytest.mark.costly("a signal to a process that writes")
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
-def test_a_signal_leaves_nothing_behind(tmp_path, converting, name):
+def test_signal_removes_partial_file(tmp_path, converting, name):
+    """A conversion that gets SIGINT, SIGTERM or SIGHUP prints one line, exits with status 128
+    + the signal, and leaves no partial file.
+    """
     process, number = converting(), getattr(signal, name)
     process.send_signal(number)
     by = "" if name == "SIGINT" else f" by {name}"
@@ -208,9 +234,12 @@ def test_a_signal_leaves_nothing_behind(tmp_path, converting, name):
 
 
 @pytest.mark.costly("signals to a process that writes")
-def test_signals_that_follow_do_not_disturb_the_cleaning(tmp_path, converting):
+def test_repeated_signals_leave_no_file(tmp_path, converting):
+    """After four signals in a row, a conversion exits with a status above 128 and leaves no
+    partial file.
+    """
     process = converting()
-    for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT, signal.SIGTERM):  # as a terminal that closes may
+    for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT, signal.SIGTERM):  # as from a terminal that closes
         process.send_signal(number)
     process.communicate()
     assert process.returncode > 128
@@ -218,7 +247,8 @@ def test_signals_that_follow_do_not_disturb_the_cleaning(tmp_path, converting):
 
 
 @pytest.mark.costly("a signal to a process that ignores it")
-def test_what_nohup_ignores_stays_ignored(tmp_path, converting):
+def test_nohup_keeps_sighup_ignored(tmp_path, converting):
+    """A conversion that starts with SIGHUP ignored continues after it, and ends at SIGTERM."""
     process = converting("nohup")
     process.send_signal(signal.SIGHUP)
     time.sleep(0.2)
@@ -231,12 +261,15 @@ def test_what_nohup_ignores_stays_ignored(tmp_path, converting):
 @sample(delay=[0.2])
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells which signals a process handles")
 @pytest.mark.parametrize("delay", [0.0, 0.2, 1.0])
-def test_an_interrupt_at_any_moment_shows_no_traceback(tmp_path, delay):
+def test_interrupt_shows_no_traceback(tmp_path, delay):
+    """SIGINT up to 1 second after handlers are installed exits with status 130 and prints
+    only the line about it.
+    """
     command = [*MHA_PARITY, "run", "--backends", "torch"]  # every case, which takes far longer than the delay
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         deadline = time.monotonic() + 60
-        while not handles(process.pid, signal.SIGTERM):  # until then, an interrupt is Python's
+        while not handles(process.pid, signal.SIGTERM):  # until then, Python handles an interrupt
             assert time.monotonic() < deadline
             time.sleep(0.001)
         time.sleep(delay)
@@ -258,7 +291,8 @@ def handles(pid, number):
     return int(caught, 16) >> (number - 1) & 1
 
 
-def test_handlers_are_as_they_were_after_a_command():
+def test_signal_handlers_are_restored():
+    """After a command, the handlers of SIGINT, SIGTERM and SIGHUP are the previous ones."""
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     assert main(CACHE_SIZE) == 0
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before

@@ -1,4 +1,4 @@
-"""Code of users that ends the program, with sys.exit(0) or otherwise: a failure of that code, never a success."""
+"""Tests of user code that ends the program, such as by sys.exit(0): never a success."""
 
 import asyncio
 import json
@@ -69,7 +69,7 @@ COMMANDS = {
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    """A function that writes the module into the current folder, under a name of its own, and returns the name."""
+    """Return a function that writes the module under a new name, which it returns."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     spec = AttentionSpec(8, 2)
@@ -92,6 +92,9 @@ def words_of(command, module):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_exit_in_user_code_is_status_2(module, capsys, command):
+    """sys.exit(0) in a user's function or class exits with status 2, and one error line has
+    its name and SystemExit(0).
+    """
     assert main([*words_of(command, module())]) == 2
     printed = capsys.readouterr()
     (line,) = printed.err.splitlines()
@@ -101,6 +104,9 @@ def test_exit_in_user_code_is_status_2(module, capsys, command):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_exit_at_import_is_status_2(module, capsys, command):
+    """sys.exit(0) while a user's module is imported exits with status 2, and one error line
+    has its name and SystemExit(0).
+    """
     name = module(at_import="sys.exit(0)")
     assert main([*words_of(command, name)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -108,7 +114,10 @@ def test_exit_at_import_is_status_2(module, capsys, command):
     assert "SystemExit(0)" in line
 
 
-def test_exit_of_tests_in_mutate_is_not_caught(tmp_path, monkeypatch, capsys):
+def test_mutate_reports_exit_in_tests(tmp_path, monkeypatch, capsys):
+    """If tests of `mutate` end with sys.exit(0) in the tested function, the status is 1, and
+    the output has SystemExit(0).
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     name = "ends_without_torch"  # which its processes would import
@@ -120,13 +129,20 @@ def test_exit_of_tests_in_mutate_is_not_caught(tmp_path, monkeypatch, capsys):
 
 
 def test_exit_with_json_is_status_2(module, capsys):
+    """With --json -, sys.exit(0) in a user's function exits with status 2 and an error, and
+    no JSON is written.
+    """
     assert main(["conformance", f"{module()}:attention", "--framework", "torch", "--json", "-"]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "SystemExit(0)" in printed.err
 
 
-def test_exit_on_one_path_breaks_a_rule(tmp_path, capsys):
+def test_exit_with_mask_breaks_mask_rule(tmp_path, capsys):
+    """A function that calls sys.exit(0) only with a mask breaks the rule `mask` of `examine`,
+    whose result has SystemExit(0).
+    """
+
     def attention(query, key, value, mask=None):
         if mask is not None:
             sys.exit(0)
@@ -140,7 +156,10 @@ def test_exit_on_one_path_breaks_a_rule(tmp_path, capsys):
 @pytest.mark.parametrize(
     "error", [SystemExit(3), asyncio.CancelledError(), GeneratorExit(), pytest.fail.Exception("x")]
 )
-def test_what_ends_programs_becomes_an_error(error):
+def test_ending_exceptions_become_errors(error):
+    """SystemExit, CancelledError, GeneratorExit and a failure of pytest in user code become
+    an EndedProgramError with this cause and the file.
+    """
     with pytest.raises(EndedProgramError, match="the function raised") as raised, user_code("the function"):
         raise error
     assert raised.value.__cause__ is error
@@ -148,13 +167,16 @@ def test_what_ends_programs_becomes_an_error(error):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("x"), StopIteration()])
-def test_other_errors_of_user_code_are_unchanged(error):
+def test_other_exceptions_are_unchanged(error):
+    """KeyboardInterrupt, ValueError and StopIteration in user code are raised unchanged."""
     with pytest.raises(type(error)) as raised, user_code("the function"):
         raise error
     assert raised.value is error
 
 
-def test_an_ending_function_is_named_in_python():
+def test_observe_rejects_exiting_function():
+    """`observe` and `subject_of` raise an error for a function that raises SystemExit."""
+
     def ends(*arrays):
         raise SystemExit
 
@@ -164,7 +186,11 @@ def test_an_ending_function_is_named_in_python():
         subject_of(ends, framework="torch")
 
 
-def test_an_ending_model_is_not_identified():
+def test_identify_rejects_exiting_model():
+    """`identify` raises a RuntimeError for a torch model that raises SystemExit, and leaves
+    no torch mode active.
+    """
+
     class Ends(torch.nn.Module):
         def forward(self, x):
             raise SystemExit
@@ -174,7 +200,9 @@ def test_an_ending_model_is_not_identified():
     assert torch._C._len_torch_function_stack() == torch._C._len_torch_dispatch_stack() == 0  # nothing still records
 
 
-def test_an_ending_flax_model_is_not_identified():
+def test_identify_rejects_exiting_flax_model():
+    """`identify` raises a RuntimeError for a Flax module that raises SystemExit."""
+
     class Ends(nnx.Module):
         def __call__(self, x):
             raise SystemExit
@@ -183,7 +211,10 @@ def test_an_ending_flax_model_is_not_identified():
         parity.identify(Ends(), {"x": np.zeros((2, 8, 8), np.float32)})
 
 
-def test_exit_in_code_of_a_command_is_never_a_success(monkeypatch, capsys):
+def test_exit_in_command_is_status_2(monkeypatch, capsys):
+    """sys.exit(0) in the code of a command itself exits with status 2 and an error with
+    SystemExit(0).
+    """
     monkeypatch.setattr("parity.cli.doctor.run", lambda options: sys.exit(0))
     assert main(["doctor"]) == 2
     assert "SystemExit(0)" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What `conformance` says of an attention: nothing against ours, and each injected fault. tests/nightly has others."""
+"""Reports of `conformance`: no fault in our attention, and each injected one. tests/nightly has other libraries."""
 
 import collections
 import functools
@@ -32,15 +32,15 @@ from parity.conformance.subjects import DTYPES, Path, Subject
 
 @functools.cache
 def answer_of(name, question):
-    """What a peer answers."""
+    """Return the answer of an attention in PEERS."""
     return examine(peer(name), [question])[question]
 
 
 @pytest.fixture
 def fewer_paths_of_jax(monkeypatch):
-    """Every pair of what makes a path: with JAX, which takes ten times as long, not every combination.
+    """Examine JAX, which takes ten times as long, on every pair of path options, not on every combination.
 
-    So a fault needs three of weights, gradients and mode to stay unseen here; test_run goes through the stages.
+    So only a fault that needs three of weights, gradients and mode stays unseen here; test_run compares the stages.
     """
     every_path = Subject.paths
 
@@ -53,7 +53,10 @@ def fewer_paths_of_jax(monkeypatch):
     monkeypatch.setattr(Subject, "paths", paths)
 
 
-def test_the_example_of_a_nan_row_can_be_followed():
+def test_nan_row_example_reproduces():
+    """The example of an empty row names its path, and torch's
+    layer is NaN there, without gradients only.
+    """
     answer = answer_of("torch.nn.MultiheadAttention", "empty row")
     assert "float32, eval, no grad, without weights" in answer.example
     first, *lines = answer.example.splitlines()
@@ -69,7 +72,10 @@ def test_the_example_of_a_nan_row_can_be_followed():
     assert layer(x, x, x, attn_mask=mask, need_weights=False)[0].isfinite().all()
 
 
-def test_the_example_of_a_future_token_can_be_followed():
+def test_future_token_example_reproduces():
+    """The example of a future token names `is_causal`, which
+    torch's layer ignores without gradients.
+    """
     answer = answer_of("torch.nn.MultiheadAttention", "future token")
     assert "with is_causal=True" in answer.example
     layer = torch.nn.MultiheadAttention(32, 4, batch_first=True).eval()
@@ -81,14 +87,15 @@ def test_the_example_of_a_future_token_can_be_followed():
         layer(x, x, x, need_weights=False, is_causal=True)
 
 
-def test_a_documented_trap_is_a_note():
+def test_documented_behavior_is_a_note():
+    """Torch's documented hint `is_causal` is a note, though answers differ between paths."""
     answer = answer_of("torch.nn.MultiheadAttention", "causal and mask")
     assert (answer.status, answer.words) == ("note", "the flag is only a hint, as documented")
     assert len(set(answer.by_path.values())) > 1
 
 
-# Layers of mha_jax answer like those of mha_torch, and test_run, test_cache_mha and test_fused compare both: here the
-# one that has a cache as well, and the fused path.
+# Layers of mha_jax answer like those of mha_torch, and test_run, test_cache_mha and test_fused compare both: here only
+# the layer with a cache, and the fused path.
 IN_JAX = ["mha_jax.MultiHeadAttentionWithCache", "mha_jax.fused"]
 OURS = [*IN_JAX, *(name for name in PEERS if name.startswith("mha_torch"))]
 
@@ -96,8 +103,9 @@ OURS = [*IN_JAX, *(name for name in PEERS if name.startswith("mha_torch"))]
 @sample(where=lambda name: name not in IN_JAX and "Self" not in name)
 @pytest.mark.usefixtures("fewer_paths_of_jax")
 @pytest.mark.parametrize("name", OURS)
-def test_ours_is_clean_in_every_column(name):
-    # In one half precision, that whose range is the smaller one: JAX compiles everything anew for each dtype. test_run
+def test_our_attention_has_no_fault(name):
+    """Our attention has no broken guarantee, and the expected answer to each question."""
+    # In one half precision, float16, whose range is smaller: JAX compiles everything again for each dtype. test_run
     # also compares the stages in bfloat16, and in cases with NaN.
     found = examine(peer(name), dtypes=("float32", "float16"))
     assert [(answer.question, answer.status, answer.words) for answer in found.broken] == []
@@ -119,7 +127,10 @@ def test_ours_is_clean_in_every_column(name):
 
 
 @pytest.mark.parametrize("name", [name for name in OURS if name.endswith("Attention")])
-def test_ours_is_asked_by_its_own_parameters(name, monkeypatch):
+def test_our_layers_receive_own_parameters(name, monkeypatch):
+    """Our layers are called with their own parameters `is_causal`
+    and `key_padding_lengths`, and no others.
+    """
     package, kind = name.split(".")
     subject = peer(name)
     layer = getattr(importlib.import_module(package), kind)
@@ -141,7 +152,7 @@ def test_ours_is_asked_by_its_own_parameters(name, monkeypatch):
 
 
 def toy(framework, fault=""):
-    """An attention of split heads, (B, N, T, H), with True = masked, right but for the fault."""
+    """Return attention of split heads, (B, N, T, H), with True = masked, correct except for the fault."""
     if framework == "torch":
         xp, array, softmax = torch, torch.from_numpy, torch.softmax
     else:
@@ -188,7 +199,7 @@ def toy(framework, fault=""):
             attn_weights = softmax(scores - 1e4 * cast(hidden, scores), -1)
         elif fault == "nan":
             attn_weights = softmax(xp.where(hidden, -xp.inf, scores), -1)
-        elif fault == "gradient":  # the values are mended, their gradients are not
+        elif fault == "gradient":  # the values are fixed, their gradients are not
             attn_weights = softmax(scores + xp.where(hidden, -xp.inf, 0.0), -1)
             attn_weights = xp.where(xp.isnan(attn_weights), 0.0, attn_weights)
         else:
@@ -260,7 +271,7 @@ FAULTS_IN_JAX = [
 def examine_toy(framework, fault, questions=None):
     declared = {"framework": framework, "mask_true": "hides", "causal": "top-left"}
     dtypes = DTYPES if fault in ("", "penalty", "narrow") else ("float32",)
-    if framework == "jax" and not fault:  # JAX compiles everything anew for a dtype
+    if framework == "jax" and not fault:  # JAX compiles everything again for each dtype
         dtypes = ("float32", "float16")
     return examine(toy(framework, fault), questions, dtypes, **declared)
 
@@ -277,12 +288,13 @@ def examine_toy(framework, fault, questions=None):
         )
         for framework in ("torch", "jax")
         for control in CONTROLS
-        # Questions know no framework: with JAX, which takes ten times as long, each finds one fault. Whether NaN is
-        # seen is asked there of what has no fault, and of what hides with care.
+        # Questions do not depend on the framework: with JAX, which takes ten times as long, each has one fault. NaN is
+        # examined there in attention without a fault, and in one that hides NaN with care.
         if framework == "torch" or control[:2] in FAULTS_IN_JAX
     ],
 )
 def test_a_fault_is_found_and_named(framework, fault, question, words):
+    """A fault breaks the guarantee of its question, in the expected words, with an example."""
     answer = examine_toy(framework, fault, [question])[question]
     assert answer.is_broken
     assert words in answer.words
@@ -291,7 +303,10 @@ def test_a_fault_is_found_and_named(framework, fault, question, words):
 
 @pytest.mark.usefixtures("fewer_paths_of_jax")
 @pytest.mark.parametrize("framework", ["torch", pytest.param("jax", marks=pytest.mark.thorough)])
-def test_without_a_fault_nothing_is_found(framework):
+def test_correct_attention_has_no_fault(framework):
+    """Correct attention has no broken guarantee and the
+    expected answers; NaN of hidden keys is a note.
+    """
     found = examine_toy(framework, "")
     assert [(answer.question, answer.words) for answer in found.broken] == []
     words = {answer.question: answer.words for answer in found.answers}
@@ -309,12 +324,16 @@ def test_without_a_fault_nothing_is_found(framework):
 
 @pytest.mark.usefixtures("fewer_paths_of_jax")
 @pytest.mark.parametrize("framework", ["torch", pytest.param("jax", marks=pytest.mark.thorough)])
-def test_what_is_hidden_with_care_is_hidden(framework):
+def test_careful_attention_hides_nan(framework):
+    """Attention that removes NaN of hidden keys is reported to
+    hide it, and NaN of visible keys is seen.
+    """
     found = examine_toy(framework, "careful", ["NaN seen", "NaN hidden"])
     assert [answer.words for answer in found.answers] == ["seen", "hidden"]
 
 
-def test_a_convention_is_broken_where_it_is_promised():
+def test_promised_convention_can_be_broken():
+    """A convention that is promised and not met is a broken guarantee."""
     ours = replace(peer("F.scaled_dot_product_attention"), promises=frozenset({"NaN hidden"}))
     answer = examine(ours, ["NaN hidden"], ["float32"])["NaN hidden"]
     assert (answer.status, answer.words) == ("broken", "leaks")
@@ -325,21 +344,24 @@ def test_a_convention_is_broken_where_it_is_promised():
     ("fault", "question", "words"),
     [("tiled", "grouped heads", "tile"), ("mean", "empty row", "mean(V)")],
 )
-def test_another_convention_is_a_note(framework, fault, question, words):
+def test_different_convention_is_a_note(framework, fault, question, words):
+    """Tiled groups, and the mean of values for an empty row, are notes."""
     answer = examine_toy(framework, fault, [question])[question]
     assert (answer.status, answer.words) == ("note", words)
 
 
-def test_strides_that_are_not_heeded_are_found():
+def test_ignored_strides_are_found():
+    """Attention that ignores strides has a different result for strided inputs."""
     assert examine_toy("torch", "strided", ["strided inputs"])["strided inputs"].words == "another result"
 
 
 def shifted(decode, x, capacity, is_causal):
-    """Decoding that begins with an empty slot: the first token is seen twice."""
+    """Decode with the first token twice, as if the cache were off by one."""
     return decode(np.concatenate([x[:, :1], x], axis=1), capacity + 1, is_causal)[:, 1:]
 
 
 def test_a_cache_that_is_off_by_one_is_found():
+    """Decoding with a cache that is off by one breaks the guarantee that it equals one pass."""
     ours = peer("mha_torch.MultiHeadAttentionWithCache")
     subject = replace(ours, decode=functools.partial(shifted, ours.decode))
     answer = examine(subject, ["cache"])["cache"]
@@ -351,7 +373,7 @@ def test_a_cache_that_is_off_by_one_is_found():
 
 
 class TorchLayer(torch.nn.Module):
-    """Self-attention with a flag, of a width that nothing declares."""
+    """Self-attention with a flag, and a width that is not declared."""
 
     def __init__(self, leaks=False):
         super().__init__()
@@ -365,7 +387,8 @@ class TorchLayer(torch.nn.Module):
         return context.transpose(1, 2).flatten(-2)
 
 
-def test_a_class_of_torch_is_made_and_its_width_found():
+def test_torch_class_is_examined():
+    """A class of torch is instantiated, its width is found, and no guarantee is broken."""
     found = examine(TorchLayer)
     assert found.framework == "torch"
     assert found.broken == []
@@ -373,12 +396,15 @@ def test_a_class_of_torch_is_made_and_its_width_found():
     assert found["causal"].words == "T = S only"
 
 
-def test_a_leak_in_one_mode_is_found_and_the_mode_named():
+def test_leak_in_eval_mode_is_named():
+    """A causal flag that is ignored in evaluation is reported to leak in that mode only."""
     assert examine(TorchLayer(leaks=True), ["future token"])["future token"].words == "leaks in eval, otherwise hidden"
 
 
 @pytest.mark.parametrize(("where", "words"), [("train", "train only"), ("always", "random in eval")])
-def test_dropout_that_nothing_declares_is_found(where, words):
+def test_undeclared_dropout_is_found(where, words):
+    """Undeclared dropout is reported as in training only, or as random in evaluation."""
+
     class Dropping(TorchLayer):
         def forward(self, x):
             return torch.nn.functional.dropout(super().forward(x), 0.5, where == "always" or self.training)
@@ -387,7 +413,7 @@ def test_dropout_that_nothing_declares_is_found(where, words):
 
 
 class OwnDropout(TorchLayer):
-    """A layer with its own dropout rate, which it drops at in training, or wrongly always."""
+    """A layer with its own dropout rate, which applies in training, or wrongly always."""
 
     def __init__(self, always=False):
         super().__init__()
@@ -397,19 +423,24 @@ class OwnDropout(TorchLayer):
         return torch.nn.functional.dropout(super().forward(x), 0.1, self.always or self.training)
 
 
-def test_own_dropout_is_no_broken_path():
+def test_own_dropout_breaks_no_path():
+    """A layer's own dropout in training breaks no guarantee, and its paths agree."""
     found = examine(OwnDropout(), ["dropout", "paths"])
     assert [(each.status, each.words) for each in found.answers] == [("ok", "train only"), ("ok", "agree")]
 
 
-def test_dropout_in_eval_breaks_more_than_its_fix():
+def test_dropout_in_eval_breaks_guarantees():
+    """Dropout in evaluation breaks the guarantees of dropout
+    and of paths; the fixed layer breaks fewer.
+    """
     wrong, right = examine(OwnDropout(always=True)), examine(OwnDropout())
     assert {"dropout", "paths"} <= {answer.question for answer in wrong.broken}
     assert len(wrong.broken) > len(right.broken)
     assert "from one call to the next" in wrong["paths"].example
 
 
-def test_a_module_of_a_library_answers_as_its_peer():
+def test_torch_module_answers_as_listed():
+    """An instance of torch's layer has the answers of its entry in PEERS to four questions."""
     module = torch.nn.MultiheadAttention(32, 4, batch_first=True)
     questions = ["mask", "empty row", "future token", "padding"]
     found, expected = examine(module, questions), examine(peer("torch.nn.MultiheadAttention"), questions)
@@ -419,14 +450,17 @@ def test_a_module_of_a_library_answers_as_its_peer():
 
 
 @pytest.mark.thorough
-def test_a_module_of_flax_is_found_out():
+def test_flax_module_is_examined():
+    """`nnx.MultiHeadAttention` shows keys by True, is top-left causal, and
+    has the mean of values for an empty row.
+    """
     module = nnx.MultiHeadAttention(4, 32, decode=False, rngs=nnx.Rngs(0))
     found = examine(module, ["mask", "causal", "empty row"], ("float32", "float16"))
     assert [answer.words for answer in found.answers] == ["True shows; floats as booleans", "top-left", "mean(V)"]
 
 
 class FlaxLayer(nnx.Module):
-    """Causal self-attention, whose width only its parameters tell."""
+    """Self-attention whose width only its parameters show."""
 
     def __init__(self):
         self.attention = nnx.MultiHeadAttention(4, 24, decode=False, rngs=nnx.Rngs(0))
@@ -435,26 +469,34 @@ class FlaxLayer(nnx.Module):
         return self.attention(x, mask=mask)
 
 
-def test_a_class_of_flax_is_made_and_its_width_found():
+def test_flax_class_is_examined():
+    """A class of nnx is instantiated, its width is found, and sequences stay apart."""
     found = examine(FlaxLayer, ["mask", "other sequence"], ["float32"])
     assert [answer.words for answer in found.answers] == ["True shows; floats as booleans", "apart"]
 
 
 @pytest.mark.thorough
-def test_a_module_of_equinox_takes_one_sequence_and_is_mapped():
+def test_equinox_module_is_examined():
+    """Equinox's layer, which runs one sequence, is mapped over
+    batches, whose sequences stay apart.
+    """
     module = equinox.nn.MultiheadAttention(4, 32, key=jax.random.key(0))
     found = examine(module, ["mask", "other sequence", "empty row"], ("float32", "float16"))
     assert [answer.words for answer in found.answers] == ["True shows; floats as booleans", "apart", "mean(V)"]
 
 
-def test_a_module_of_linen_needs_its_parameters():
+def test_linen_module_requires_params():
+    """A linen module without parameters raises a `TypeError` about `params`."""
     with pytest.raises(TypeError) as caught:
         examine(flax.linen.MultiHeadDotProductAttention(4))
     assert caught.value.argument == "params"
 
 
 @pytest.mark.parametrize("swap", [False, True], ids=["BNTH", "BTNH"])
-def test_the_order_of_the_axes_is_found_out(swap):
+def test_order_of_axes_is_detected(swap):
+    """Both orders of heads and tokens are detected: no guarantee
+    is broken, and groups are found.
+    """
     attention = toy("torch")
 
     def swapped(query, key, value, mask=None):
@@ -471,7 +513,7 @@ def plain_attention(x):
 
 
 class Callable:
-    """No module of any library."""
+    """A callable object that is not a module of a library."""
 
     def __call__(self, query, key, value):
         return torch.nn.functional.scaled_dot_product_attention(query, key, value)
@@ -480,7 +522,8 @@ class Callable:
 @pytest.mark.parametrize(
     ("target", "scale"), [(plain_attention, "—"), (Callable, "1/sqrt(H)"), (Callable(), "1/sqrt(H)")]
 )
-def test_functions_without_heads_and_callable_objects_are_taken(target, scale):
+def test_callables_and_classes_are_examined(target, scale):
+    """Functions without heads, callable objects and their classes are examined."""
     found = examine(target, ["other sequence", "scale"], framework="torch")
     assert [answer.words for answer in found.answers] == ["apart", scale]
 
@@ -501,7 +544,8 @@ def mean_of_values(query, key, value):
     ("target", "words"),
     [(identity, "to no other token"), (only_values, "to no other token"), (mean_of_values, "query ignored")],
 )
-def test_what_is_no_attention_is_a_broken_promise(target, words):
+def test_function_without_attention_fails(target, words):
+    """A function that ignores other tokens or the query breaks the guarantee to attend."""
     declared = {} if target is identity else {"axes": "BNTH"}
     (answer,) = examine(target, framework="torch", dtypes=["float32"], **declared).broken[:1]
     assert (answer.question, answer.words) == ("attends", words)
@@ -532,12 +576,15 @@ def misspelt(query, key, value):
         (misspelt, refuses("misspelt", "NameError: name 'scaled_dot_product_atention' is not defined")),
     ],
 )
-def test_what_gives_no_output_of_attention_is_refused(target, refusal):
+def test_invalid_output_raises_an_error(target, refusal):
+    """A wrong shape or dtype, no output, or a `NameError` raises an error that names it."""
     with refusal:
         examine(target, framework="torch", axes="BNTH")
 
 
-def test_an_accident_on_one_path_is_a_broken_promise_with_its_name():
+def test_name_error_on_one_path_is_broken():
+    """A `NameError` with a mask breaks the guarantee of both questions about masks, and is kept."""
+
     def attention(query, key, value, mask=None):
         if mask is not None:
             mask = masks.invert(mask)  # noqa: F821  # pyright: ignore[reportUndefinedVariable]
@@ -549,7 +596,9 @@ def test_an_accident_on_one_path_is_a_broken_promise_with_its_name():
     assert [(answer.kind, type(answer.exception)) for answer in found.answers] == [(Kind.BROKEN, NameError)] * 2
 
 
-def test_an_accident_is_no_convention_of_dropout():
+def test_name_error_outranks_dropout_note():
+    """A `NameError` on one path breaks the guarantee of dropout, though other paths have a note."""
+
     def attention(query, key, value, dropout_p=0.0):
         if dropout_p and query.requires_grad:
             dropout_p = rate  # noqa: F821  # pyright: ignore[reportUndefinedVariable]
@@ -573,7 +622,11 @@ def test_an_accident_is_no_convention_of_dropout():
         (AssertionError("no"), False),
     ],
 )
-def test_only_errors_that_are_meant_are_refusals(error, is_refusal):
+def test_intended_errors_mean_no_support(error, is_refusal):
+    """Errors of value, implementation and runtime mean that masks are not
+    supported; other errors break a guarantee.
+    """
+
     def attention(query, key, value, mask=None):
         if mask is not None:
             raise error
@@ -597,7 +650,8 @@ def hides_by_a_large_number(query, key, value, mask=None):
 OF_MASKS = ["future token", "masked key", "empty row"]
 
 
-def test_an_overflow_of_own_constants_is_broken():
+def test_overflow_of_constant_is_broken():
+    """A constant that overflows in float16 breaks the guarantee of three questions about masks."""
     found = examine(hides_by_a_large_number, OF_MASKS, framework="torch", axes="BNTH")
     assert len(found.answers) == len(OF_MASKS)
     for answer in found.answers:
@@ -606,7 +660,9 @@ def test_an_overflow_of_own_constants_is_broken():
         assert "without overflow" in answer.error
 
 
-def test_a_mask_of_an_unknown_name_must_be_declared():
+def test_unknown_mask_name_must_be_declared():
+    """A parameter that may be a mask raises an error until `mask_name` names it or is empty."""
+
     def attention(query, key, value, may_look=None, scale=None):
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=may_look, scale=scale)
 
@@ -617,7 +673,9 @@ def test_a_mask_of_an_unknown_name_must_be_declared():
     assert examine(attention, ["mask"], framework="torch", mask_name="")["mask"].words == "—"
 
 
-def test_a_mask_among_further_keywords_must_be_declared():
+def test_mask_in_keywords_must_be_declared():
+    """A function with `**options` raises an error until `mask_name` names the mask."""
+
     def attention(query, key, value, **options):
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, **options)
 
@@ -626,13 +684,16 @@ def test_a_mask_among_further_keywords_must_be_declared():
     assert examine(attention, ["mask"], framework="torch", mask_name="attn_mask")["mask"].words.startswith("True shows")
 
 
-def test_lengths_of_padding_are_found_by_their_name():
+def test_padding_lengths_are_found_by_name():
+    """Padding by lengths is found by the name of its parameter."""
     attention = functools.partial(mha_torch.scaled_dot_product_attention)
     found = examine(attention, ["padding"], ["float32"], framework="torch", axes="BNTH")
     assert found["padding"].words == "by lengths"
 
 
-def test_weights_that_are_always_refused_are_said_once():
+def test_unsupported_weights_are_reported():
+    """Weights that always raise an error are reported with the first path and its error."""
+
     def attention(query, key, value, need_weights=False):
         if need_weights:
             raise ValueError("no weights here")
@@ -643,7 +704,11 @@ def test_weights_that_are_always_refused_are_said_once():
     assert str(found["weights"].refusal) == "float32, eval, no grad, with weights: ValueError: no weights here"
 
 
-def test_attention_that_is_causal_by_itself_is_not_said_to_swallow():
+def test_always_causal_attention():
+    """Attention that is always causal is reported as such, with its scale; of NaN, only torch's
+    kernel swallows one, in query 1.
+    """
+
     def attention(query, key, value):
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
 
@@ -653,13 +718,16 @@ def test_attention_that_is_causal_by_itself_is_not_said_to_swallow():
     assert "nan in query 1" in found["NaN seen"].example  # which torch's kernel for a CPU swallows, and nothing else
 
 
-def test_an_unknown_question_is_a_key_error_that_lists_the_others():
+def test_unknown_question_raises_key_error():
+    """A question that was not part of the examination raises a `KeyError` that lists the others."""
     found = examine(plain_attention, ["other sequence", "scale"], ["float32"], framework="torch")
     with pytest.raises(KeyError, match="'nope', of plain_attention asked: other sequence, scale"):
         found["nope"]
 
 
-def test_what_takes_no_plain_call_is_refused_with_its_own_error():
+def test_failing_plain_call_raises():
+    """A function whose plain call fails raises an error with its name and its own message."""
+
     def attention(query, key, value):
         raise RuntimeError("not today")
 
@@ -667,7 +735,9 @@ def test_what_takes_no_plain_call_is_refused_with_its_own_error():
         examine(attention, framework="torch")
 
 
-def test_declared_groups_that_are_refused_are_a_broken_promise():
+def test_unsupported_declared_groups_fail():
+    """Unsupported groups break a guarantee only if `num_kv_heads` declares them."""
+
     def attention(query, key, value):
         return torch.softmax(query @ key.mT * query.shape[-1] ** -0.5, -1) @ value
 
@@ -679,7 +749,8 @@ def test_declared_groups_that_are_refused_are_a_broken_promise():
 # ---- Words -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_rule_says_which_paths_answer_what():
+def test_rule_summarizes_answers_by_path():
+    """A rule states which paths have which answer, or counts them if no short rule fits."""
     paths = [Path(need_weights=w, train=t, grad=g) for w in (False, True) for t in (False, True) for g in (False, True)]
     assert by_rule(dict.fromkeys(paths, "zeros")) == "zeros"
     words = {path: "NaN" if path.need_weights or not (path.train or path.grad) else "zeros" for path in paths}
@@ -688,7 +759,8 @@ def test_a_rule_says_which_paths_answer_what():
     assert by_rule(parity_of_three) == "even (4 paths) or odd (4 paths)"
 
 
-def test_findings_are_one_if_they_say_the_same_whatever_was_seen():
+def test_findings_compare_by_words_and_kind():
+    """Findings are equal if their words and kinds are, whatever values or errors they have."""
     assert Finding("zeros", Kind.KEPT, "0.0") == Finding("zeros", Kind.KEPT, "-0.0", ValueError())
     assert Finding("zeros", Kind.KEPT) != Finding("zeros", Kind.NOTE)
     assert Finding("zeros") != Finding("NaN")
@@ -715,7 +787,7 @@ class Wide(torch.nn.Module):
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """A folder with a module of the user's, in which the command runs."""
+    """Write modules of a user into a folder, in which the command runs."""
     (tmp_path / "own_attention.py").write_text(OWN)
     (tmp_path / "own_broken.py").write_text("1 / 0\n")
     monkeypatch.chdir(tmp_path)
@@ -734,7 +806,8 @@ def attention(query, key, value, mask=None):
 """
 
 
-def test_one_error_of_several_checks_prints_once(own, capsys):
+def test_shared_error_is_printed_once(own, capsys):
+    """An error shared by three checks is printed once, with the names of the others."""
     (own / "own_overflow.py").write_text(OVERFLOWING)
     assert main(["conformance", "own_overflow:attention", "--checks", ",".join(OF_MASKS)]) == 1
     out = capsys.readouterr().out
@@ -743,7 +816,10 @@ def test_one_error_of_several_checks_prints_once(own, capsys):
     assert "3 broken guarantees" in out
 
 
-def test_a_users_function_is_examined_and_exits_1(own, capsys):
+def test_command_examines_user_function(own, capsys):
+    """The command examines a user's function, prints and writes
+    two broken guarantees, and exits with 1.
+    """
     arguments = ["conformance", "own_attention:attention", "--dtypes", "float32", "--json", str(own / "c.json")]
     assert main(arguments) == 1
     out = capsys.readouterr().out
@@ -777,7 +853,10 @@ def attention(query, key, value, mask=None, is_causal=False):
     ("checks", "dtypes", "status"),
     [("mask,causal", "float32,bfloat16", 2), ("mask,causal", "float32", 0), ("masked key", "float32,bfloat16", 1)],
 )
-def test_dtypes_that_no_check_used_exit_2(own, capsys, checks, dtypes, status):
+def test_unexamined_dtype_exits_with_2(own, capsys, checks, dtypes, status):
+    """A requested dtype that no check examined is reported and
+    exits with 2, unless a guarantee is broken.
+    """
     (own / "own_narrow.py").write_text(ONLY_FLOAT32)
     declared = ["--mask-true", "shows", "--causal-alignment", "top-left", "--json", str(own / "found.json")]
     assert main(["conformance", "own_narrow:attention", "--checks", checks, "--dtypes", dtypes, *declared]) == status
@@ -789,7 +868,8 @@ def test_dtypes_that_no_check_used_exit_2(own, capsys, checks, dtypes, status):
 
 
 @pytest.mark.usefixtures("own")
-def test_clean_answers_exit_0_and_a_false_declaration_1(capsys):
+def test_false_declaration_exits_with_1(capsys):
+    """Checks without a fault exit with 0, and with 1 if a declaration contradicts them."""
     arguments = ["conformance", "own_attention:attention", "--checks", "mask,masked key"]
     assert main(arguments) == 0
     assert "no broken guarantees" in capsys.readouterr().out
@@ -822,7 +902,8 @@ def test_clean_answers_exit_0_and_a_false_declaration_1(capsys):
         (["--libraries", "--mask-true", "hides"], refuses("--libraries")),
     ],
 )
-def test_bad_usage_exits_2_in_one_line(capsys, arguments, refusal):
+def test_bad_usage_prints_one_line(capsys, arguments, refusal):
+    """Bad usage exits with 2 and prints one line of error and no output."""
     assert main(["conformance", *arguments]) == 2
     captured = capsys.readouterr()
     assert refusal.is_printed_in(captured.err)
@@ -830,7 +911,8 @@ def test_bad_usage_exits_2_in_one_line(capsys, arguments, refusal):
     assert captured.out == ""
 
 
-def test_peers_are_printed_side_by_side_within_100_columns(capsys):
+def test_library_table_fits_in_100_columns(capsys):
+    """`--libraries` prints a table of at most 100 columns, followed by the broken guarantees."""
     assert main(["conformance", "--libraries", "--only", "*torch*", "--checks", "mask,empty row"]) == 1
     out = capsys.readouterr().out
     matrix = out.split("\n\n")[0]
@@ -846,13 +928,15 @@ def absent_peer(monkeypatch):
 
 
 @pytest.mark.usefixtures("absent_peer")
-def test_a_peer_that_is_not_installed_is_a_line_of_its_own(capsys):
+def test_missing_library_has_its_own_line(capsys):
+    """A library that is not installed has its own line, and the status stays 0."""
     assert main(["conformance", "--libraries", "--only", "F.*", "--checks", "other sequence"]) == 0
     assert "F.absent: absent_package is not installed" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("absent_peer")
-def test_peers_none_of_which_is_installed_are_bad_usage(capsys):
+def test_only_missing_libraries_exit_with_2(capsys):
+    """If no selected library is installed, the command exits with 2 without output."""
     assert main(["conformance", "--libraries", "--only", "F.absent"]) == 2
     captured = capsys.readouterr()
     assert "absent_package is not installed" in captured.err
@@ -860,19 +944,23 @@ def test_peers_none_of_which_is_installed_are_bad_usage(capsys):
 
 
 @pytest.mark.usefixtures("own")
-def test_nothing_that_could_be_asked_exits_2(capsys):
+def test_no_applicable_check_exits_with_2(capsys):
+    """Without an applicable check, the command exits with 2 and says so."""
     assert main(["conformance", "own_attention:attention", "--checks", "cache,causal"]) == 2
     assert "1 target examined, 0 of 2 checks answered: nothing to check" in capsys.readouterr().out
 
 
-def test_the_first_reason_of_a_refusal_is_printed(capsys):
+def test_reason_for_no_support_is_printed(capsys):
+    """The command prints the first error with which an option is not supported."""
     assert main(["conformance", "--libraries", "--only", "mha_torch.fused", "--checks", "weights"]) == 0
     out = capsys.readouterr().out
     assert "mha_torch.fused, weights: refused (float32, eval, no grad, with weights: Refusal: need_weights" in out
 
 
 @pytest.mark.parametrize("penalty", [-100.0, -3e4])
-def test_the_size_of_a_finite_penalty_is_found(penalty):
+def test_size_of_finite_penalty_is_found(penalty):
+    """A finite penalty of -100 or -30000 on masked keys is reported with its size."""
+
     def attention(query, key, value, mask=None):
         scores = query @ key.mT / query.shape[-1] ** 0.5
         scores = scores if mask is None else scores + penalty * mask
@@ -882,7 +970,9 @@ def test_the_size_of_a_finite_penalty_is_found(penalty):
     assert found.words == f"a finite penalty of about {penalty:g}"
 
 
-def test_padding_behind_a_finite_penalty_keeps_its_polarity():
+def test_padding_penalty_keeps_its_polarity():
+    """Padding with a finite penalty is reported with its polarity, and breaks the guarantee."""
+
     def attention(query, key, value, key_padding_mask=None):
         scores = query @ key.mT / query.shape[-1] ** 0.5
         scores = scores if key_padding_mask is None else scores - 1e4 * key_padding_mask[:, None, None]
@@ -893,7 +983,8 @@ def test_padding_behind_a_finite_penalty_keeps_its_polarity():
     assert found.is_broken
 
 
-def test_weights_of_a_mapping_that_is_made_otherwise_are_cast(tmp_path):
+def test_weights_in_any_mapping_are_changed(tmp_path):
+    """A function is applied to the leaves of npz files and of mappings with other constructors."""
     np.savez(tmp_path / "w.npz", kernel=np.ones((2, 2)))
     params = {"file": np.load(tmp_path / "w.npz"), "dict": collections.defaultdict(dict, kernel=np.ones((2, 2)))}
     for each in params.values():

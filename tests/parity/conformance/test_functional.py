@@ -70,7 +70,8 @@ def of_torch(weights, x):
 
 
 @pytest.mark.parametrize("target", [fused, apart, jax.jit(apart), LINEN, LINEN.apply, of_torch])
-def test_missing_weights_are_refused(target):
+def test_missing_params_raise_an_error(target):
+    """A function of weights without `params` raises an error that names the argument."""
     with pytest.raises(Refusal) as caught:
         examine(target, framework="torch" if target is of_torch else "jax")
     assert (caught.value.argument, caught.value.remedy.keys()) == ("params", {"params"})
@@ -88,7 +89,8 @@ def test_missing_weights_are_refused(target):
     ],
     ids=["fused", "apart", "linen", "torch"],
 )
-def test_a_function_is_examined_with_its_weights(target, params, mask):
+def test_function_is_examined_with_params(target, params, mask):
+    """A function with its weights attends to all tokens, with the expected answer about masks."""
     params = params() if callable(params) else params
     framework = "torch" if target is of_torch else "jax"
     found = examine(target, ["attends", "mask"], ["bfloat16"], params=params, framework=framework)
@@ -99,13 +101,19 @@ def test_a_function_is_examined_with_its_weights(target, params, mask):
     ("target", "params"),
     [(fused, {}), (fused, {"name": "none"}), (lambda x: x, FUSED), (Linen, FUSED), (torch.nn.Linear(2, 2), FUSED)],
 )
-def test_weights_that_nothing_takes_are_refused(target, params):
+def test_unsuitable_params_raise_an_error(target, params):
+    """Empty or non-numeric weights, and targets that do not
+    accept any, raise an error about `params`.
+    """
     with pytest.raises(Refusal) as caught:
         with_params(target, params, "mine")
     assert caught.value.argument == "params"
 
 
-def test_a_width_that_is_not_found_is_asked_for():
+def test_unknown_width_requires_d_model():
+    """A function whose width is not found raises an error that
+    suggests `d_model`, which then suffices.
+    """
     weights = torch.from_numpy(draw(WIDTH, WIDTH))
 
     def self_attention(x):
@@ -149,7 +157,7 @@ def params():
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """A folder with modules of a user, one of which knows JAX through the other only."""
+    """Write two modules of a user, one of which imports JAX only through the other."""
     (tmp_path / "mine_helpers.py").write_text(HELPERS)
     (tmp_path / "mine_functional.py").write_text(textwrap.dedent(MINE))
     np.save(tmp_path / "weights.npy", [draw(WIDTH, WIDTH), draw(WIDTH, WIDTH) + 0.1, draw(WIDTH, WIDTH) + 0.2])
@@ -161,7 +169,10 @@ def own(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("own")
-def test_the_weights_are_not_taken_for_the_query():
+def test_weights_are_distinct_from_query():
+    """The query is `x`, and the first argument with names of
+    projections has the role of weights.
+    """
     for name, weights in (("named", "p"), ("attention", "layer")):
         view = view_of(f"mine_functional:{name}", mask_name="mask" if name == "attention" else "")
         assert (view.framework, view.roles["query"], view.projections) == ("jax", "x", True)
@@ -176,7 +187,10 @@ def weights_of_mine():
 
 @pytest.mark.usefixtures("own")
 @pytest.mark.parametrize("is_nested", [False, True])
-def test_bugs_are_made_in_the_weights_that_a_call_passes(is_nested):
+def test_bug_is_injected_into_passed_weights(is_nested):
+    """Swapped keys and values change the weights that a call
+    passes, nested or flat, but not the originals.
+    """
     view = view_of("mine_functional:named")
     named = {name: jnp.asarray(x) for name, x in weights_of_mine().items()}
     params = [{"attn": {name.split(".")[0]: {"kernel": x} for name, x in named.items()}}] if is_nested else named
@@ -191,13 +205,16 @@ def test_bugs_are_made_in_the_weights_that_a_call_passes(is_nested):
 
 
 @pytest.mark.usefixtures("own")
-def test_mutate_plants_in_the_class_whose_apply_is_named():
+def test_mutate_finds_module_of_apply():
+    """`LINEN.apply` with parameters is viewed as a module in JAX whose mask shows keys by True."""
     sys.modules["mine_functional"] = sys.modules[__name__]
     view = view_of("mine_functional:LINEN.apply", params=variables())
     assert (view.is_module, view.framework, view.mask_true, view.note) == (True, "jax", "shows", "")
 
 
-def test_a_framework_is_known_by_the_weights():
+def test_framework_is_found_by_params():
+    """The framework of a function is that of its weights, torch or JAX."""
+
     def function(params, x):
         return params, x
 
@@ -208,7 +225,10 @@ def test_a_framework_is_known_by_the_weights():
 # ---- The command line ------------------------------------------------------------------------------------------------
 
 
-def test_conformance_takes_weights(own, capsys):
+def test_conformance_accepts_params(own, capsys):
+    """`conformance` requires `--params` for a function of weights and accepts a function or name;
+    wrong ones exit with 2 and one line.
+    """
     arguments = ["conformance", "mine_functional:named", "--checks", "attends", "--dtypes", "float32"]
     assert main(arguments) == 2
     assert refuses("--params", remedy={"--params": ...}).is_printed_in(capsys.readouterr().err)
@@ -220,7 +240,8 @@ def test_conformance_takes_weights(own, capsys):
         assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_diagnose_takes_weights(own, capsys):
+def test_diagnose_accepts_params(own, capsys):
+    """`diagnose` requires `--params` for a function of weights, and rejects it for two files."""
     q, k, v = np.load("weights.npy")
     weights = {"q_proj.weight": q.T, "k_proj.weight": k.T, "v_proj.weight": v.T, "out_proj.weight": np.eye(WIDTH)}
     spec = AttentionSpec(WIDTH, HEADS, qkv_bias=False, out_bias=False)

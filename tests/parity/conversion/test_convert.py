@@ -51,13 +51,13 @@ HOLDING = {
 
 
 def any_bits(shape, seed):
-    """bfloat16 values of all sizes, but none that is not finite."""
+    """Finite bfloat16 values of all sizes."""
     values = np.random.default_rng(seed).integers(0, 1 << 16, shape).astype(np.uint16)
     return np.where(values & 0x7F80 == 0x7F80, values & 0x807F, values).astype(np.uint16).view(ml_dtypes.bfloat16)
 
 
 def checkpoint(numbers=(0, 1, 2), spec=GQA, layout="transformers.LLaMA", dtype="float32", prefix=PREFIX):
-    """Layers among other tensors, in an order that is not that of their names."""
+    """Layers among other tensors, not sorted by name."""
     tensors = {"model.embed_tokens.weight": np.arange(12, dtype=np.int32).reshape(3, 4)}
     for number in numbers:
         weights = {n: x.astype(dtype_named(dtype)) for n, x in random_weights(spec, seed=number).items()}
@@ -81,10 +81,11 @@ def tensors_of(spec, layout):
 
 @sample(12)
 @pytest.mark.parametrize(("kind", "source"), [(kind, source) for kind in KINDS for source in HOLDING[kind]])
-def test_every_layout_becomes_every_other_and_comes_back_bit_for_bit(kind, source):
+def test_every_layout_pair_round_trips(kind, source):
+    """Weights of each layout convert to each later layout and back, bit for bit."""
     spec, names = KINDS[kind], HOLDING[kind]
     tensors, wrong = tensors_of(spec, source), []
-    for target in names[names.index(source) + 1 :]:  # each pair once, there and back
+    for target in names[names.index(source) + 1 :]:  # each pair once, in both directions
         there = convert(tensors, source=source, target=target, **undetermined_fields(spec))
         back = convert(there, source=target, target=source, **undetermined_fields(spec))
         if bits_of(there) != bits_of(tensors_of(spec, target)) or bits_of(back) != bits_of(tensors):
@@ -92,12 +93,14 @@ def test_every_layout_becomes_every_other_and_comes_back_bit_for_bit(kind, sourc
     assert wrong == []
 
 
-def test_an_unknown_layout_is_refused_with_those_there_are():
+def test_unknown_target_layout_raises():
+    """The unknown layout `torch` as a target raises an error."""
     with refuses("target", target="torch"):
         convert(random_weights(MHA), source="canonical", target="torch", num_heads=4)
 
 
-def test_a_layout_that_cannot_hold_the_layer_is_refused_with_its_rule():
+def test_unsupported_layer_raises():
+    """Converting grouped heads to Flax Linen's layout raises an error."""
     with refuses("the layer"):
         convert(random_weights(GQA), source="canonical", target="flax.linen", **HEADS)
 
@@ -107,7 +110,8 @@ def test_a_layout_that_cannot_hold_the_layer_is_refused_with_its_rule():
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("target", ["meta.LLaMA", "qkv_proj", "flax.nnx", "ttnn", "canonical"])
-def test_a_checkpoint_comes_back_bit_for_bit_and_its_metadata_tell_how(tmp_path, target, dtype):
+def test_checkpoint_round_trip_is_exact(tmp_path, target, dtype):
+    """A checkpoint converts in three dtypes, and back bit for bit by its metadata alone."""
     tensors = checkpoint(dtype=dtype)
     source = write_tensor_file(tmp_path / "a.safetensors", tensors)
     convert_file(source, tmp_path / "b.safetensors", source="transformers.LLaMA", target=target, prefix=PREFIX, **HEADS)
@@ -115,7 +119,8 @@ def test_a_checkpoint_comes_back_bit_for_bit_and_its_metadata_tell_how(tmp_path,
     assert bits_of(read_tensors(tmp_path / "c.safetensors")) == bits_of(tensors)
 
 
-def test_every_layer_is_converted_as_it_would_be_alone(tmp_path):
+def test_layers_convert_independently(tmp_path):
+    """Each of four layers converts as it would alone, and the result lists all of them."""
     numbers = (0, 3, 10, 11)
     tensors = checkpoint(numbers)
     source = write_tensor_file(tmp_path / "a.safetensors", tensors)
@@ -132,7 +137,8 @@ def test_every_layer_is_converted_as_it_would_be_alone(tmp_path):
         assert bits_of(layer) == bits_of(from_canonical(random_weights(GQA, seed=number), GQA, LAYOUTS["meta.LLaMA"]))
 
 
-def test_all_other_tensors_are_kept_bit_for_bit_and_in_their_place(tmp_path):
+def test_other_tensors_keep_bits_and_order(tmp_path):
+    """Tensors outside layers keep their bits and their order in the file, and are listed."""
     tensors = checkpoint()
     source = write_tensor_file(tmp_path / "a.npz", tensors)
     done = convert_file(
@@ -145,7 +151,8 @@ def test_all_other_tensors_are_kept_bit_for_bit_and_in_their_place(tmp_path):
     assert list(dict.fromkeys(steps[0])) == list(dict.fromkeys(steps[1]))
 
 
-def test_all_other_tensors_are_dropped_on_request(tmp_path):
+def test_other_tensors_drop_on_request(tmp_path):
+    """keep_rest=False omits all tensors outside layers, and lists them as dropped."""
     tensors = checkpoint()
     done = convert_file(
         write_tensor_file(tmp_path / "a.npz", tensors),
@@ -161,6 +168,7 @@ def test_all_other_tensors_are_dropped_on_request(tmp_path):
 
 
 def test_layers_get_another_prefix(tmp_path):
+    """Layers 2 and 13 move to another prefix, which the metadata contain."""
     source = write_tensor_file(tmp_path / "a.npz", checkpoint((2, 13)))
     convert_file(
         source,
@@ -178,7 +186,8 @@ def test_layers_get_another_prefix(tmp_path):
     assert read_metadata(tmp_path / "b.npz")["prefix"] == "layers.{i}.attention"
 
 
-def test_two_numbers_in_a_prefix_stay_in_their_order(tmp_path):
+def test_prefix_numbers_keep_their_order(tmp_path):
+    """Two numbers in a prefix keep their order in the new prefix."""
     prefix, to_prefix = "stack.{i}.layer.{i}", "s{i}.l{i}"
     tensors = {}
     for numbers in ((0, 12), (1, 0)):
@@ -201,7 +210,8 @@ def test_two_numbers_in_a_prefix_stay_in_their_order(tmp_path):
 
 
 @pytest.mark.parametrize("to_prefix", ["layers.{i}.{i}", "{i}.layers.{i}.{i}"])
-def test_a_prefix_with_other_numbers_is_refused(tmp_path, to_prefix):
+def test_mismatched_placeholders_raise(tmp_path, to_prefix):
+    """A target prefix with more placeholders than the source prefix raises an error."""
     source = write_tensor_file(tmp_path / "a.npz", checkpoint())
     with refuses("to_prefix", to_prefix=to_prefix, prefix="model.layers.{i}.self_attn"):
         convert_file(
@@ -215,7 +225,8 @@ def test_a_prefix_with_other_numbers_is_refused(tmp_path, to_prefix):
         )
 
 
-def test_names_that_are_there_already_are_refused(tmp_path):
+def test_colliding_target_names_raise(tmp_path):
+    """A converted tensor with the name of an existing one raises an error."""
     tensors = checkpoint() | {"layers.1.attention.wq.weight": np.zeros(3, np.float32)}
     refused_to_convert(
         tmp_path, tensors, refuses("names", "layers.1.attention.wq.weight twice"), to_prefix="layers.{i}.attention"
@@ -223,7 +234,7 @@ def test_names_that_are_there_already_are_refused(tmp_path):
 
 
 def refused_to_convert(tmp_path, tensors, refusal, **options):
-    """A refusal, after which all is as it was."""
+    """Check that a conversion raises an error of one line and changes no file."""
     source = write_tensor_file(tmp_path / "a.npz", tensors)
     old = write_tensor_file(tmp_path / "b.npz", {"old": np.ones(1)}).read_bytes()
     options = {
@@ -244,26 +255,30 @@ def refused_to_convert(tmp_path, tensors, refusal, **options):
 Q1 = "model.layers.1.self_attn.q_proj.weight"
 
 
-def test_a_layer_of_mixed_dtypes_is_refused(tmp_path):
+def test_mixed_dtypes_in_a_layer_raise(tmp_path):
+    """A layer with float16 and float32 tensors raises an error with both dtypes."""
     tensors = checkpoint()
     tensors[Q1] = tensors[Q1].astype(np.float16)
     refused_to_convert(tmp_path, tensors, refuses("model.layers.1.self_attn", "['float16', 'float32']"))
 
 
-def test_a_layer_of_integers_is_refused(tmp_path):
+def test_integer_layer_raises(tmp_path):
+    """A layer of int8 tensors raises an error with the dtype."""
     tensors = {name: x.astype(np.int8) if "self_attn" in name else x for name, x in checkpoint().items()}
     refused_to_convert(tmp_path, tensors, refuses("model.layers.0.self_attn", "['int8']"))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_a_layer_that_is_not_finite_is_refused_and_nothing_is_written(tmp_path, value, dtype):
+def test_non_finite_layer_raises(tmp_path, value, dtype):
+    """A NaN or an infinity in a layer raises an error with the tensor, and nothing is written."""
     tensors = checkpoint(dtype=dtype)
     tensors[Q1][-1, -1] = value
     refused_to_convert(tmp_path, tensors, refuses("model.layers.1.self_attn.q_proj.weight", "NaN or infinities"))
 
 
-def test_unknown_names_under_the_prefix_are_refused(tmp_path):
+def test_unknown_tensors_in_a_layer_raise(tmp_path):
+    """Unknown tensors of a layer, such as norms, raise an error with their names."""
     tensors = checkpoint() | {"model.layers.1.self_attn.qk_norm.weight": np.ones(6, np.float32)}
     refused_to_convert(
         tmp_path, tensors, refuses("tensors", "unknown names ['qk_norm.weight']", where="model.layers.1.self_attn")
@@ -273,7 +288,8 @@ def test_unknown_names_under_the_prefix_are_refused(tmp_path):
     refused_to_convert(tmp_path, tensors, message)
 
 
-def test_a_layer_that_lacks_a_tensor_is_refused(tmp_path):
+def test_layer_without_a_tensor_raises(tmp_path):
+    """A layer without its query weight raises an error that names the layer."""
     tensors = checkpoint()
     del tensors[Q1]
     refused_to_convert(tmp_path, tensors, refuses("tensors", where="model.layers.1.self_attn"))
@@ -286,19 +302,22 @@ def test_a_layer_that_lacks_a_tensor_is_refused(tmp_path):
         *("model.layers.{i}.self_attn.", "model.layers.*.self_attn", "model.layers.9.self_attn"),
     ],
 )
-def test_a_prefix_that_is_none_is_refused_with_those_that_fit(tmp_path, prefix):
+def test_wrong_prefix_suggests_the_right_one(tmp_path, prefix):
+    """A prefix that matches no layer raises an error that suggests the right prefix."""
     refusal = refuses("prefix", prefix=prefix)
     refused_to_convert(tmp_path, checkpoint(), refusal, prefix=prefix)
     assert refusal.value.remedy == [{"prefix": "model.layers.{i}.self_attn"}]
 
 
-def test_a_prefix_is_no_pattern(tmp_path):
+def test_prefix_is_not_a_pattern(tmp_path):
+    """A prefix is not a regular expression: its dots match only dots."""
     refused_to_convert(
         tmp_path, checkpoint(), refuses("prefix", prefix="model.layers...self_attn"), prefix="model.layers...self_attn"
     )
 
 
-def test_heads_that_are_not_told_are_asked_for(tmp_path):
+def test_missing_head_sizes_raise(tmp_path):
+    """Converting a checkpoint without head sizes raises an error that names the layer."""
     refused_to_convert(
         tmp_path,
         checkpoint(),
@@ -309,7 +328,8 @@ def test_heads_that_are_not_told_are_asked_for(tmp_path):
     )
 
 
-def test_a_layout_that_is_not_told_is_asked_for(tmp_path):
+def test_missing_source_layout_raises(tmp_path):
+    """Converting a checkpoint without its layout raises an error."""
     refused_to_convert(
         tmp_path,
         checkpoint(),
@@ -318,7 +338,8 @@ def test_a_layout_that_is_not_told_is_asked_for(tmp_path):
     )
 
 
-def test_a_format_that_is_only_read_is_refused(tmp_path):
+def test_gguf_as_target_raises(tmp_path):
+    """Converting to a GGUF file raises an error: such files are only read."""
     source = write_tensor_file(tmp_path / "a.npz", checkpoint())
     with refuses("…/b.gguf", "'.gguf'; GGUF files are only read"):
         convert_file(
@@ -326,7 +347,8 @@ def test_a_format_that_is_only_read_is_refused(tmp_path):
         )
 
 
-def test_layers_of_different_shapes_are_converted_each_as_it_is(tmp_path):
+def test_layers_may_differ_in_shape(tmp_path):
+    """Layers with 4 and 6 heads round-trip bit for bit, without a common spec in metadata."""
     wide = replace(GQA, num_heads=6)
     tensors = checkpoint((0,))
     tensors |= {f"{PREFIX.format(i=1)}.{n.replace('out_', 'o_')}": x for n, x in random_weights(wide).items()}
@@ -341,7 +363,8 @@ def test_layers_of_different_shapes_are_converted_each_as_it_is(tmp_path):
     assert bits_of(read_tensors(tmp_path / "c.npz")) == bits_of(tensors)
 
 
-def test_what_a_layout_ignores_is_kept_under_its_name(tmp_path):
+def test_ignored_buffer_is_kept(tmp_path):
+    """A buffer in a layer that the layout ignores is kept bit for bit under its name."""
     tensors = checkpoint() | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.array([1, np.inf], np.float16)}
     source = write_tensor_file(tmp_path / "a.npz", tensors)
     done = convert_file(
@@ -353,6 +376,7 @@ def test_what_a_layout_ignores_is_kept_under_its_name(tmp_path):
 
 
 def test_shards_are_read_and_written(tmp_path):
+    """A sharded bfloat16 checkpoint converts to more than three shards, and back bit for bit."""
     tensors = checkpoint(dtype="bfloat16")
     infos = {name: (x.shape, x.dtype) for name, x in tensors.items()}
     source = write_tensors(tmp_path / "a.safetensors", infos, tensors.__getitem__, max_shard_bytes=600)
@@ -372,7 +396,8 @@ def test_shards_are_read_and_written(tmp_path):
     assert bits_of(read_tensors(tmp_path / "c.safetensors")) == bits_of(tensors)
 
 
-def test_metadata_tell_layout_heads_pairing_and_hash(tmp_path):
+def test_metadata_describe_the_conversion(tmp_path):
+    """Metadata contain layout, RoPE pairing, prefix, head sizes, specification and hash."""
     source = write_tensor_file(tmp_path / "a.npz", checkpoint())
     convert_file(
         source, tmp_path / "b.safetensors", source="transformers.LLaMA", target="meta.LLaMA", prefix=PREFIX, **HEADS
@@ -388,7 +413,8 @@ def test_metadata_tell_layout_heads_pairing_and_hash(tmp_path):
         assert metadata["sha256"] == file.sha256()
 
 
-def test_metadata_of_others_are_no_obstacle(tmp_path):
+def test_foreign_metadata_are_ignored(tmp_path):
+    """Metadata of other programs under our keys do not prevent a conversion."""
     metadata = {"format": "pt", "spec": "of something else", "prefix": "none of ours"}
     source = write_tensor_file(tmp_path / "a.safetensors", checkpoint(), metadata)
     done = convert_file(
@@ -397,14 +423,16 @@ def test_metadata_of_others_are_no_obstacle(tmp_path):
     assert len(done.layers) == 3
 
 
-def test_the_same_file_is_written_every_time(tmp_path):
+def test_conversion_is_deterministic(tmp_path):
+    """Two conversions of a file write the same bytes."""
     source = write_tensor_file(tmp_path / "a.npz", checkpoint())
     for name in ("b.safetensors", "c.safetensors"):
         convert_file(source, tmp_path / name, source="transformers.LLaMA", target="W_q", prefix=PREFIX, **HEADS)
     assert (tmp_path / "b.safetensors").read_bytes() == (tmp_path / "c.safetensors").read_bytes()
 
 
-def test_a_file_is_not_converted_in_its_place(tmp_path):
+def test_conversion_onto_its_source_raises(tmp_path):
+    """Converting a file onto itself raises an error, also with force, and keeps the file."""
     tensors = checkpoint()
     path = write_tensor_file(tmp_path / "a.safetensors", tensors)
     options = {"source": "transformers.LLaMA", "target": "meta.LLaMA", "prefix": PREFIX, "force": True, **HEADS}
@@ -413,7 +441,8 @@ def test_a_file_is_not_converted_in_its_place(tmp_path):
     assert bits_of(read_tensors(path)) == bits_of(tensors)
 
 
-def test_a_target_is_replaced_when_that_is_forced(tmp_path):
+def test_force_replaces_the_target(tmp_path):
+    """An existing target raises FileExistsError and is kept; force=True replaces it."""
     tensors = checkpoint()
     path, target = (
         write_tensor_file(tmp_path / "a.safetensors", tensors),
@@ -427,7 +456,8 @@ def test_a_target_is_replaced_when_that_is_forced(tmp_path):
     assert "old" not in read_tensors(target)
 
 
-def test_every_tensor_is_announced_once_before_it_is_written(tmp_path):
+def test_on_tensor_receives_each_name_once(tmp_path):
+    """on_tensor is called once with each tensor's name, in the order of the written file."""
     source, seen = write_tensor_file(tmp_path / "a.npz", checkpoint()), []
     convert_file(
         source,
@@ -481,7 +511,8 @@ print(peak() - before, (folder / "b.safetensors").stat().st_size)
         pytest.param("qkv_proj", [1, 3072, 32, 32], 2 * 3 * 4096 * 3072, id="one-large-packed-layer"),
     ],
 )
-def test_memory_holds_a_few_tensors_of_a_checkpoint_and_not_all(tmp_path, target, sizes, largest):
+def test_conversion_memory_is_bounded(tmp_path, target, sizes, largest):
+    """Peak memory is below 1.5 times the largest tensor plus 50 MB, for a file above 125 MB."""
     command = [sys.executable, "-c", MEMORY, str(tmp_path), target, *map(str, sizes)]
     peak, size = map(int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
     assert size > 125e6
@@ -497,7 +528,8 @@ def test_memory_holds_a_few_tensors_of_a_checkpoint_and_not_all(tmp_path, target
 @pytest.mark.parametrize("suffix", ["safetensors", "npz", "pt", "msgpack"])
 @pytest.mark.parametrize("layout", ["canonical", "meta.LLaMA", "qkv_proj", "ttnn"])
 @pytest.mark.parametrize("prefix", ["", "blocks.3.attention"])
-def test_a_layer_is_loaded_as_it_was_saved(tmp_path, suffix, layout, prefix):
+def test_saved_layer_loads_unchanged(tmp_path, suffix, layout, prefix):
+    """A saved layer loads with the same bits and spec in each format, layout and prefix."""
     path = tmp_path / f"layer.{suffix}"
     weights = {name: any_bits(x.shape, len(name)) for name, x in random_weights(GQA).items()}
     save(path, weights, GQA, layout, prefix=prefix)
@@ -506,27 +538,31 @@ def test_a_layer_is_loaded_as_it_was_saved(tmp_path, suffix, layout, prefix):
     assert spec == GQA
 
 
-def test_one_layer_of_many_is_loaded(tmp_path):
+def test_one_of_many_layers_loads(tmp_path):
+    """A prefix with a number loads layer 14, not layer 4, bit for bit."""
     path = write_tensor_file(tmp_path / "a.npz", checkpoint((4, 14)))
     found, spec = load(path, "transformers.LLaMA", prefix=PREFIX.format(i=14), **HEADS)
     assert same_bits(found, random_weights(GQA, seed=14))
     assert undetermined_fields(spec) == HEADS
 
 
-def test_a_prefix_of_several_layers_is_not_loaded(tmp_path):
+def test_loading_several_layers_raises(tmp_path):
+    """Loading with a prefix of three layers raises an error with their number."""
     path = write_tensor_file(tmp_path / "a.npz", checkpoint())
     with refuses("prefix", "3"):
         load(path, "transformers.LLaMA", prefix=PREFIX, **HEADS)
 
 
-def test_a_layer_that_is_not_finite_is_not_loaded(tmp_path):
+def test_loading_a_non_finite_layer_raises(tmp_path):
+    """Loading a layer with a NaN raises an error with the tensor's name."""
     tensors = checkpoint()
     tensors[Q1][0, 0] = np.nan
     with refuses("model.layers.1.self_attn.q_proj.weight", "NaN or infinities"):
         load(write_tensor_file(tmp_path / "a.npz", tensors), "transformers.LLaMA", prefix=PREFIX.format(i=1), **HEADS)
 
 
-def test_a_module_is_saved_with_its_own_specification(tmp_path):
+def test_module_is_saved_with_its_spec(tmp_path):
+    """A module is saved with its own spec; a different spec, or arrays without one, raise."""
     spec = replace(GQA, fused_qkv=True)
     module = mha_torch.MultiHeadAttention(spec)
     save(tmp_path / "a.npz", module)
@@ -540,7 +576,8 @@ def test_a_module_is_saved_with_its_own_specification(tmp_path):
     assert not (tmp_path / "b.npz").exists()
 
 
-def test_weights_of_torch_are_converted_and_saved(tmp_path):
+def test_torch_weights_convert_and_save(tmp_path):
+    """bfloat16 weights of torch.nn.MultiheadAttention convert, save and load bit for bit."""
     layer = torch.nn.MultiheadAttention(16, 4).bfloat16()
     found = convert(layer.state_dict(), source="torch.nn.MultiheadAttention", target="canonical", num_heads=4)
     assert same_bits(found, weights_of(layer))
@@ -549,7 +586,8 @@ def test_weights_of_torch_are_converted_and_saved(tmp_path):
 
 
 @pytest.mark.costly("converts and runs a whole model")
-def test_the_example_of_the_documentation_runs(tmp_path, monkeypatch):
+def test_conversion_guide_example_runs(tmp_path, monkeypatch):
+    """The code of docs/how-to/convert.md runs, and its weights equal those of its layers."""
     page = (ROOT / "docs" / "how-to" / "convert.md").read_text(encoding="utf-8")
     code = "".join(re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL))
     monkeypatch.chdir(tmp_path)
@@ -560,7 +598,8 @@ def test_the_example_of_the_documentation_runs(tmp_path, monkeypatch):
     assert same_bits(weights_of(names["filled"]), weights_of(names["layer"]))
 
 
-def test_weights_that_do_not_fit_are_not_saved(tmp_path):
+def test_incomplete_weights_are_not_saved(tmp_path):
+    """Saving a layer without k_proj.weight raises an error and writes nothing."""
     weights = random_weights(GQA)
     del weights["k_proj.weight"]
     with refuses("weights", missing=["k_proj.weight"], unexpected=[]):
@@ -570,7 +609,8 @@ def test_weights_that_do_not_fit_are_not_saved(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
 @pytest.mark.parametrize("sign", [1, -1])
-def test_finite_is_all_but_nan_and_infinity(dtype, sign):
+def test_is_finite_detects_nan_and_infinity(dtype, sign):
+    """is_finite accepts extreme and subnormal values, and detects a NaN or infinity anywhere."""
     dtype = dtype_named(dtype)
     extremes = ml_dtypes.finfo(dtype)
     values = np.array([extremes.max, extremes.tiny, extremes.smallest_subnormal, 0.0], dtype) * dtype.type(sign)
@@ -586,7 +626,7 @@ def test_finite_is_all_but_nan_and_infinity(dtype, sign):
             assert not is_finite(many)
 
 
-# ---- What is in a file -----------------------------------------------------------------------------------------------
+# ---- Layers in a file ------------------------------------------------------------------------------------------------
 
 
 def found_in(path, **heads):
@@ -594,7 +634,8 @@ def found_in(path, **heads):
         return {(found.layout, found.prefix): found for found in find_layers(file, **heads)}
 
 
-def test_layers_are_found_with_their_prefix_and_every_layout_that_fits(tmp_path):
+def test_layers_are_found_with_their_layout(tmp_path):
+    """Layers of two models in a file are found with layout, prefix, number, heads and dtype."""
     bert = checkpoint((0, 1), MHA, "transformers.BERT", prefix="bert.encoder.layer.{i}.attention")
     found = found_in(
         write_tensor_file(tmp_path / "a.npz", bert | checkpoint((5, 16, 17), dtype="bfloat16")), num_heads=4
@@ -606,7 +647,8 @@ def test_layers_are_found_with_their_prefix_and_every_layout_that_fits(tmp_path)
     assert {prefix for _, prefix in found} == {PREFIX, "bert.encoder.layer.{i}.attention"}
 
 
-def test_the_dtype_of_a_layer_is_that_of_its_weights_and_not_of_what_lies_beside(tmp_path):
+def test_layer_dtype_ignores_other_tensors(tmp_path):
+    """The dtype of a float16 layer is float16, although a norm next to it is float32."""
     weights = {name: x.astype(np.float16) for name, x in random_weights(GQA).items()}
     tensors = {"blk.0.attn_norm.weight": np.ones(16, np.float32)}
     tensors |= {f"blk.0.{name}": x for name, x in from_canonical(weights, GQA, LAYOUTS["gguf.LLaMA"]).items()}
@@ -614,12 +656,14 @@ def test_the_dtype_of_a_layer_is_that_of_its_weights_and_not_of_what_lies_beside
     assert found["gguf.LLaMA", "blk.{i}"].dtype == "float16"
 
 
-def test_heads_that_are_not_known_are_told_as_such(tmp_path):
+def test_unknown_heads_are_reported(tmp_path):
+    """find_layers reports an error about the heads of a layer if no hints are given."""
     found = found_in(write_tensor_file(tmp_path / "a.npz", checkpoint()))
     assert refuses("the heads").is_printed_in(found["transformers.LLaMA", PREFIX].heads)
 
 
-def test_layers_of_other_heads_than_those_given_are_told_as_such(tmp_path):
+def test_unsuitable_heads_are_reported(tmp_path):
+    """find_layers reports an error for each layer with num_heads=5, and none with num_heads=4."""
     path = write_tensor_file(
         tmp_path / "a.npz", checkpoint() | checkpoint((0,), MHA, "transformers.BERT", prefix="bert.{i}")
     )
@@ -629,11 +673,13 @@ def test_layers_of_other_heads_than_those_given_are_told_as_such(tmp_path):
     assert not any(refuses("…").is_printed_in(each.heads) for each in found_in(path, num_heads=4).values())
 
 
-def test_nothing_is_found_where_there_is_nothing(tmp_path):
+def test_file_without_layers_has_none(tmp_path):
+    """find_layers returns nothing for a file without attention layers."""
     assert found_in(write_tensor_file(tmp_path / "a.npz", rest(checkpoint()))) == {}
 
 
-def test_layers_of_other_heads_under_one_prefix_are_told_apart(tmp_path):
+def test_layers_are_grouped_by_heads(tmp_path):
+    """Layers under one prefix with different heads are listed separately."""
     other = AttentionSpec(10, 4, num_kv_heads=1, head_dim=5, d_in=7)
     path = write_tensor_file(tmp_path / "a.npz", checkpoint((0, 1, 2)) | checkpoint((3,), other))
     with open_tensors(path) as file:
@@ -641,7 +687,8 @@ def test_layers_of_other_heads_under_one_prefix_are_told_apart(tmp_path):
     assert found == [(3, "4 x 6, key/value 2"), (1, "4 x 5, key/value 1")]
 
 
-def test_inputs_beside_the_weights_survive_there_and_back(tmp_path):
+def test_saved_inputs_survive_a_round_trip(tmp_path):
+    """Inputs saved next to the weights survive a conversion and back, bit for bit."""
     save(tmp_path / "a.npz", random_weights(GQA), GQA)
     tensors = read_tensors(tmp_path / "a.npz") | {"inputs.query": np.ones((1, 2, 7), np.float32)}
     write_tensor_file(tmp_path / "b.npz", tensors, read_metadata(tmp_path / "a.npz"))
@@ -650,7 +697,8 @@ def test_inputs_beside_the_weights_survive_there_and_back(tmp_path):
     assert bits_of(read_tensors(tmp_path / "d.npz")) == bits_of(tensors)
 
 
-def test_a_layer_without_a_prefix_is_found(tmp_path):
+def test_layer_without_a_prefix_is_found(tmp_path):
+    """A saved layer without a prefix is found as one canonical layer."""
     save(tmp_path / "a.npz", random_weights(GQA), GQA)
     assert found_in(tmp_path / "a.npz")["canonical", ""].layers == 1
 
@@ -665,7 +713,8 @@ def first_wrong(weights, other, spec=BIASED):
     return None if wrong is None else wrong.stage
 
 
-def test_the_same_bits_hold_the_same_attention():
+def test_equal_weights_pass_verify():
+    """Equal weights pass every stage of `verify`, the first of which are q, k and v."""
     weights = random_weights(BIASED)
     comparisons = verify(weights, BIASED, {**weights}, BIASED)
     assert all(comparison.passed for comparison in comparisons)
@@ -675,7 +724,8 @@ def test_the_same_bits_hold_the_same_attention():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_rounded_layer_holds_the_same_attention_up_to_rounding(dtype, seed):
+def test_rounded_weights_pass_verify(dtype, seed):
+    """Weights rounded to 16 bits pass `verify` in both directions, without equal bits."""
     weights = random_weights(BIASED, seed=seed)
     rounded = {name: x.astype(dtype_named(dtype)) for name, x in weights.items()}
     assert first_wrong(weights, rounded) is None
@@ -694,7 +744,7 @@ def test_a_rounded_layer_holds_the_same_attention_up_to_rounding(dtype, seed):
         ("v", lambda w: {"v_proj.bias": 0 * w["v_proj.bias"]}),
         ("output", lambda w: {"out_proj.bias": 0 * w["out_proj.bias"]}),
         ("q", lambda w: {"q_proj.weight": w["q_proj.weight"] * np.float32(1.001)}),
-        ("k", lambda w: {"k_proj.weight": np.roll(w["k_proj.weight"], 4, axis=0)}),  # groups of the other queries
+        ("k", lambda w: {"k_proj.weight": np.roll(w["k_proj.weight"], 4, axis=0)}),  # wrong groups of queries
         ("q", lambda w: {"q_proj.weight": w["q_proj.weight"].reshape(2, 2, 4, 16).swapaxes(0, 1).reshape(16, 16)}),
         ("v", lambda w: {"v_proj.weight": np.nextafter(w["v_proj.weight"], 9) + np.float32(1e-5)}),
     ],
@@ -703,14 +753,16 @@ def test_a_rounded_layer_holds_the_same_attention_up_to_rounding(dtype, seed):
         *("q-scaled", "kv-heads-permuted", "groups-tiled-for-repeated", "v-shifted"),
     ],
 )
-def test_what_is_wrong_is_reported_at_its_stage(stage, change):
+def test_wrong_weight_fails_at_its_stage(stage, change):
+    """Each wrong weight or bias is first reported at the stage that uses it."""
     weights = random_weights(BIASED)
     changed = {name: np.ascontiguousarray(x) for name, x in change(weights).items()}
     assert first_wrong(weights, {**weights, **changed}) == stage
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_wrong_pairing_of_features_is_reported(tmp_path, seed):
+def test_wrong_rope_pairing_fails_at_q(tmp_path, seed):
+    """Interleaved weights that are read as half-split are first reported at q."""
     weights = random_weights(GQA, seed=seed)
     tensors = from_canonical(weights, GQA, LAYOUTS["meta.LLaMA"])
     names = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"}
@@ -721,7 +773,8 @@ def test_the_wrong_pairing_of_features_is_reported(tmp_path, seed):
     assert wrong.stage == "q"
 
 
-def test_layers_that_are_not_alike_are_not_compared():
+def test_layers_of_different_specs_raise():
+    """`verify` raises an error for a layer with RoPE and one without."""
     with refuses("the layers", "500.0"):
         verify(random_weights(BIASED), BIASED, random_weights(BIASED), replace(BIASED, rope=None))
 
@@ -763,7 +816,8 @@ def smollm2(tmp_path):
     return tmp_path / "layer.gguf", weights, spec
 
 
-def test_a_trained_layer_of_gguf_equals_the_half_split_one_bit_for_bit(smollm2):
+def test_trained_gguf_layer_loads_exactly(smollm2):
+    """A trained layer, permuted as by llama.cpp, loads as its half-split weights, bit for bit."""
     path, weights, spec = smollm2
     found, found_spec = load(path, "gguf.LLaMA", prefix="blk.7", **undetermined_fields(spec))
     assert same_bits(found, weights)
@@ -778,7 +832,8 @@ def test_a_trained_layer_of_gguf_equals_the_half_split_one_bit_for_bit(smollm2):
         (lambda writer: writer.add_tensor("rope_freqs.weight", np.ones(4, np.float32)), "rope_freqs.weight"),
     ],
 )
-def test_rope_of_a_gguf_file_that_is_not_read_is_named(tmp_path, change, words):
+def test_unread_gguf_rope_warns(tmp_path, change, words):
+    """RoPE settings of a GGUF file that are not read warn, and the spec has no RoPE."""
     spec = gguf_layer(tmp_path / "layer.gguf", "llama", change)
     with pytest.warns(NotCarriedWarning, match=f"GGUF sets {words}"):
         _, found = load(tmp_path / "layer.gguf", "gguf.LLaMA", prefix="blk.0")
@@ -786,7 +841,7 @@ def test_rope_of_a_gguf_file_that_is_not_read_is_named(tmp_path, change, words):
 
 
 def gguf_layer(path, family, change):
-    """A GGUF file of one layer, with changes; and the layer without RoPE."""
+    """Write a GGUF file of one layer with changes; return the layer's spec without RoPE."""
     import gguf
 
     spec = AttentionSpec(32, 4, num_kv_heads=2, qkv_bias=False, out_bias=False)
@@ -820,7 +875,8 @@ UNREAD = {
 @pytest.mark.parametrize("family", ["gemma2", "gpt-oss", "llama"])
 @pytest.mark.parametrize("words", UNREAD)
 @pytest.mark.parametrize("said", [{}, {"num_heads": 4}, {"rope": Rope(500.0)}], ids=["", "heads", "RoPE"])
-def test_attention_of_a_gguf_file_that_is_not_read_is_named(words, family, said, tmp_path):
+def test_unread_gguf_attention_warns(words, family, said, tmp_path):
+    """Attention settings of a GGUF file that are not read warn, unless spec= is passed."""
     spec = gguf_layer(tmp_path / "layer.gguf", family, UNREAD[words])
     with pytest.warns(NotCarriedWarning, match=f"GGUF sets {re.escape(words)}, .*accepts a complete spec=") as caught:
         _, found = load(tmp_path / "layer.gguf", "gguf.Qwen2", prefix="blk.0", **said)
@@ -831,8 +887,8 @@ def test_attention_of_a_gguf_file_that_is_not_read_is_named(words, family, said,
     assert found == spec
 
 
-def test_a_window_of_a_whole_gguf_model_is_refused(tmp_path):
-    """llama.cpp has no window for the architecture `llama`, and neither has its configuration."""
+def test_window_in_llama_gguf_model_raises(tmp_path):
+    """A window raises: llama.cpp's architecture `llama` has none, nor has its configuration."""
 
     def change(writer):
         writer.add_block_count(1)
@@ -843,7 +899,9 @@ def test_a_window_of_a_whole_gguf_model_is_refused(tmp_path):
         load(tmp_path / "layer.gguf", prefix="blk.0")
 
 
-def test_a_number_of_a_whole_gguf_model_that_is_none_is_refused(tmp_path):
+def test_gguf_string_as_number_raises(tmp_path):
+    """A window stored as a string in a whole GGUF model raises an error with its key."""
+
     def change(writer):
         writer.add_block_count(1)
         writer.add_string("qwen2.attention.sliding_window", "16.0")
@@ -853,13 +911,16 @@ def test_a_number_of_a_whole_gguf_model_that_is_none_is_refused(tmp_path):
         load(tmp_path / "layer.gguf", prefix="blk.0")
 
 
-def test_rope_of_no_feature_in_a_gguf_file_is_not_read(tmp_path):
+def test_zero_gguf_rope_dimensions_warn(tmp_path):
+    """rope.dimension_count=0 in a GGUF file warns that RoPE is left out."""
     gguf_layer(tmp_path / "layer.gguf", "qwen2", lambda writer: writer.add_rope_dimension_count(0))
     with pytest.warns(NotCarriedWarning, match=r"GGUF sets rope\.dimension_count=0, .*: RoPE is left out"):
         load(tmp_path / "layer.gguf", "gguf.Qwen2", prefix="blk.0")
 
 
-def test_lists_and_nothings_of_a_gguf_file(tmp_path):
+def test_gguf_rope_sections_warn(tmp_path):
+    """rope.dimension_sections, a list in a GGUF file, warns that RoPE is left out."""
+
     def change(writer):
         writer.add_attn_logit_softcapping(0.0)
         writer.add_value_length(8)
@@ -874,7 +935,8 @@ def test_lists_and_nothings_of_a_gguf_file(tmp_path):
     assert found.rope is None
 
 
-def test_sinks_of_a_gguf_file_are_refused_by_name(tmp_path):
+def test_gguf_sinks_are_rejected(tmp_path):
+    """Sinks in a GGUF file raise an error with the name of their tensor."""
     gguf_layer(
         tmp_path / "a.gguf", "gpt-oss", lambda writer: writer.add_tensor("blk.0.attn_sinks.weight", np.ones(4, "f4"))
     )
@@ -882,7 +944,8 @@ def test_sinks_of_a_gguf_file_are_refused_by_name(tmp_path):
         load(tmp_path / "a.gguf", "gguf.Qwen2", prefix="blk.0")
 
 
-def test_a_whole_gguf_file_is_converted(smollm2, tmp_path):
+def test_gguf_file_is_converted(smollm2, tmp_path):
+    """A GGUF file converts to transformers' layout bit for bit, with its other tensors."""
     path, weights, spec = smollm2
     done = convert_file(
         path,
@@ -897,14 +960,16 @@ def test_a_whole_gguf_file_is_converted(smollm2, tmp_path):
     assert same_bits(load(tmp_path / "b.safetensors")[0], weights)
 
 
-def test_a_gguf_file_that_tells_its_heads_needs_no_flags(smollm2, tmp_path):
+def test_gguf_metadata_supply_head_sizes(smollm2, tmp_path):
+    """Heads and RoPE of a layer in a GGUF file are read from its metadata."""
     path, weights, spec = smollm2
     found, found_spec = load(path, "gguf.LLaMA", prefix="blk.7")
     assert same_bits(found, weights)
     assert undetermined_fields(found_spec) == undetermined_fields(spec)
 
 
-def test_a_trained_layer_of_gguf_read_as_half_split_is_reported(smollm2, tmp_path):
+def test_misread_trained_gguf_fails_at_q(smollm2, tmp_path):
+    """A trained GGUF layer that is read as half-split is first reported at q."""
     path, weights, spec = smollm2
     names = {"attn_q": "q_proj", "attn_k": "k_proj", "attn_v": "v_proj", "attn_output": "o_proj"}
     tensors = {name.split(".")[2]: x for name, x in read_tensors(path).items() if name.split(".")[-2] in names}

@@ -1,4 +1,4 @@
-"""Whole folders, as transformers saves them: layers are found, read, run and converted by their config.json alone.
+"""Folders saved by transformers: config.json suffices to find, read, run and convert layers.
 
 Nothing is downloaded: models are tiny and have random weights.
 """
@@ -57,7 +57,7 @@ HERE = {**MODELS, **{family: None for family in FAMILIES if family not in APART 
 
 
 def layers_in(folder):
-    """Labels, weights and specifications of the layers in a folder, in the order of the configuration's."""
+    """Labels, weights and specifications of the layers in a folder, in the order of the configuration."""
     with open_layers(folder) as layers:
         loaded = [(layer.label, layer.model, *layer.load()) for layer in layers]
     assert loaded
@@ -71,7 +71,7 @@ one_a_layout = sample(20, folder=first_families(HERE, by=stack_signature))
 
 @pytest.fixture(scope="module", params=sorted(first_families(HERE)))
 def folder(request, tmp_path_factory):
-    """A model in a folder; its name, and what made it."""
+    """A saved model: its folder, its name, its description and the released module."""
     path = tmp_path_factory.mktemp("model")
     return path, request.param, *saved(request.param, path)
 
@@ -80,7 +80,8 @@ DONE_BY_JAX = set()
 
 
 @one_a_layout
-def test_layers_of_a_folder_are_those_of_the_model(folder):
+def test_folder_layers_match_released_model(folder):
+    """Layers of a folder have the configured specs and the outputs of the released layers."""
     path, name, model, released = folder
     found = {layer.path: (weights, spec) for _, layer, weights, spec in layers_in(path)}
     layers = [layer for layer in specs_of(path) if layer.spec is not None]
@@ -92,8 +93,8 @@ def test_layers_of_a_folder_are_those_of_the_model(folder):
         kv = kv if layer.kv_source is None else heads_of(*seen[layer.part, layer.kv_source])
         assert spec == layer.spec
         check_siblings(layer, weights, x, kv, output, ["torch"], model.inputs)
-        # Torch shows what the files hold, and test_models_whole's have all that layers may have: so JAX takes, of each
-        # model of its own kind, the layers that have what none before them had.
+        # PyTorch checks all files, and test_models_whole covers all options of layers: for each distinct model, JAX
+        # runs only the layers with an option that no earlier layer had.
         call = {"is_causal": layer.is_causal, "is_cross": kv is not None, "inputs": model.inputs}
         has = {*traits(json.loads(layer.spec.to_json())), *traits(call)}
         if name in MODELS and not has <= DONE_BY_JAX:
@@ -102,14 +103,14 @@ def test_layers_of_a_folder_are_those_of_the_model(folder):
 
 
 def heads_of(weights, spec, x):
-    """The keys and values that a layer makes, as they enter its attention."""
+    """Keys and values of a layer, as they enter its attention."""
     module = load_into(mha_torch.MultiHeadAttention(spec), weights, spec)
     with torch.no_grad():
         return mha_torch.project_qkv(module.project, x.float(), x.float(), x.float(), spec)[1:]
 
 
 def traits(values, where=""):
-    """What is said, name by name; of numbers that are no sizes only that there is one."""
+    """Each option with its value; floats are represented only by their type."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from traits(value, f"{where}{name}.")
@@ -119,7 +120,7 @@ def traits(values, where=""):
 
 UNFILLED = {
     "torch": mha_torch.MultiHeadAttention,
-    "jax": lambda spec: nnx.eval_shape(lambda: mha_jax.MultiHeadAttention(spec, rngs=nnx.Rngs(0))),  # none is drawn
+    "jax": lambda spec: nnx.eval_shape(lambda: mha_jax.MultiHeadAttention(spec, rngs=nnx.Rngs(0))),  # no random weights
 }
 
 
@@ -131,7 +132,7 @@ CALL = {"torch": output_of, "jax": jax.jit(output_of, static_argnames="is_causal
 
 
 def check_siblings(layer, weights, x, kv, output, names, inputs):
-    """The siblings give what the released layer gives."""
+    """Check that mha_jax or mha_torch matches the output of the released layer."""
     of_text = np.tile(np.arange(x.shape[1]), (3, 1, 1))  # the same on each axis
     positions = (AXES.numpy() if inputs == "places" else of_text).astype(np.int32)
     spec = replace(layer.spec, dropout=0.0, output_dropout=0.0)
@@ -149,14 +150,15 @@ def check_siblings(layer, weights, x, kv, output, names, inputs):
 
 
 @one_a_layout
-def test_a_folder_is_converted_and_back_bit_for_bit(folder, tmp_path):
+def test_folder_round_trip_is_exact(folder, tmp_path):
+    """A folder converts to canonical weights and back with every tensor equal, bit for bit."""
     path, *_ = folder
     layers = layers_in(path)
     there = convert_file(path, tmp_path / "c.safetensors", target="canonical")
     assert there.layers == [label for label, *_ in layers]
     assert not there.dropped
     assert not there.unconverted
-    with open_layers(tmp_path / "c.safetensors") as canonical:  # which says itself what each layer is
+    with open_layers(tmp_path / "c.safetensors") as canonical:  # its metadata describe each layer
         for layer, (label, _, weights, spec) in zip(canonical, layers, strict=True):
             assert (layer.label, layer.spec) == (label, spec)
             assert same_tensors(layer.load()[0], weights)
@@ -171,7 +173,8 @@ def test_a_folder_is_converted_and_back_bit_for_bit(folder, tmp_path):
 ONE_PROJECTION = "gemma4_text, one projection"
 
 
-def test_keys_are_values_only_where_the_configuration_says_so(tmp_path):
+def test_keys_are_values_only_if_configured(tmp_path):
+    """Only layer 1's keys are its values; a missing or an additional v_proj raises an error."""
     saved(ONE_PROJECTION, tmp_path / "model")
     layers = layers_in(tmp_path / "model")
     assert [layer.keys_are_values for _, layer, *_ in layers] == [False, True]
@@ -188,7 +191,8 @@ def test_keys_are_values_only_where_the_configuration_says_so(tmp_path):
         layers_in(tmp_path / "model")
 
 
-def test_values_that_are_not_keys_are_written_by_themselves(tmp_path):
+def test_gemma4_omits_values_equal_to_keys(tmp_path):
+    """Gemma 4's layout omits v_proj if it equals k_proj, but not in a stack with another layer."""
     spec = AttentionSpec(8, 2, num_kv_heads=1, qkv_bias=False, out_bias=False)
     weights = random_weights(spec)
     alike = weights | {"v_proj.weight": weights["k_proj.weight"]}
@@ -198,7 +202,7 @@ def test_values_that_are_not_keys_are_written_by_themselves(tmp_path):
         assert same_tensors(convert(found, source="transformers.Gemma4", target="canonical", spec=spec), each)
     stack = {f"layers.{i}.self_attn.{name}": x for i, each in enumerate((weights, alike)) for name, x in each.items()}
     save_file(stack, tmp_path / "layers.safetensors")
-    for to, names in ((None, 7), ("layers.self_attn", 4)):  # of layers in one array all have values, or none
+    for to, names in ((None, 7), ("layers.self_attn", 4)):  # either all layers in one array have values, or none
         convert_file(
             *(tmp_path / "layers.safetensors", tmp_path / f"{names}.safetensors"),
             source="canonical",
@@ -214,7 +218,8 @@ def test_values_that_are_not_keys_are_written_by_themselves(tmp_path):
                 assert same_tensors(layer.load()[0], expected)
 
 
-def test_both_dialects_of_a_folder_say_the_same(tmp_path):
+def test_older_config_gives_equal_specs(tmp_path):
+    """The older spelling of a config.json gives the same specifications in four families."""
     for name in ("llama", "gemma3_text", "deepseek_v3", "gpt_neox"):
         folder = tmp_path / name
         saved(name, folder)
@@ -226,13 +231,14 @@ def test_both_dialects_of_a_folder_say_the_same(tmp_path):
 
 AGAINST = ("llama", "gemma3_text", "qwen3_next", "deepseek_v3", "llama4_text", "gpt2", "bloom", "bert", "phi3")
 BESIDE = ("xlm-roberta-xl", "mpnet")  # norms before queries in the module; weights that another module has
-BESIDE += ("vit", "t5", "whisper")  # other paths in memory; a table of the first layer; inputs that are no embeddings
+BESIDE += ("vit", "t5", "whisper")  # other paths in memory; a table of the first layer; inputs that are not embeddings
 BESIDE += ("wav2vec2", "clip_text_model", "electra", "dpr", "nemotron_h", "gemma3n_text", "flint", "mimo_v2_flash")
 
 
 @sample(6, name=[*AGAINST[::2], *BESIDE[::2], "t5"])
 @pytest.mark.parametrize("name", [*AGAINST, *BESIDE])
-def test_a_model_runs_beside_its_own_modules(name, tmp_path):
+def test_model_agrees_with_its_own_modules(name, tmp_path):
+    """Every attention layer is compared with its transformers module; none fails or is skipped."""
     saved(name, tmp_path)
     report = run_model(tmp_path, ["torch"], against="transformers")
     assert not report.failed
@@ -249,7 +255,8 @@ SHARED_KV = {"gemma3n_text, shared": [0, 2], "gemma4_text, shared": [2, 0]}
 
 
 @pytest.mark.parametrize("name", SHARED_KV)
-def test_layers_receive_the_keys_and_values_of_the_layer_that_the_configuration_says(name, tmp_path):
+def test_shared_kv_comes_from_source_layer(name, tmp_path):
+    """Layers that share keys and values receive the ones that the configured layer computes."""
     saved(name, tmp_path)
     layers = specs_of(tmp_path)
     assert [layer.kv_source for layer in layers if layer.spec.shared_kv] == SHARED_KV[name]
@@ -277,8 +284,8 @@ def test_layers_receive_the_keys_and_values_of_the_layer_that_the_configuration_
         check_near(problem.inputs["v"], v.numpy(), "values", NEAR)
 
 
-def test_projections_that_released_files_have_and_no_layer_computes_with_are_left_alone(tmp_path):
-    """Gemma 3n keeps them in the layers that share keys and values."""
+def test_unused_projections_are_kept(tmp_path):
+    """Unused k and v projections in Gemma 3n's sharing layers change no layer, and are kept."""
     saved("gemma3n_text, shared", tmp_path / "model")
     path, before = tmp_path / "model" / "model.safetensors", layers_in(tmp_path / "model")
     tensors = load_file(path)
@@ -301,7 +308,8 @@ def test_projections_that_released_files_have_and_no_layer_computes_with_are_lef
         )
 
 
-def test_layers_of_an_encoder_and_a_decoder_run(tmp_path):
+def test_encoder_and_decoder_layers_run(tmp_path):
+    """T5 runs full, causal, decoding and cross-attention cases; none fails or is skipped."""
     saved("t5", tmp_path)
     report = run_model(tmp_path, ["torch"], against="transformers")
     assert not report.failed
@@ -315,7 +323,8 @@ def test_layers_of_an_encoder_and_a_decoder_run(tmp_path):
 
 
 @pytest.mark.parametrize("name", AGAINST)
-def test_a_live_module_is_its_layer(name, tmp_path):
+def test_live_module_equals_saved_layer(name, tmp_path):
+    """A module in memory has the spec and weights of its file; wrong argument types raise."""
     _, released = saved(name, tmp_path)
     for label, layer, weights, spec in layers_in(tmp_path):
         module = released.get_submodule(label)
@@ -347,13 +356,14 @@ def llama(tmp_path_factory):
 
 
 def said(capsys, *arguments, status=0):
-    """What a command prints."""
+    """Run a command and return its output."""
     assert main(list(map(str, arguments))) == status
     captured = capsys.readouterr()
     return captured.out + captured.err
 
 
-def test_run_takes_a_model(gemma, capsys, tmp_path):
+def test_run_selects_layers_of_a_model(gemma, capsys, tmp_path):
+    """`run --layers 1,4-5` runs the six cases of three layers; missing layers exit with 2."""
     report = tmp_path / "r.json"
     out = said(
         capsys,
@@ -371,7 +381,8 @@ def test_run_takes_a_model(gemma, capsys, tmp_path):
     assert refuses("--model").is_printed_in(said(capsys, "run", "--model", gemma, "--cases", "all", status=2))
 
 
-def test_a_bug_in_a_layer_of_a_model_is_found(gemma, capsys, tmp_path):
+def test_wrong_layer_of_a_model_is_found(gemma, capsys, tmp_path):
+    """`verify` and `diagnose` name layer 4 of six, whose query heads are in another order."""
     tensors = load_file(gemma / "model.safetensors")
     name = "layers.4.self_attn.q_proj.weight"
     tensors[name] = np.ascontiguousarray(
@@ -387,7 +398,8 @@ def test_a_bug_in_a_layer_of_a_model_is_found(gemma, capsys, tmp_path):
     assert "layers.4.self_attn and layers.4.self_attn are the first of 6 layers that differ" in out
 
 
-def test_what_a_target_does_not_carry_is_refused_or_dropped(gemma, llama, capsys, tmp_path):
+def test_rope_loss_raises_or_is_dropped(gemma, llama, capsys, tmp_path):
+    """Without `--drop rope`, `convert` to Flax NNX exits with 2; verify reports the drop."""
     target = tmp_path / "a.safetensors"
     out = said(capsys, "convert", llama, target, "--to", "flax.nnx", status=2)
     assert "weights in flax.nnx" in out
@@ -426,7 +438,7 @@ def test_every_loss_is_listed_at_once(capsys, tmp_path):
     assert target.exists()
 
 
-def test_losses_and_missing_biases_are_listed_together(llama, capsys, tmp_path):
+def test_losses_and_biases_are_both_listed(llama, capsys, tmp_path):
     """Llama's layers, with as many keys as queries, lack biases and lose RoPE in GPT-2."""
     weights, spec = parity.load(llama, prefix="layers.0.self_attn")
     spec = replace(spec, num_kv_heads=spec.num_heads)
@@ -440,8 +452,8 @@ def test_losses_and_missing_biases_are_listed_together(llama, capsys, tmp_path):
     assert (tmp_path / "g.npz").exists()
 
 
-def test_weights_without_a_name_are_an_obstacle(capsys, tmp_path):
-    """Nothing can leave out gpt-oss's sinks; the error names layouts that hold them, and these accept the model."""
+def test_unnamed_weights_cannot_be_dropped(capsys, tmp_path):
+    """gpt-oss's sinks cannot be dropped: the error lists layouts that hold them, and one works."""
     saved("gpt_oss", tmp_path / "model")
     out = said(capsys, "convert", tmp_path / "model", tmp_path / "a.npz", "--to", "flax.nnx", status=2)
     assert refuses("the layer", "['sinks']", hint="canonical, ").is_printed_in(out)
@@ -450,7 +462,8 @@ def test_weights_without_a_name_are_an_obstacle(capsys, tmp_path):
     said(capsys, "convert", tmp_path / "model", tmp_path / "a.npz", "--to", "canonical")
 
 
-def test_norms_that_a_target_has_no_room_for_are_refused_or_dropped(capsys, tmp_path):
+def test_norms_raise_or_are_dropped(capsys, tmp_path):
+    """Qwen3's norms convert to Meta's layout only with `--drop qk_norm`; latents never to Phi's."""
     saved("qwen3", tmp_path / "model")
     target = tmp_path / "m.safetensors"
     out = said(capsys, "convert", tmp_path / "model", target, "--to", "meta.LLaMA", status=2)
@@ -471,7 +484,8 @@ def test_norms_that_a_target_has_no_room_for_are_refused_or_dropped(capsys, tmp_
     assert "--drop" not in out
 
 
-def test_latents_go_to_maxtext_and_their_factors_do_not(capsys, tmp_path):
+def test_latent_factors_are_rejected(capsys, tmp_path):
+    """DeepSeek-V3's latents convert to MaxText bit for bit; LongCat's factors raise an error."""
     for name in ("deepseek_v3", "longcat_flash"):
         saved(name, tmp_path / name)
     to = ("--to", "maxtext.MLA", "--rest", "drop", "--to-prefix", "params.decoder.moe_layers_{i}.self_attention")
@@ -486,7 +500,8 @@ def test_latents_go_to_maxtext_and_their_factors_do_not(capsys, tmp_path):
     assert refuses("…", {"latent.factors": ...}).is_printed_in(out)
 
 
-def test_scaling_of_rope_is_not_lost_on_the_way(llama, capsys, tmp_path):
+def test_rope_scaling_is_not_lost_silently(llama, capsys, tmp_path):
+    """RoPE scaling exits with 2 unless `--drop rope.scaling`, which `verify` then reports."""
     folder = tmp_path / "scaled"
     folder.mkdir()
     (folder / "model.safetensors").write_bytes((llama / "model.safetensors").read_bytes())
@@ -506,7 +521,8 @@ def test_scaling_of_rope_is_not_lost_on_the_way(llama, capsys, tmp_path):
     assert f"not compared: rope.scaling (left out when {target} was written)" in out
 
 
-def test_biases_are_filled_only_when_asked(llama, capsys, tmp_path):
+def test_biases_are_added_on_request(llama, capsys, tmp_path):
+    """Layers without biases convert to GPT-2 only with `--fill-bias`, which writes zeros."""
     config = json.loads((llama / "config.json").read_text()) | {"num_key_value_heads": 4}
     folder = tmp_path / "heads"
     folder.mkdir()
@@ -535,7 +551,8 @@ def test_biases_are_filled_only_when_asked(llama, capsys, tmp_path):
         ("ttnn", {"qkv_bias": (True, False, True)}),
     ],
 )
-def test_keys_without_a_bias_are_packed_only_with_one_of_zeros(target, got, capsys, tmp_path):
+def test_missing_key_bias_needs_fill_bias(target, got, capsys, tmp_path):
+    """Whisper's keys lack a bias: they are packed only with `--fill-bias`, which adds zeros."""
     saved("whisper", tmp_path / "model")
     told = ("convert", tmp_path / "model", tmp_path / "p.safetensors", "--to", target)
     out = said(capsys, *told, status=2)
@@ -549,13 +566,15 @@ def test_keys_without_a_bias_are_packed_only_with_one_of_zeros(target, got, caps
             assert same_tensors(weights, one.load()[0])
 
 
-def test_biases_are_not_offered_where_they_do_not_help(gemma, capsys, tmp_path):
+def test_fill_bias_is_not_always_suggested(gemma, capsys, tmp_path):
+    """`--fill-bias` is not suggested for Gemma, whose grouped heads GPT-2's layout cannot hold."""
     out = said(capsys, "convert", gemma, tmp_path / "g.npz", "--to", "transformers.GPT2", status=2)
     assert refuses("the layer", num_heads=4, num_kv_heads=2).is_printed_in(out)
     assert "--fill-bias" not in out
 
 
 def test_inspect_lists_equal_layers_once(tmp_path, capsys):
+    """`inspect` shows twelve equal layers in shards without a config.json on one line."""
     folder = tmp_path / "shards"
     config = transformers.LlamaConfig(**SMALL | {"num_hidden_layers": 12}, num_key_value_heads=2)
     transformers.LlamaModel(config).save_pretrained(folder, max_shard_size="30KB")
@@ -567,14 +586,16 @@ def test_inspect_lists_equal_layers_once(tmp_path, capsys):
     ]
 
 
-def test_shards_are_found_by_the_name_that_they_were_written_to(llama, capsys, tmp_path):
+def test_shards_are_found_by_target_name(llama, capsys, tmp_path):
+    """`verify` finds shards by the name passed to `convert`, which wrote an index instead."""
     target = tmp_path / "s.safetensors"
     out = said(capsys, "convert", llama, target, "--to", "mha_jax", "--max-shard-gib", "0.00001")
     assert f"wrote {target}.index.json" in out
     assert "bit for bit" in said(capsys, "verify", llama, target)
 
 
-def test_inspect_says_why_a_layer_of_a_model_does_not_fit(llama, capsys, tmp_path):
+def test_inspect_explains_misfit_layers(llama, capsys, tmp_path):
+    """`inspect` shows missing tensors or wrong shapes if config.json has other biases or heads."""
     told = json.loads((llama / "config.json").read_text())
     for name, changes, why in (
         ("biases", {"attention_bias": True}, "missing"),
@@ -587,7 +608,8 @@ def test_inspect_says_why_a_layer_of_a_model_does_not_fit(llama, capsys, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["weight_scale_inv", "weight.absmax", "SCB", "scales"])
-def test_weights_that_are_quantised_are_refused_as_such(llama, capsys, tmp_path, name):
+def test_quantized_safetensors_raise(llama, capsys, tmp_path, name):
+    """Scales of quantized weights make convert and run exit with 2; `inspect` suggests GGUF."""
     more = {f"layers.{i}.self_attn.{each}_proj.{name}": np.ones((1, 1), np.float32) for i in (0, 1) for each in "qkvo"}
     folder = with_tensors(llama, tmp_path / "quantised", more)
     for command in (("convert", folder, tmp_path / "c.npz", "--to", "canonical"), ("run", "--model", folder)):
@@ -595,7 +617,8 @@ def test_weights_that_are_quantised_are_refused_as_such(llama, capsys, tmp_path,
     assert "quantized weights are read only from GGUF" in " ".join(said(capsys, "inspect", folder).split())
 
 
-def test_why_a_configuration_tells_nothing_is_said_where_flags_are_asked_for(llama, capsys, tmp_path):
+def test_unusable_config_is_explained(llama, capsys, tmp_path):
+    """Errors name an unknown model_type, a missing config.json or a truncated one as the cause."""
     command = ("convert", tmp_path / "m", tmp_path / "c.npz", "--to", "canonical")
     shutil.copytree(llama, tmp_path / "m")
     told = json.loads((llama / "config.json").read_text())
@@ -609,20 +632,23 @@ def test_why_a_configuration_tells_nothing_is_said_where_flags_are_asked_for(lla
     assert cut.is_printed_in(said(capsys, "spec", tmp_path / "m", status=2))
 
 
-def test_a_folder_that_is_not_there_is_not_made(llama, capsys, tmp_path):
+def test_output_folder_is_not_created(llama, capsys, tmp_path):
+    """`convert` to a folder that does not exist exits with 2 and writes nothing."""
     for target in (f"{tmp_path}/new/", tmp_path / "new"):
         out = said(capsys, "convert", llama, target, "--to", "canonical", status=2)
         assert refuses(str(target)).is_printed_in(out)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_is_there_gets_the_weights(llama, capsys, tmp_path):
+def test_existing_folder_receives_weights(llama, capsys, tmp_path):
+    """`convert` to an existing folder writes weights that `verify` finds equal, bit for bit."""
     (tmp_path / "there").mkdir()
     said(capsys, "convert", llama, tmp_path / "there", "--to", "canonical")
     assert "bit for bit" in said(capsys, "verify", llama, tmp_path / "there")
 
 
-def test_one_from_is_that_of_the_file_that_does_not_say_it(llama, capsys, tmp_path):
+def test_one_from_applies_to_unlabeled_file(llama, capsys, tmp_path):
+    """A single `--from` applies to the file without metadata; RoPE must still be specified."""
     said(capsys, "convert", llama, tmp_path / "j.safetensors", "--to", "mha_jax")
     bare = tmp_path / "bare.safetensors"
     bare.write_bytes((llama / "model.safetensors").read_bytes())
@@ -642,12 +668,14 @@ def test_one_from_is_that_of_the_file_that_does_not_say_it(llama, capsys, tmp_pa
         ("transformers.Swin", "transformers.BERT"),
     ],
 )
-def test_a_layout_that_is_not_known_has_a_nearest(name, nearest, capsys):
+def test_unknown_layout_suggests_nearest(name, nearest, capsys):
+    """The error for an unknown layout suggests the nearest one."""
     out = said(capsys, "layouts", name, status=2)
     assert refuses("layout", layout=name, hint=nearest).is_printed_in(out)
 
 
-def test_long_prefixes_are_whole_at_any_width(llama, capsys, tmp_path, monkeypatch):
+def test_inspect_shows_long_prefixes_whole(llama, capsys, tmp_path, monkeypatch):
+    """`inspect` shows a prefix of 84 characters whole in 100 and 160 columns."""
     prefix = "a_model_of_some_length.with_a_decoder_of_layers.layers.{i}.self_attention_of_a_layer"
     said(
         capsys,
@@ -666,7 +694,8 @@ def test_long_prefixes_are_whole_at_any_width(llama, capsys, tmp_path, monkeypat
         assert prefix in said(capsys, "inspect", tmp_path / "p.npz")
 
 
-def test_layers_that_are_not_attention_are_passed_over(capsys, tmp_path):
+def test_other_layer_types_are_not_converted(capsys, tmp_path):
+    """`convert` writes the one attention layer of Qwen3-Next, bit for bit, and skips the others."""
     saved("qwen3_next", tmp_path / "model")
     out = said(capsys, "convert", tmp_path / "model", tmp_path / "c.safetensors", "--to", "canonical")
     assert out.startswith("1 attention layer,")
@@ -690,7 +719,8 @@ PARTS = {
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_every_command_takes_all_parts_that_are_known_and_names_the_others(name, tmp_path, capsys):
+def test_unknown_model_parts_are_reported(name, tmp_path, capsys):
+    """Commands use each known part of a model, and report Qwen2-VL's vision part as not covered."""
     kind, options = PARTS[name]
     kind(transformers.AutoConfig.for_model(name, **options)).save_pretrained(tmp_path / "m")
     count = 4 if name == "clip" else 2
@@ -707,18 +737,19 @@ def test_every_command_takes_all_parts_that_are_known_and_names_the_others(name,
     assert len(layers_in(tmp_path / "c.safetensors")) == len(layers_in(tmp_path / "m")) == count
 
 
-# ---- What released checkpoints have beside their layers --------------------------------------------------------------
+# ---- Other tensors and files of released checkpoints -----------------------------------------------------------------
 
 
 def with_tensors(folder, target, more):
-    """A copy of a model with tensors more."""
+    """Copy a model with additional tensors."""
     target.mkdir()
     save_file(load_file(folder / "model.safetensors") | more, target / "model.safetensors")
     (target / "config.json").write_text((folder / "config.json").read_text())
     return target
 
 
-def test_layers_beyond_the_last_are_left_as_they_are(llama, capsys, tmp_path):
+def test_extra_layers_are_not_converted(llama, capsys, tmp_path):
+    """Layers beyond the configured number are not converted, and are reported as not compared."""
     tensors = load_file(llama / "model.safetensors")
     more = {name.replace("layers.1.", "layers.2."): x for name, x in tensors.items() if "layers.1." in name}
     folder = with_tensors(llama, tmp_path / "more", more)
@@ -735,7 +766,8 @@ def test_layers_beyond_the_last_are_left_as_they_are(llama, capsys, tmp_path):
     said(capsys, "run", "--model", folder, "--backends", "torch", "--quiet", "--layers", "0,1")
 
 
-def test_layers_that_the_file_lacks_are_named(llama, capsys, tmp_path):
+def test_layers_missing_in_file_are_named(llama, capsys, tmp_path):
+    """Commands name a layer that config.json requires and the file lacks."""
     tensors = load_file(llama / "model.safetensors")
     (tmp_path / "part").mkdir()
     some = {name: x for name, x in tensors.items() if "layers.1." not in name}
@@ -746,7 +778,7 @@ def test_layers_that_the_file_lacks_are_named(llama, capsys, tmp_path):
     assert words not in said(capsys, "convert", llama, tmp_path / "d.npz", "--to", "canonical")
     words = f"NOT compared: 1 layer, layers.1.self_attn (not in {tmp_path / 'part'}, although its config.json"
     assert words in said(capsys, "run", "--backends", "torch", "--model", tmp_path / "part", status=2)
-    for command in ("verify", "diagnose"):  # which refuse other numbers of layers
+    for command in ("verify", "diagnose"):  # they require the same number of layers
         out = said(capsys, command, llama, tmp_path / "part", status=2)
         assert f"not compared: layers.1.self_attn (not in {tmp_path / 'part'}" in out
     assert "not compared" not in said(capsys, "run", "--backends", "torch", "--model", llama).lower()
@@ -754,7 +786,7 @@ def test_layers_that_the_file_lacks_are_named(llama, capsys, tmp_path):
 
 @pytest.fixture
 def never_alone(monkeypatch):
-    """Transformers whose modules cannot run by themselves."""
+    """Make modules of transformers fail to run on their own."""
 
     def fail(*arguments, **keywords):
         raise NotAlone("its model cannot run it")
@@ -763,7 +795,8 @@ def never_alone(monkeypatch):
 
 
 @pytest.mark.usefixtures("never_alone")
-def test_modules_that_did_not_run_are_in_every_report(llama, capsys, tmp_path):
+def test_skipped_modules_are_in_every_report(llama, capsys, tmp_path):
+    """If no module can run, text, JSON, JUnit and HTML reports say so, and `run` exits with 2."""
     files = {name: tmp_path / f"r.{name}" for name in ("json", "junit", "html")}
     command = ("run", "--model", llama, "--backends", "torch", "--against", "transformers")
     reports = [word for name, path in files.items() for word in (f"--{name}", path)]
@@ -782,7 +815,8 @@ def test_modules_that_did_not_run_are_in_every_report(llama, capsys, tmp_path):
     assert "not everything was compared" in files["html"].read_text()
 
 
-def test_layers_without_attention_over_keys_are_counted(capsys, tmp_path):
+def test_linear_attention_layers_are_counted(capsys, tmp_path):
+    """`run` reports the number of linear-attention layers, in which there is nothing to compare."""
     saved("qwen3_next", tmp_path / "model")
     capsys.readouterr()
     out = said(capsys, "run", "--model", tmp_path / "model", "--backends", "torch", "--quiet")
@@ -791,7 +825,8 @@ def test_layers_without_attention_over_keys_are_counted(capsys, tmp_path):
     assert words in out.splitlines()[-1]
 
 
-def test_a_length_that_a_window_needs_is_in_the_verdict(gemma, capsys, tmp_path):
+def test_unexercised_window_is_reported(gemma, capsys, tmp_path):
+    """A window of 10 is reported as not exercised by 9 tokens, but not with `--seq-len 11`."""
     folder = tmp_path / "wide"
     shutil.copytree(gemma, folder)
     config = json.loads((folder / "config.json").read_text()) | {"sliding_window": 10}
@@ -812,18 +847,21 @@ def test_a_length_that_a_window_needs_is_in_the_verdict(gemma, capsys, tmp_path)
     [(length, refuses("--seq-len", {"--seq-len": length})) for length in (3, 0, -1, 131073)]
     + [(100000, refuses("seq_len", "100000, which needs about"))],
 )
-def test_a_length_that_cannot_run_is_a_line(length, refusal, gemma, capsys):
+def test_unusable_seq_len_raises_one_line(length, refusal, gemma, capsys):
+    """A sequence length that is too small or too large exits with 2 and one line."""
     out = said(capsys, "run", "--model", gemma, "--backends", "torch", f"--seq-len={length}", status=2)
     assert len(out.splitlines()) == 1
     assert refusal.is_printed_in(out)
 
 
-def test_a_length_needs_a_model_or_weights(capsys):
+def test_seq_len_requires_a_model(capsys):
+    """`--seq-len` without a model or weights exits with 2."""
     out = said(capsys, "run", "--seq-len", "12", status=2)
     assert refuses("--seq-len").is_printed_in(out)
 
 
-def test_modules_are_asked_for_where_a_configuration_tells_which(llama, capsys, tmp_path):
+def test_against_requires_a_config(llama, capsys, tmp_path):
+    """Flags suffice to run weights without a config.json, but not for `--against transformers`."""
     (tmp_path / "alone").mkdir()
     shutil.copy(llama / "model.safetensors", tmp_path / "alone")
     told = ("--from", "transformers.LLaMA", "--prefix", "layers.{i}.self_attn", "--num-heads", 4)
@@ -834,7 +872,8 @@ def test_modules_are_asked_for_where_a_configuration_tells_which(llama, capsys, 
     assert "config.json" in error_line
 
 
-def test_a_bias_that_no_layer_of_t5_takes_is_passed_over(tmp_path):
+def test_unused_t5_bias_is_ignored(tmp_path):
+    """A relative bias of T5's cross-attention, which is not used, changes no layer."""
     saved("t5", tmp_path / "model")
     name = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
     folder = with_tensors(tmp_path / "model", tmp_path / "more", {name: np.ones((8, 4), np.float32)})
@@ -844,7 +883,8 @@ def test_a_bias_that_no_layer_of_t5_takes_is_passed_over(tmp_path):
     assert [label for label, *_ in layers_in(tmp_path / "c.safetensors")] == [label for label, *_ in before]
 
 
-def test_a_configuration_that_is_cut_off_is_no_absent_one(llama, capsys, tmp_path):
+def test_truncated_config_raises(llama, capsys, tmp_path):
+    """A truncated config.json exits with 2, although flags describe the layers."""
     folder = with_tensors(llama, tmp_path / "cut", {})
     whole = (folder / "config.json").read_text()
     (folder / "config.json").write_text(whole[: len(whole) // 2])
@@ -853,7 +893,8 @@ def test_a_configuration_that_is_cut_off_is_no_absent_one(llama, capsys, tmp_pat
     assert refuses(str(folder / "config.json")).is_printed_in(out)
 
 
-def test_weights_are_not_written_beside_others(llama, capsys, tmp_path):
+def test_folder_with_weights_is_not_a_target(llama, capsys, tmp_path):
+    """`convert` to a folder with a shard exits with 2 and names the shard."""
     target = tmp_path / "there"
     target.mkdir()
     (target / "model-00001-of-00002.safetensors").touch()

@@ -1,4 +1,4 @@
-"""What a config.json, a file's own metadata and the caller say of layers, where it could be of others."""
+"""A config.json, a file's metadata and the caller each describe the right layers."""
 
 import json
 
@@ -47,7 +47,7 @@ def converted(path, target):
 
 
 def rewritten(path, change=lambda metadata: {}, names=lambda tensors: tensors):
-    """A file with other metadata, or other tensors."""
+    """Rewrite a file with other metadata or other tensors."""
     with safe_open(path, "np") as file:
         metadata = file.metadata()
     save_file(names(load_file(path)), path, metadata=metadata | change(metadata))
@@ -56,7 +56,8 @@ def rewritten(path, change=lambda metadata: {}, names=lambda tensors: tensors):
 # ---- Several parts, several models -----------------------------------------------------------------------------------
 
 
-def test_parts_whose_layers_end_alike_have_their_own_heads(tmp_path):
+def test_model_parts_have_own_head_counts(tmp_path):
+    """CLIP's text layers have 4 heads and are causal; its vision layers have 2 and are not."""
     config = transformers.CLIPConfig(text_config=TEXT, vision_config=VISION)
     model = saved(transformers.CLIPModel(config), tmp_path)
     with open_layers(tmp_path) as layers:
@@ -68,12 +69,13 @@ def test_parts_whose_layers_end_alike_have_their_own_heads(tmp_path):
 
 
 def without(*words):
-    """Those of tensors whose names have not all of some words."""
+    """Return a filter that keeps tensors unless their names have all of some words."""
     return lambda tensors: {name: x for name, x in tensors.items() if not all(word in name for word in words)}
 
 
 @pytest.mark.parametrize("part", ["text", "vision"])
-def test_a_layer_that_one_part_lacks_and_another_has_is_named(part, tmp_path, capsys):
+def test_layer_missing_in_one_part_is_named(part, tmp_path, capsys):
+    """`convert` names a layer that one part of CLIP lacks, and the part's configuration."""
     config = transformers.CLIPConfig(text_config=TEXT, vision_config=VISION)
     saved(transformers.CLIPModel(config), tmp_path / "model")
     assert main(["convert", str(tmp_path / "model"), str(tmp_path / "whole.npz"), "--to", "canonical"]) == 0
@@ -83,13 +85,15 @@ def test_a_layer_that_one_part_lacks_and_another_has_is_named(part, tmp_path, ca
     assert f"requires them: encoder.layers.1.self_attn of {part}_config (1)" in capsys.readouterr().err
 
 
-def test_layers_that_share_their_weights_are_not_missing(tmp_path, capsys):
+def test_shared_layers_are_not_missing(tmp_path, capsys):
+    """`convert` does not report layers of ALBERT, which share their weights, as missing."""
     saved(transformers.AlbertModel(transformers.AlbertConfig(**SMALL, embedding_size=16)), tmp_path / "model")
     converted(tmp_path / "model", tmp_path / "c.npz")
     assert "its config.json requires" not in capsys.readouterr().err
 
 
-def test_layers_behind_one_that_is_no_attention_have_their_layout(tmp_path):
+def test_attention_is_found_in_mixed_layers(tmp_path):
+    """Attention layers 1 and 3 of Nemotron-H, after other layers, are found, also by prefix."""
     kinds = ["linear_attention", "full_attention", "mlp", "full_attention"]
     options = {
         "mamba_num_heads": 4,
@@ -105,7 +109,8 @@ def test_layers_behind_one_that_is_no_attention_have_their_layout(tmp_path):
     assert specs_in(tmp_path, prefix="layers.{i}.mixer") == found
 
 
-def test_layers_of_a_part_that_is_not_known_are_not_those_of_another(tmp_path):
+def test_unknown_part_is_not_read_as_another(tmp_path):
+    """Layers of an unknown vision part are not read with the configuration of the text part."""
     llama(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     parts = {"model_type": "of two", "text_config": config, "vision_config": {"model_type": "nobody's"}}
@@ -118,7 +123,8 @@ def test_layers_of_a_part_that_is_not_known_are_not_those_of_another(tmp_path):
     assert specs_in(tmp_path).keys() == {f"text_model.layers.{i}.self_attn" for i in (0, 1)}
 
 
-def test_each_part_of_a_model_runs_beside_its_own_module(tmp_path):
+def test_each_part_agrees_with_its_module(tmp_path):
+    """LLaVA's text and vision layers agree with their modules; none is skipped."""
     text = GROUPED | {"model_type": "llama", "num_key_value_heads": 4}
     vision = VISION | {"model_type": "clip_vision_model"}
     config = transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_index=5)
@@ -128,7 +134,8 @@ def test_each_part_of_a_model_runs_beside_its_own_module(tmp_path):
     assert not report.skipped_cases
 
 
-def test_a_module_runs_with_the_mask_of_its_model(tmp_path):
+def test_module_runs_with_its_model_mask(tmp_path):
+    """CLIP's text module runs with the mask of its model: no case fails or is skipped."""
     config = transformers.CLIPTextConfig(**TEXT)
     saved(transformers.CLIPTextModel(config), tmp_path)
     report = run_model(tmp_path, ["torch"], against="transformers")
@@ -137,13 +144,15 @@ def test_a_module_runs_with_the_mask_of_its_model(tmp_path):
     assert {each.backend for each in report.comparisons} == {"torch", "transformers"}
 
 
-def test_a_model_that_transformers_cannot_make_is_refused_in_a_line(tmp_path):
+def test_model_without_a_module_raises(tmp_path):
+    """Comparing a SigLIP text model with transformers, which cannot make it, raises an error."""
     saved(transformers.SiglipTextModel(transformers.SiglipTextConfig(**TEXT)), tmp_path)
     with refuses("transformers"):
         run_model(tmp_path, ["torch"], against="transformers")
 
 
-def test_two_models_in_one_file_are_told_apart_by_the_caller(tmp_path):
+def test_two_models_require_a_prefix(tmp_path):
+    """A file with two models raises an error, unless a prefix selects the two layers of one."""
     llama(tmp_path)
     rewritten(
         tmp_path / "model.safetensors",
@@ -154,7 +163,8 @@ def test_two_models_in_one_file_are_told_apart_by_the_caller(tmp_path):
     assert len(specs_in(tmp_path, prefix="other.layers.{i}.self_attn")) == 2
 
 
-def test_a_stack_of_some_layers_is_not_that_of_the_first_ones(tmp_path):
+def test_partial_stack_raises(tmp_path):
+    """A stack of one of six layers raises; a stack of all six has their specifications."""
     options = GROUPED | {"num_hidden_layers": 6, "sliding_window": 4}
     saved(transformers.Gemma3TextModel(transformers.Gemma3TextConfig(**options)), tmp_path)
 
@@ -173,7 +183,8 @@ def test_a_stack_of_some_layers_is_not_that_of_the_first_ones(tmp_path):
     assert list(found.values()) == list(whole.values())
 
 
-def test_layers_are_paired_whatever_the_order_of_the_parts_in_a_file(tmp_path, capsys):
+def test_layers_pair_in_any_file_order(tmp_path, capsys):
+    """`verify` pairs all six layers of BART, although one file has the encoder first."""
     options = {f"{part}_{what}": n for part in ("encoder", "decoder") for what, n in (("layers", 2), ("ffn_dim", 8))}
     options |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "d_model": 32, "vocab_size": 40}
     model = saved(transformers.BartModel(transformers.BartConfig(**options)), tmp_path / "a")
@@ -184,7 +195,8 @@ def test_layers_are_paired_whatever_the_order_of_the_parts_in_a_file(tmp_path, c
     assert "in all 6 layers: 6 the same, bit for bit" in " ".join(capsys.readouterr().out.split())
 
 
-def test_names_are_found_under_each_of_their_prefixes():
+def test_names_are_listed_under_prefixes():
+    """The names under a.b are a.b.c and a.b.d, but not a.b itself or a.bb.c."""
     names = Names(["a.b.c", "a.b", "c", "a.bb.c", "a.b.d"])
     assert {prefix: names.under(prefix) for prefix in ("", "a", "a.b", "b")} == {
         "": ["a.b.c", "a.b", "c", "a.bb.c", "a.b.d"],
@@ -194,17 +206,19 @@ def test_names_are_found_under_each_of_their_prefixes():
     }
 
 
-def test_the_first_of_layers_that_share_their_weights_stands_for_them(tmp_path):
+def test_shared_layers_are_listed_once(tmp_path):
+    """ALBERT's layers, which share their weights, are listed once, as layer 0."""
     saved(transformers.AlbertModel(transformers.AlbertConfig(**SMALL, embedding_size=16)), tmp_path)
     with open_layers(tmp_path) as layers:
         assert [layer.model.index for layer in layers] == [0]
 
 
-# ---- What the caller says besides ------------------------------------------------------------------------------------
+# ---- Arguments of the caller -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["config.json", "metadata"])
-def test_heads_that_are_said_again_change_nothing(tmp_path, own):
+def test_repeated_head_count_changes_nothing(tmp_path, own):
+    """num_heads=4, as in the file, changes nothing; the caller's RoPE changes only RoPE."""
     path = tmp_path / "model"
     gemma2(path)
     expected = specs_in(path)
@@ -219,7 +233,8 @@ def test_heads_that_are_said_again_change_nothing(tmp_path, own):
 
 
 @pytest.mark.parametrize("name", ["num_heads", "num_kv_heads", "head_dim"])
-def test_heads_of_a_file_whose_layers_are_alike_are_its_own(tmp_path, name):
+def test_contradicting_head_sizes_raise(tmp_path, name):
+    """A head size other than that of the file's equal layers raises; an equal one is accepted."""
     llama(tmp_path / "model")
     path = converted(tmp_path / "model", tmp_path / "own.safetensors")
     with refuses(name):
@@ -228,14 +243,16 @@ def test_heads_of_a_file_whose_layers_are_alike_are_its_own(tmp_path, name):
     assert set(specs_in(path, **{name: getattr(spec, name)}).values()) == {spec}
 
 
-def test_heads_of_a_file_of_ours_are_its_own(tmp_path):
+def test_contradicting_head_count_raises(tmp_path):
+    """num_heads=2 raises an error for a converted file whose layers have 4 heads."""
     gemma2(tmp_path / "model")
     path = converted(tmp_path / "model", tmp_path / "own.safetensors")
     with refuses("num_heads", "num_heads=2", where="layers.0.self_attn"):
         specs_in(path, num_heads=2)
 
 
-def test_rope_that_is_said_does_not_lose_what_is_known_of_it(tmp_path):
+def test_rope_argument_must_keep_scaling(tmp_path):
+    """A RoPE without the configured scaling raises an error; the configured RoPE is accepted."""
     llama(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config["rope_parameters"] = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
@@ -247,7 +264,8 @@ def test_rope_that_is_said_does_not_lose_what_is_known_of_it(tmp_path):
     assert load(tmp_path, prefix=prefix, rope=scaled)[1].rope == scaled
 
 
-def test_layers_without_rope_beside_others_that_rotate_get_none(tmp_path):
+def test_layers_without_rope_stay_without(tmp_path):
+    """Cohere 2's layers with and without RoPE keep their specs; passing a RoPE raises an error."""
     options = GROUPED | {"num_hidden_layers": 4, "sliding_window": 4}
     saved(transformers.Cohere2Model(transformers.Cohere2Config(**options)), tmp_path / "model")
     own = converted(tmp_path / "model", tmp_path / "own.safetensors")
@@ -257,7 +275,7 @@ def test_layers_without_rope_beside_others_that_rotate_get_none(tmp_path):
             specs_in(path, rope=Rope(500.0))
 
 
-# ---- Metadata and configurations that nobody wrote -------------------------------------------------------------------
+# ---- Invalid metadata and configurations -----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -267,13 +285,16 @@ def canonical(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["nonsense", "d_model"])
-def test_what_nothing_can_drop_is_refused_in_metadata(canonical, name, tmp_path, capsys):
+def test_invalid_dropped_names_raise(canonical, name, tmp_path, capsys):
+    """Metadata that list a name as dropped that cannot be dropped make `verify` exit with 2."""
     rewritten(canonical, lambda metadata: {"dropped": json.dumps([name])})
     assert main(["verify", str(tmp_path / "model"), str(canonical)]) == 2
     assert refuses("…/c.safetensors", name).is_printed_in(capsys.readouterr().err)
 
 
-def test_another_base_is_seen_where_the_scaling_was_dropped(canonical, tmp_path, capsys):
+def test_dropped_scaling_hides_no_rope_base(canonical, tmp_path, capsys):
+    """`verify` reports different RoPE bases, although the scaling was dropped."""
+
     def other(metadata):
         spec = json.loads(metadata["spec"])
         spec["rope"]["theta"] = 500.0
@@ -296,7 +317,8 @@ def test_another_base_is_seen_where_the_scaling_was_dropped(canonical, tmp_path,
         ("gpt_neo", {"attention_layers": {"global": 1}}, "attention_layers"),
     ],
 )
-def test_configurations_of_no_model_are_refused(family, changes, argument):
+def test_invalid_config_values_raise(family, changes, argument):
+    """An impossible value in a configuration raises an error that names its key."""
     config = json.loads(transformers.AutoConfig.for_model(family).to_json_string(use_diff=False))
     with pytest.raises(Refusal) as refused:
         specs_of(config | changes)
@@ -307,7 +329,7 @@ def test_configurations_of_no_model_are_refused(family, changes, argument):
 
 
 def difference(module, found, x, **kwargs):
-    """How far a layer of ours is from a module of transformers, and the module from zero."""
+    """Largest difference of our layer from a module, and the module's largest value."""
     spec, weights = found
     ours = mha_torch.MultiHeadAttention(spec)
     load_into(ours.eval(), weights, spec)
@@ -317,7 +339,8 @@ def difference(module, found, x, **kwargs):
 
 
 @pytest.mark.parametrize("name", ["T5", "MT5", "SwitchTransformers"])
-def test_a_module_without_the_table_of_another_block_is_refused(name):
+def test_t5_block_without_table_raises(name):
+    """T5's first block matches ours; the second, which lacks the bias table, raises an error."""
     config = getattr(transformers, f"{name}Config")(
         d_model=32, d_kv=8, d_ff=16, num_layers=2, num_heads=4, vocab_size=16, decoder_start_token_id=0
     )
@@ -333,7 +356,8 @@ def test_a_module_without_the_table_of_another_block_is_refused(name):
             from_transformers(second, config, 1, path=path)
 
 
-def test_the_output_bias_of_gpt_neox_japanese_is_part_of_its_last_layer():
+def test_gpt_neox_japanese_output_bias():
+    """Only the last layer of GPT-NeoX Japanese has an output bias; both layers match ours."""
     config = transformers.GPTNeoXJapaneseConfig(**SMALL, intermediate_multiple_size=1)
     model = transformers.GPTNeoXJapaneseModel(config).eval()
     model.layers[1].attention.dense_bias.data.normal_()
@@ -354,7 +378,8 @@ def test_the_output_bias_of_gpt_neox_japanese_is_part_of_its_last_layer():
         torch.testing.assert_close(found, output if bias is None else output + bias)
 
 
-def test_a_module_of_another_part_is_not_taken_for_the_text():
+def test_module_of_another_part_raises():
+    """X-CLIP's text module matches ours; modules of its vision parts raise an error."""
     vision = VISION | {"num_attention_heads": 4, "mit_hidden_size": 32, "mit_intermediate_size": 16}
     vision |= {"mit_num_hidden_layers": 1, "mit_num_attention_heads": 2}
     config = transformers.XCLIPConfig(text_config=TEXT, vision_config=vision, projection_dim=8)
@@ -373,7 +398,8 @@ def test_a_module_of_another_part_is_not_taken_for_the_text():
         from_transformers(other, config.text_config, 0)
 
 
-def test_a_size_of_heads_that_transformers_has_by_itself_is_asked_for():
+def test_default_head_dim_must_be_configured():
+    """head_dim=128, a default of transformers, is read; a configuration without it raises."""
     options = {**SMALL, "num_key_value_heads": 2, "layer_types": ["full_attention"] * 2, "rope_parameters": None}
     options |= {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
     options |= {"shared_expert_intermediate_size": 8}

@@ -21,6 +21,7 @@ def merged(*sources):
 
 
 def test_first_source_of_a_hint_wins():
+    """The caller's RoPE overrides the GGUF file's, whose head count is kept, with their origins."""
     hints = merged(LayerHints.by(CALLER, rope=Rope(10.0)), None, LayerHints.by("GGUF", num_heads=4, rope=Rope(500.0)))
     assert hints.given == {"num_heads": 4, "rope": Rope(10.0)}
     assert hints.origins == {"num_heads": "GGUF", "rope": CALLER}
@@ -28,19 +29,22 @@ def test_first_source_of_a_hint_wins():
     assert (hints.overridden, hints.from_model) == (500.0, "GGUF")
 
 
-def test_head_counts_of_two_sources_do_not_mix():
+def test_head_counts_are_not_mixed():
+    """A caller's num_kv_heads hides num_heads of a later source, whose RoPE is still used."""
     hints = merged(LayerHints.by(CALLER, num_kv_heads=2), LayerHints.by("config.json", num_heads=4, rope=Rope(500.0)))
     assert hints.given == {"num_kv_heads": 2, "rope": Rope(500.0)}
 
 
-def test_unread_rope_options_are_ignored_if_an_earlier_source_sets_rope():
+def test_given_rope_hides_unread_rope():
+    """Unread RoPE options are not reported if an earlier source sets RoPE; other options are."""
     unread = {"rope_scaling": {"factor": 2.0}, "softcap": 50.0}
     later = replace(LayerHints.by("config.json", num_heads=4), unread=unread)
     assert merged(LayerHints.by(CALLER), later).unread == unread
     assert merged(LayerHints.by(CALLER, rope=Rope(10.0)), later).unread == {"softcap": 50.0}
 
 
-def test_whole_layer_accepts_another_rope_base():
+def test_caller_rope_overrides_whole_layer():
+    """The caller's RoPE replaces that of a whole layer, and the overridden base is recorded."""
     hints = merged(LayerHints.by(CALLER, num_heads=4, rope=Rope(10.0)), LayerHints.by(METADATA, spec=SPEC))
     assert (hints.spec.rope, hints.overridden) == (Rope(10.0), 500.0)
     assert (hints.origin_of("num_heads"), hints.origin_of("head_dim"), hints.from_model) == (CALLER, METADATA, "")
@@ -53,20 +57,22 @@ def test_whole_layer_accepts_another_rope_base():
         ({"rope": Rope(10.0, rotary_dim=2)}, refuses("rope", rope=Rope(10.0, rotary_dim=2))),
     ],
 )
-def test_hint_contradicting_whole_layer_raises(said, refusal):
+def test_hint_contradicting_layer_raises(said, refusal):
+    """A head count or a rotary dimension that contradicts a whole layer raises an error."""
     with refusal:
         merged(LayerHints.by(CALLER, **said), LayerHints.by(METADATA, spec=SPEC))
 
 
-def test_rope_is_added_only_if_it_may_have_been_unknown():
+def test_rope_is_added_only_if_unknown():
+    """The caller's RoPE is added to a layer that may rotate, and raises for one known not to."""
     plain, rope = AttentionSpec(16, 4), LayerHints.by(CALLER, rope=Rope(10.0))
     assert merged(rope, replace(LayerHints.by(METADATA, spec=plain), may_rotate=True)).spec.rope == Rope(10.0)
     with refuses("rope", rope=Rope(10.0)):
         merged(rope, LayerHints.by("config.json", spec=plain))
 
 
-def test_inspect_reports_contradiction_for_each_layer(tmp_path):
-    """The head count in the metadata differs from the caller's, but the file is still listed."""
+def test_inspect_reports_contradictions(tmp_path):
+    """Layers whose metadata contradict the caller's head count are listed, each with the error."""
     specs = {"a": SPEC, "b": replace(SPEC, window_size=4)}
     held = {f"{label}.{name}": x for label, spec in specs.items() for name, x in random_weights(spec).items()}
     infos = {name: (x.shape, x.dtype) for name, x in held.items()}
@@ -78,6 +84,7 @@ def test_inspect_reports_contradiction_for_each_layer(tmp_path):
 
 
 def test_only_layer_keywords_are_hints():
+    """A keyword that does not describe a layer raises a TypeError with its name."""
     with pytest.raises(TypeError, match="num_head"):
         LayerHints.by(CALLER, num_head=4)
     with pytest.raises(TypeError, match="may_rotate"):

@@ -1,6 +1,6 @@
-"""A second voice for each feature: the layers of keras-hub, which are not those of transformers, compute the same.
+"""Layers of keras-hub, a check independent of transformers, have the same output as ours.
 
-They are written in Keras, from papers and checkpoints; here they run on PyTorch with weights drawn at random.
+They are written in Keras, from papers and checkpoints; here they run on PyTorch with random weights.
 """
 
 import importlib
@@ -36,7 +36,7 @@ with pytest.MonkeyPatch.context() as _environment:
 LENGTH, WIDTH = 40, 32
 HEADS = {"num_query_heads": 4, "num_key_value_heads": 2}
 plain = partial(AttentionSpec, WIDTH, 4, num_kv_heads=2, qkv_bias=False, out_bias=False)
-wide = partial(plain, head_dim=16)  # than the quotient of width and heads
+wide = partial(plain, head_dim=16)  # wider heads than WIDTH / num_heads
 SHORT, LONG = (1.0, 1.2, 1.5, 2.0), (1.0, 2.0, 5.0, 9.0)
 
 
@@ -52,7 +52,7 @@ def called_falcon(layer, x, seen):
 
 
 def as_layout(name, spec):
-    """Our weights, by a table of the converter."""
+    """A function that converts to our weights by a layout of the converter."""
     return partial(convert, source=name, target="canonical", spec=spec)
 
 
@@ -88,14 +88,14 @@ def of_qwen35(arrays):
 
 @dataclass(frozen=True)
 class Voice:
-    """A layer of keras-hub, and what it is to us.
+    """A layer of keras-hub and its specification.
 
     Attributes:
-        layer: where it is, `family.module.Class`.
-        spec: what it is to us.
-        options: what it is made with.
-        source: our weights are these of its variables: a layout of ours, or a function.
-        call: the layer called with tokens and what each of them sees.
+        layer: its path, `family.module.Class`.
+        spec: the specification of an equal layer of ours.
+        options: arguments of its constructor.
+        source: a layout or a function that converts its variables to our weights.
+        call: calls the layer with tokens and a mask, True where a token attends to another.
     """
 
     layer: str
@@ -105,10 +105,10 @@ class Voice:
     call: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor] = called_masked
 
     def made(self) -> Any:
-        """The layer, with weights none of which is near 0 or 1 in a norm."""
+        """The layer with random weights; vectors such as weights of norms have no values near 0."""
         family, module, name = self.layer.split(".")
         layer = getattr(importlib.import_module(f"keras_hub.src.models.{family}.{module}"), name)(**self.options)
-        self.call(layer, torch.zeros(1, 2, WIDTH), torch.ones(1, 2, 2, dtype=torch.bool))  # which builds it
+        self.call(layer, torch.zeros(1, 2, WIDTH), torch.ones(1, 2, 2, dtype=torch.bool))  # builds the layer
         rng = np.random.default_rng(0)
         for variable in layer.variables:
             values = rng.standard_normal(variable.shape)
@@ -117,7 +117,7 @@ class Voice:
         return layer
 
     def weights(self, layer: Any) -> Mapping[str, np.ndarray]:
-        """Ours, with the same numbers."""
+        """Our weights, with the same values."""
         arrays = {
             variable.path.removeprefix(f"{layer.name}/").replace("/", "."): variable.value.detach().numpy()
             for variable in layer.variables
@@ -167,7 +167,7 @@ VOICES = {
             num_kv_heads=2,
             sinks=True,
             rope=Rope(1.5e5, scaling=YarnScaling(32.0, 4096, truncate=False)),
-            window_size=5,  # a window of 4 sees the token 4 places away there, too
+            window_size=5,  # a window of 4 in keras-hub includes the token 4 places away
         ),
         HEADS | {"rope_max_wavelength": 1.5e5, "rope_scaling_factor": 32.0, "sliding_window": 4},
     ),
@@ -210,14 +210,15 @@ VOICES = {
         {"is_decoder": True, "hidden_dim": WIDTH, "key_value_dim": 8, "num_heads": 4, "dropout": 0.0}
         | {"use_relative_attention_bias": True},
         of_t5,
-        lambda layer, x, seen: layer.call(x, mask=seen)[0],  # Keras has a meaning of its own for a mask,
+        lambda layer, x, seen: layer.call(x, mask=seen)[0],  # `mask` of __call__ has another meaning in Keras
     ),
 }
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", VOICES)
-def test_a_layer_of_keras_hub_computes_the_same(name):
+def test_keras_hub_layer_matches_ours(name):
+    """JAX and PyTorch match the layer of keras-hub on 40 causal tokens within 2 * NEAR."""
     voice = VOICES[name]
     layer = voice.made()
     x = np.random.default_rng(1).standard_normal((2, LENGTH, WIDTH)).astype(np.float32)
@@ -225,6 +226,6 @@ def test_a_layer_of_keras_hub_computes_the_same(name):
     expected = voice.call(layer, torch.from_numpy(x), seen).detach().numpy()
     for sibling in SIBLINGS.values():
         module = load_into(sibling.module("MultiHeadAttention", voice.spec), voice.weights(layer), voice.spec)
-        for need_weights in (False, True) if sibling.name == "torch" else (False,):  # each compiles anew in JAX
+        for need_weights in (False, True) if sibling.name == "torch" else (False,):  # each would compile again in JAX
             output, _ = module(sibling.array(x), is_causal=True, need_weights=need_weights)
             check_near(sibling.numpy(output), expected, f"{name} in {sibling.name}", 2 * NEAR)

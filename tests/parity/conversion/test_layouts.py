@@ -1,4 +1,4 @@
-"""Layouts: conversion there and back is exact; what could be read in two ways is refused, in words that decide it."""
+"""Layouts: round trips are exact; ambiguous tensors raise errors that say how to decide."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ GQA = AttentionSpec(10, 6, num_kv_heads=2, head_dim=4, d_in=7)
 
 @st.composite
 def layers(draw, layout):
-    """A layer that the layout can hold, told by its rules."""
+    """A layer that the layout can hold according to its rules."""
     rules = set(layout.rules)
     sizes = st.integers(1, 6)
     num_kv_heads = draw(st.integers(1, 3)) * (4 if "four blocks" in rules else 1)
@@ -66,33 +66,36 @@ orders = st.sampled_from(["C", "F", "strided"])
 
 
 def any_values(shape, dtype, rng):
-    """Finite numbers of all sizes, -0 and subnormal ones among them."""
+    """Finite numbers of all sizes, including -0 and subnormal ones."""
     dtype = dtype_named(dtype)
     values = rng.integers(0, 256, (*shape, dtype.itemsize), dtype=np.uint8).view(dtype)[..., 0]
-    with np.errstate(invalid="ignore"):  # some NaNs are said to be invalid wherever they are looked at
+    with np.errstate(invalid="ignore"):  # NumPy warns when some NaNs are inspected
         return np.where(np.isfinite(values), values, dtype.type(-0.0))
 
 
 def in_memory(x, order):
-    """The same values in another order of memory."""
+    """The same values with another order in memory."""
     if order == "F":
         return np.asfortranarray(x)
     return np.repeat(x, 2, axis=-1)[..., ::2] if order == "strided" else x
 
 
 def told(spec):
-    """What a layout's tensors may not tell."""
+    """Arguments that a layout's tensors may not determine."""
     return {name: getattr(spec, name) for name in (*HEADS, "rope")}
 
 
 def tensors_of(layout, spec=None):
-    """A layer in a layout, and what it is."""
+    """Tensors of a layer in a layout, and its specification."""
     spec = example(layout) if spec is None else spec
     return from_canonical(random_weights(spec), spec, layout), spec
 
 
 def example(layout):
-    """A layer that the layout can hold: four heads, two groups or as many as it must, all biases if there may be."""
+    """A layer that the layout can hold, with all biases that it allows.
+
+    It has four heads in two groups, or as many as the rules require.
+    """
     rules = set(layout.rules)
     square, groups = "square" in rules, max([2, *(int(rule[0]) for rule in rules if rule.endswith(" parts"))])
     return AttentionSpec(
@@ -125,15 +128,18 @@ def packed_layout(holds, *, grouped, **options):
     return Layout(holds, "a layout of a test", "", (tuple(tensors),), grouped=grouped, **options)
 
 
-# ---- There and back --------------------------------------------------------------------------------------------------
+# ---- Round trips -----------------------------------------------------------------------------------------------------
 
 
 @sample(6, seed=1)
 @every_layout
 @settings(max_examples=20, deadline=None)
 @given(data=st.data(), dtype=dtypes, seed=seeds, order=orders, tell=st.sets(st.sampled_from(HEADS)))
-def test_weights_and_tensors_come_back_bit_for_bit_and_are_never_read_otherwise(layout, data, dtype, seed, order, tell):
-    """To draw a layer takes longer than to convert it: whatever is asked of it is asked here."""
+def test_layout_round_trip_is_exact(layout, data, dtype, seed, order, tell):
+    """Round trips of weights and tensors are exact; with fewer hints they are exact or raise.
+
+    Drawing a layer takes longer than converting it, so one test checks all of this.
+    """
     spec = data.draw(layers(layout))
     rng = np.random.default_rng(seed)
     weights = {name: any_values(shape, dtype, rng) for name, shape in weight_shapes(spec).items()}
@@ -174,8 +180,8 @@ ASK_FOR_HEAD_DIM = {
 @sample(48, seed=21)
 @every_layout
 @pytest.mark.parametrize("name", HEADS)
-def test_one_number_of_heads_is_enough(layout, name):
-    """Where the tensors show the product of heads and features; some layouts leave room for two readings."""
+def test_one_head_size_is_enough(layout, name):
+    """One head size determines the others; three layouts, such as ttnn, require head_dim."""
     tensors, spec = tensors_of(layout)
     hint = {"rope": spec.rope, name: getattr(spec, name)}
     if name != "head_dim" and layout.name in ASK_FOR_HEAD_DIM:
@@ -191,7 +197,8 @@ def test_one_number_of_heads_is_enough(layout, name):
 @pytest.mark.parametrize("holds", PACKED)
 @settings(max_examples=50, deadline=None)
 @given(data=st.data(), rope=st.sampled_from(["half", "interleaved"]), padded=st.booleans(), seed=seeds)
-def test_whatever_is_packed_comes_back_bit_for_bit(holds, grouped, data, rope, padded, seed):
+def test_packed_round_trip_is_exact(holds, grouped, data, rope, padded, seed):
+    """Any packed projections convert and return bit for bit, padded and rotated or not."""
     rules = () if "kv" in holds.split() else ("one width",)
     layout = packed_layout(holds, grouped=grouped, rope=rope, padded=padded)
     spec = data.draw(layers(replace(layout, rules=(*layout.rules, "even", *rules))))
@@ -208,7 +215,8 @@ def test_whatever_is_packed_comes_back_bit_for_bit(holds, grouped, data, rope, p
 @pytest.mark.parametrize(
     ("grouped", "expected"), [(False, [10, 11, 20, 21]), (True, [10, 20, 11, 21])], ids=["by projection", "by group"]
 )
-def test_keys_and_values_of_grouped_heads_lie_as_the_layout_says(grouped, expected):
+def test_packed_keys_follow_grouping(grouped, expected):
+    """Packed keys and values of two groups are in the order of projections or of groups."""
     spec = AttentionSpec(6, 6, num_kv_heads=2)
     weights = {name: np.zeros(shape, np.float32) for name, shape in weight_shapes(spec).items()}
     weights |= {"k_proj.bias": np.array([10, 11], np.float32), "v_proj.bias": np.array([20, 21], np.float32)}
@@ -217,7 +225,8 @@ def test_keys_and_values_of_grouped_heads_lie_as_the_layout_says(grouped, expect
 
 
 @pytest.mark.parametrize("holds", ["q k v", "q kv", "qk v", "qkv"])
-def test_heads_that_do_not_fit_are_refused_with_those_that_would(holds):
+def test_wrong_head_count_lists_others(holds):
+    """num_heads=5 raises an error that lists key/value heads of the head counts that fit."""
     layout = packed_layout(holds, grouped=False)
     tensors, _ = tensors_of(layout, AttentionSpec(12, 4, num_kv_heads=2))
     with refuses("the heads", num_heads=5) as refusal:
@@ -226,19 +235,22 @@ def test_heads_that_do_not_fit_are_refused_with_those_that_would(holds):
 
 
 @pytest.mark.parametrize("holds", ["", "x", "qo", "qq", "outq"])
-def test_a_tensor_of_no_projections_is_refused(holds):
+def test_invalid_projections_raise(holds):
+    """A tensor with empty, unknown or repeated projections, or with out among others, raises."""
     with refuses("holds", holds=holds):
         Tensor("x", holds, "weight", "(n h) d")
 
 
-def test_a_tensor_of_one_head_holds_one_projection():
+def test_head_tensor_holds_one_projection():
+    """A tensor of one head that holds both keys and values raises an error."""
     with refuses("a tensor of one head", holds="kv"):
         Tensor("heads.{n}.kv", "kv", "weight", "h d")
 
 
 @sample(6, seed=2)
 @every_layout
-def test_arrays_of_a_layout_are_whole_and_in_order(layout):
+def test_layout_arrays_are_contiguous(layout):
+    """Every array of a layout is C-contiguous."""
     tensors, _ = tensors_of(layout)
     assert all(x.flags.c_contiguous for x in tensors.values())
 
@@ -246,6 +258,7 @@ def test_arrays_of_a_layout_are_whole_and_in_order(layout):
 @sample(6, seed=3)
 @every_layout
 def test_converted_arrays_are_copies(layout):
+    """Converted arrays share no memory with their inputs in either direction."""
     spec = example(layout)
     weights = random_weights(spec)
     laid_out = from_canonical(weights, spec, layout)
@@ -271,7 +284,8 @@ def numbered(spec):
 
 @pytest.mark.parametrize("name", ["meta.LLaMA", "gguf.LLaMA", "torchtitan.LLaMA"])
 @pytest.mark.parametrize("leaf", ["weight", "bias"])
-def test_interleaved_pairs_are_features_i_and_i_plus_half(name, leaf):
+def test_interleaved_pairs_reorder_rows(name, leaf):
+    """Rows i and i + half of a head become neighbors in q and k; rows of v keep their order."""
     spec = AttentionSpec(12, 2, head_dim=6, rope=Rope(500.0))
     laid_out = from_canonical(numbered(spec), spec, LAYOUTS[name])
     layers = {tensor.holds: tensor.name for tensor in LAYOUTS[name].tensors if tensor.kind == leaf}
@@ -280,7 +294,8 @@ def test_interleaved_pairs_are_features_i_and_i_plus_half(name, leaf):
     assert first["v"] == list(range(12))
 
 
-def test_each_head_of_a_stack_has_rows_of_its_own():
+def test_head_stack_splits_rows():
+    """With one tensor per head, head n has rows 2n and 2n + 1 of the keys' weight."""
     spec = AttentionSpec(6, 3, d_in=5, out_proj=False)
     laid_out = from_canonical(numbered(spec), spec, LAYOUTS["heads.W_query"])
     found = {n: laid_out[f"heads.{n}.W_key.weight"][:, 0].tolist() for n in range(3)}
@@ -289,13 +304,15 @@ def test_each_head_of_a_stack_has_rows_of_its_own():
 
 
 def test_heads_beyond_nine_keep_their_order():
+    """Twelve heads are read in the order of their numbers, not of their names."""
     spec = AttentionSpec(12, 12, out_proj=False)
     laid_out = from_canonical(numbered(spec), spec, LAYOUTS["heads.W_query"])
     back, _ = to_canonical(dict(sorted(laid_out.items())), LAYOUTS["heads.W_query"])
     assert back["q_proj.bias"].tolist() == list(range(12))
 
 
-def test_heads_of_ttnn_are_padded_to_whole_tiles():
+def test_ttnn_heads_are_padded_to_tiles():
+    """Heads of 3 features are padded with zeros to 32 features in ttnn's layout."""
     spec = AttentionSpec(4, 2, head_dim=3)
     weights = {name: x + 1 for name, x in numbered(spec).items()}
     laid_out = from_canonical(weights, spec, LAYOUTS["ttnn"])
@@ -313,7 +330,8 @@ def test_heads_of_ttnn_are_padded_to_whole_tiles():
     assert features(laid_out["out_proj.weight"][:, 0]) == {0: 1, 1: 2, 2: 3, 32: 4, 33: 5, 34: 6}
 
 
-def test_halves_of_heads_of_ttnn_with_rope_are_padded_to_whole_tiles():
+def test_ttnn_rope_halves_are_padded():
+    """With RoPE, each half of a head of 4 features is padded with zeros to 32 features."""
     spec = AttentionSpec(4, 2, head_dim=4, rope=Rope(500.0))
     weights = {name: x + 1 for name, x in numbered(spec).items()}
     laid_out = from_canonical(weights, spec, LAYOUTS["ttnn"])
@@ -322,7 +340,7 @@ def test_halves_of_heads_of_ttnn_with_rope_are_padded_to_whole_tiles():
 
 
 def features(x):
-    """Places and values of what is not 0."""
+    """Places and values of nonzero elements."""
     return {int(place): float(x[place]) for place in np.flatnonzero(x)}
 
 
@@ -405,7 +423,8 @@ def words_of(rule):
     ("name", "rule"),
     [(name, rule) for name, rules in NOT_HELD.items() for rule in rules],
 )
-def test_a_layer_that_a_layout_cannot_hold_is_refused_with_the_rule(name, rule):
+def test_unsupported_layer_raises_with_rule(name, rule):
+    """A layer that breaks a rule of a layout raises an error with the rule and the value."""
     spec = replace(example(LAYOUTS[name]), **CHANGES[rule])
     field = next(iter(CHANGES[rule]))
     with refuses("the layer", {field: getattr(spec, field)}) as refusal:
@@ -417,7 +436,8 @@ def test_a_layer_that_a_layout_cannot_hold_is_refused_with_the_rule(name, rule):
 
 @sample(6, seed=5)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
-def test_a_layer_of_shared_keys_is_in_the_layouts_of_modules_that_share_them(layout):
+def test_shared_kv_is_held_or_rejected(layout):
+    """Layouts of modules that share keys and values round-trip such a layer; others raise."""
     spec = replace(example(layout), shared_kv=True)
     weights = random_weights(spec)
     if layout.name not in SHARING:
@@ -451,7 +471,8 @@ LOST = {
 
 
 @pytest.mark.parametrize("weight", NAMELESS)
-def test_what_a_layout_has_no_names_for_is_refused(weight):
+def test_unnamed_weights_are_rejected(weight):
+    """Gates, biases, sinks, norms and latents raise in each layout that has no name for them."""
     for name in LAYOUTS:
         check_held_or_refused(name, weight)
 
@@ -461,13 +482,14 @@ def check_held_or_refused(name, weight):
     groups = spec.num_heads if weight == "kv_a_proj" else spec.num_kv_heads
     spec = replace(spec, **NAMELESS[weight], num_kv_heads=groups)
     if any(part.startswith(weight) for tensor in (*layout.tensors, *layout.others) for part in tensor.parts):
-        return  # it holds it, as the tests of released layers show
+        return  # the layout holds it, as the tests of released layers show
     with refuses("the layer"):
         from_canonical(random_weights(spec), spec, layout)
 
 
 @pytest.mark.parametrize("field", LOST)
-def test_what_no_weight_shows_is_carried_or_refused(field):
+def test_weightless_options_are_not_lost(field):
+    """Each layout either carries an option that no weight shows or raises an error for it."""
     for name in LAYOUTS:
         check_carried_or_refused(name, field)
 
@@ -476,14 +498,14 @@ def check_carried_or_refused(name, field):
     layout = LAYOUTS[name]
     spec = SPECS.get(name, example(layout))
     if spec.latent is not None and field in ("rope", "clip_qkv", "v_norm"):
-        return  # latents have RoPE of their own, and neither of the others
+        return  # latents have their own RoPE, and neither of the others
     spec = replace(spec, **{field: LOST[field]})
     weights = random_weights(spec)
     if field in layout.carries:
         back, _ = to_canonical(from_canonical(weights, spec, layout), layout, spec=spec)
         assert bits_of(back) == bits_of(weights)
         return
-    if field == "rope":  # which may be applied outside, and is refused where a configuration says it
+    if field == "rope":  # it may be applied outside, but raises an error if a configuration has it
         check_losses([Written(spec)], layout)
         with refuses("the layer", rope=...):
             check_losses([Written(spec, but_for=())], layout)
@@ -494,7 +516,8 @@ def check_carried_or_refused(name, field):
 
 
 @pytest.mark.parametrize("name", ["canonical", "transformers.DeepSeek", "maxtext.MLA"])
-def test_factors_of_latents_are_carried_or_refused(name):
+def test_latent_factors_are_not_lost(name):
+    """A layout carries factors of latents or raises; they can be dropped and restored."""
     layout, spec = LAYOUTS[name], replace(LONGCAT, qkv_bias=False)
     weights = random_weights(spec)
     if "latent.factors" in layout.carries:
@@ -509,7 +532,8 @@ def test_factors_of_latents_are_carried_or_refused(name):
     from_canonical(weights, dropped, layout)
 
 
-def test_the_scaling_of_rope_is_dropped_by_itself():
+def test_rope_scaling_drops_separately():
+    """RoPE scaling raises in Meta's layout, and can be dropped without the rest of RoPE."""
     spec = replace(GQA, d_kv=7, rope=Rope(500.0, scaling=LinearScaling(2.0)))
     with refuses("the layer", {"rope.scaling": ...}):
         from_canonical(random_weights(spec), spec, LAYOUTS["meta.LLaMA"])
@@ -517,7 +541,7 @@ def test_the_scaling_of_rope_is_dropped_by_itself():
     assert without(spec, ["rope", "rope.scaling"]).rope is None
 
 
-# ---- Layers that are told ------------------------------------------------------------------------------------------
+# ---- Layers that require a specification ---------------------------------------------------------------------------
 
 NORMED = replace(MHA, d_in=12, qk_norm=Norm("layer", bias=True))
 LATENTS = AttentionSpec(
@@ -591,7 +615,8 @@ TOLD = {
 
 @sample(6, seed=6)
 @pytest.mark.parametrize("case", TOLD)
-def test_layers_that_are_told_come_back_bit_for_bit(case):
+def test_specified_round_trip_is_exact(case):
+    """With its spec a layer returns bit for bit; missing, unknown or doubled tensors raise."""
     name, spec = TOLD[case]
     weights = random_weights(spec)
     laid_out = from_canonical(weights, spec, LAYOUTS[name])
@@ -610,14 +635,16 @@ def test_layers_that_are_told_come_back_bit_for_bit(case):
 
 @sample(6, seed=7)
 @pytest.mark.parametrize("case", [case for case, (_, spec) in TOLD.items() if "Whisper" not in case])
-def test_what_shapes_do_not_show_must_be_told(case):
+def test_hidden_features_require_a_spec(case):
+    """Layers with features that shapes do not show raise an error without a specification."""
     name, spec = TOLD[case]
     laid_out = from_canonical(random_weights(spec), spec, LAYOUTS[name])
     with pytest.raises(Refusal):
         to_canonical(laid_out, LAYOUTS[name], num_heads=spec.num_heads)
 
 
-def test_a_gate_lies_beside_the_queries_of_its_head():
+def test_gate_follows_queries_of_its_head():
+    """In Qwen3-Next's q_proj, the gate rows of each head follow its query rows."""
     spec = AttentionSpec(4, 2, head_dim=2, qkv_bias=False, out_bias=False, gate=Gate())
     weights = {name: np.zeros(shape, np.float32) for name, shape in weight_shapes(spec).items()}
     weights["q_proj.weight"] += np.arange(4)[:, None]
@@ -627,7 +654,8 @@ def test_a_gate_lies_beside_the_queries_of_its_head():
 
 
 @pytest.mark.parametrize("name", ["transformers.Qwen3-Next", "megatron.gate"])
-def test_a_gate_of_one_number_for_each_head_does_not_lie_beside_queries(name):
+def test_scalar_gate_per_head_is_rejected(name):
+    """A gate with one value per head raises in layouts that pack gates with queries."""
     spec = replace(PLAIN, gate=Gate(per_head=True))
     with refuses("the layer"):
         from_canonical(random_weights(spec), spec, LAYOUTS[name])
@@ -635,13 +663,15 @@ def test_a_gate_of_one_number_for_each_head_does_not_lie_beside_queries(name):
 
 @pytest.mark.parametrize("name", ["canonical", "W_q", "W_Q", "w_q", "W_query"])
 @pytest.mark.parametrize("spec", [replace(GQA, d_kv=9), replace(GQA, out_proj=False), replace(GQA, out_bias=False)])
-def test_layouts_of_four_linears_hold_any_layer(name, spec):
+def test_four_linear_layouts_hold_any_layer(name, spec):
+    """Layouts of four linear layers hold any d_kv, and layers without out_proj or its bias."""
     weights = random_weights(spec)
     back, _ = to_canonical(from_canonical(weights, spec, LAYOUTS[name]), LAYOUTS[name], **told(spec))
     assert bits_of(back) == bits_of(weights)
 
 
-def test_all_rules_that_a_layer_breaks_are_told():
+def test_all_broken_rules_are_reported():
+    """A layer that is grouped and not square raises an error with the values of both rules."""
     with refuses("the layer", num_heads=GQA.num_heads, num_kv_heads=GQA.num_kv_heads, d_model=GQA.d_model):
         from_canonical(random_weights(GQA), GQA, LAYOUTS["torch.nn.MultiheadAttention"])
 
@@ -652,8 +682,8 @@ SEEN = {
     BIASES,
     ALL_BIASES,
     OUT_BIAS,
-}  # in the tensors themselves; of a stack of heads, some would be missing
-NOT_SEEN = {"heads.W_query", "maxtext.GPT-3"}  # which must be told
+}  # visible in the tensors themselves, but tensors of a stack of heads would be missing
+NOT_SEEN = {"heads.W_query", "maxtext.GPT-3"}  # they require a specification
 
 
 @sample(6, seed=8)
@@ -661,7 +691,8 @@ NOT_SEEN = {"heads.W_query", "maxtext.GPT-3"}  # which must be told
     ("name", "rule"),
     [(name, rule) for name, rules in NOT_HELD.items() for rule in rules if rule in SEEN and name not in NOT_SEEN],
 )
-def test_tensors_of_a_layer_that_a_layout_cannot_hold_are_refused_with_the_rule(name, rule):
+def test_unsupported_tensors_raise_with_rule(name, rule):
+    """Tensors of a layer that breaks a rule of a layout raise an error with the rule."""
     spec = replace(example(LAYOUTS[name]), **CHANGES[rule])
     tensors, _ = tensors_of(replace(LAYOUTS[name], rules=()), spec)
     with refuses("shapes") as refusal:
@@ -670,7 +701,8 @@ def test_tensors_of_a_layer_that_a_layout_cannot_hold_are_refused_with_the_rule(
 
 
 @pytest.mark.parametrize("name", ["meta.LLaMA", "gguf.LLaMA", "torchtitan.LLaMA"])
-def test_an_odd_head_dim_cannot_be_interleaved_pairs(name):
+def test_odd_head_dim_has_no_pairs(name):
+    """head_dim=3 raises in layouts of interleaved pairs; the true heads are read."""
     tensors, spec = tensors_of(LAYOUTS[name], replace(GQA, head_dim=6, value_head_dim=6))
     with refuses("shapes"):
         to_canonical(tensors, LAYOUTS[name], num_heads=12, num_kv_heads=4, head_dim=3)
@@ -692,17 +724,19 @@ def every(kind, *projections):
 
 @sample(12, seed=9)
 @pytest.mark.parametrize(("layout", "name"), every("weight"))
-def test_a_missing_weight_is_told(layout, name):
+def test_missing_weight_is_named(layout, name):
+    """A missing weight raises an error that names its layer."""
     tensors, spec = tensors_of(layout)
     del tensors[name]
-    layer = name.rpartition(".")[0] or name  # without out_proj.weight it is out_proj.bias that cannot be
+    layer = name.rpartition(".")[0] or name  # without out_proj.weight, the error names out_proj.bias
     with refuses("tensors", layer):
         to_canonical(tensors, layout, **told(spec))
 
 
 @sample(6, seed=10)
 @every_layout
-def test_nothing_at_all_is_refused(layout):
+def test_empty_tensors_are_rejected(layout):
+    """An empty dictionary of tensors raises an error in every layout."""
     with refuses("tensors"):
         to_canonical({}, layout)
 
@@ -710,7 +744,8 @@ def test_nothing_at_all_is_refused(layout):
 @sample(6, seed=11)
 @every_layout
 @pytest.mark.parametrize("name", ["qk_norm.weight", "extra", "query.weight.more"])
-def test_an_unknown_name_is_refused(layout, name):
+def test_unknown_tensor_name_raises(layout, name):
+    """A tensor with an unknown name raises an error in every layout."""
     tensors, spec = tensors_of(layout)
     with refuses("tensors"):
         to_canonical({**tensors, name: np.zeros(4, np.float32)}, layout, **told(spec))
@@ -732,14 +767,16 @@ def test_an_unknown_name_is_refused(layout, name):
         ("megatron", "linear_proj._extra_state"),
     ],
 )
-def test_what_lies_beside_the_weights_of_a_layer_is_passed_over(layout, name):
+def test_known_extra_tensors_are_ignored(layout, name):
+    """Masks, buffers and norms next to the weights of a layer do not change its weights."""
     tensors, spec = tensors_of(LAYOUTS[layout])
     expected, _ = to_canonical(tensors, LAYOUTS[layout], **told(spec))
     found, _ = to_canonical({**tensors, name: np.zeros(4, np.float32)}, LAYOUTS[layout], **told(spec))
     assert bits_of(found) == bits_of(expected)
 
 
-def test_packed_and_split_weights_of_torch_at_once_are_refused():
+def test_packed_plus_split_weights_raise():
+    """torch.nn.MultiheadAttention with both packed and split weights raises an error."""
     layout = LAYOUTS["torch.nn.MultiheadAttention"]
     packed, _ = tensors_of(layout, MHA)
     split, _ = tensors_of(layout, replace(MHA, d_kv=5))
@@ -747,14 +784,16 @@ def test_packed_and_split_weights_of_torch_at_once_are_refused():
         to_canonical(packed | split, layout, num_heads=4)
 
 
-def test_a_packed_and_one_split_weight_of_torch_are_refused():
+def test_packed_plus_one_split_weight_raises():
+    """A split q_proj_weight in addition to the packed weight raises an error with its name."""
     layout = LAYOUTS["torch.nn.MultiheadAttention"]
     packed, _ = tensors_of(layout, MHA)
     with refuses("tensors", "unknown names ['q_proj_weight']"):
         to_canonical({**packed, "q_proj_weight": np.zeros((12, 12), np.float32)}, layout, num_heads=4)
 
 
-def test_neither_packed_nor_split_weights_of_torch_are_refused():
+def test_absent_in_proj_weight_raises():
+    """Neither packed nor split weights raise an error that names in_proj_weight."""
     layout = LAYOUTS["torch.nn.MultiheadAttention"]
     packed, _ = tensors_of(layout, MHA)
     del packed["in_proj_weight"]
@@ -762,7 +801,8 @@ def test_neither_packed_nor_split_weights_of_torch_are_refused():
         to_canonical(packed, layout, num_heads=4)
 
 
-def test_some_of_the_split_weights_of_torch_are_refused():
+def test_incomplete_split_weights_raise():
+    """A missing k_proj_weight among split weights raises an error with its name."""
     layout = LAYOUTS["torch.nn.MultiheadAttention"]
     split, _ = tensors_of(layout, replace(MHA, d_kv=5))
     del split["k_proj_weight"]
@@ -772,7 +812,8 @@ def test_some_of_the_split_weights_of_torch_are_refused():
 
 @sample(6, seed=12)
 @pytest.mark.parametrize(("layout", "name"), every("bias", "q", "k", "v"))
-def test_a_bias_of_some_of_queries_keys_and_values_is_refused(layout, name):
+def test_partial_qkv_biases_raise(layout, name):
+    """Biases of only two of q, k and v raise an error."""
     tensors, spec = tensors_of(layout)
     del tensors[name]
     with refuses("q_proj, k_proj and v_proj"):
@@ -781,7 +822,8 @@ def test_a_bias_of_some_of_queries_keys_and_values_is_refused(layout, name):
 
 @sample(6, seed=13)
 @pytest.mark.parametrize(("layout", "name"), every("bias", "qkv", "out"))
-def test_a_bias_of_the_output_alone_or_of_all_but_the_output_is_read(layout, name):
+def test_qkv_or_output_bias_may_be_absent(layout, name):
+    """A layer with biases of only the output, or of all but the output, is read."""
     layout = replace(layout, rules=tuple(set(layout.rules) - {"biases or none", "biases", "out bias"}))
     tensors, spec = tensors_of(layout)
     del tensors[name]
@@ -790,48 +832,54 @@ def test_a_bias_of_the_output_alone_or_of_all_but_the_output_is_read(layout, nam
     check_weights(weights, found)
 
 
-# ---- Heads that have tensors of their own ----------------------------------------------------------------------------
+# ---- Heads with separate tensors -------------------------------------------------------------------------------------
 
 STACK = LAYOUTS["heads.W_query"]
 STACKED = AttentionSpec(6, 3, d_in=5, qkv_bias=False, out_proj=False)
 
 
-def test_a_head_that_is_there_twice_is_refused():
+def test_duplicate_head_raises():
+    """A head under both heads.0 and heads.00 raises an error with the second name."""
     tensors, _ = tensors_of(STACK, STACKED)
     twice = {name.replace("heads.0.", "heads.00."): x for name, x in tensors.items() if name.startswith("heads.0.")}
     with refuses("tensors", "heads.00.W_key.weight"):
         to_canonical(tensors | twice, STACK)
 
 
-def test_a_head_that_is_left_out_is_told():
+def test_missing_head_is_named():
+    """A missing head among three raises an error with its name."""
     tensors, _ = tensors_of(STACK, STACKED)
     tensors = {name: x for name, x in tensors.items() if not name.startswith("heads.1.")}
     with refuses("tensors", "heads.1.W_query.weight"):
         to_canonical(tensors, STACK)
 
 
-def test_a_head_of_another_width_is_refused():
+def test_head_of_other_width_raises():
+    """A key weight with 3 rows among heads of 2 features raises an error."""
     tensors, _ = tensors_of(STACK, STACKED)
     tensors["heads.1.W_key.weight"] = np.zeros((3, 5), np.float32)
     with refuses("shapes"):
         to_canonical(tensors, STACK)
 
 
-def test_a_bias_of_one_head_alone_is_refused():
+def test_bias_of_one_head_raises():
+    """Biases of only the first head raise an error that names the second head's."""
     tensors, _ = tensors_of(STACK, STACKED)
     biases = {f"heads.0.W_{name}.bias": np.zeros(2, np.float32) for name in ("query", "key", "value")}
     with refuses("tensors", "heads.1.W_query.bias"):
         to_canonical(tensors | biases, STACK)
 
 
-def test_biases_of_the_queries_of_all_heads_alone_are_refused():
+def test_query_biases_alone_raise():
+    """Biases of only the queries, in every head, raise an error."""
     tensors, _ = tensors_of(STACK, STACKED)
     biases = {f"heads.{n}.W_query.bias": np.zeros(2, np.float32) for n in range(3)}
     with refuses("q_proj, k_proj and v_proj", "['q_proj.bias']"):
         to_canonical(tensors | biases, STACK)
 
 
-def test_a_stack_of_heads_tells_how_many_there_are():
+def test_head_stack_shows_head_count():
+    """A layout with one tensor per head needs no hints: 3 heads of 2 features are found."""
     tensors, _ = tensors_of(STACK, STACKED)
     _, spec = to_canonical(tensors, STACK)
     assert (spec.num_heads, spec.head_dim) == (3, 2)
@@ -854,7 +902,8 @@ def test_a_stack_of_heads_tells_how_many_there_are():
         "ttnn",
     ],
 )
-def test_heads_that_the_shapes_do_not_tell_are_asked_for(name):
+def test_undetermined_heads_raise(name):
+    """Tensors whose shapes do not determine the heads raise an error without hints."""
     tensors, _ = tensors_of(LAYOUTS[name])
     with refuses("the heads"):
         to_canonical(tensors, LAYOUTS[name])
@@ -865,26 +914,29 @@ KERNELS += ["tunix.LLaMA", "tunix.Gemma", "keras_hub.LLaMA", "keras_hub.Gemma", 
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_kernels_whose_heads_are_an_axis_tell_them(name):
+def test_head_axis_determines_heads(name):
+    """Kernels with an axis of heads need no hints."""
     tensors, spec = tensors_of(LAYOUTS[name])
     _, found = to_canonical(tensors, LAYOUTS[name])
     assert told(found) == told(spec)
 
 
 def refusal_of(tensors, layout, **said):
-    """The words in which tensors are refused."""
+    """Return the message of the error that tensors raise."""
     with pytest.raises(Refusal) as refusal:
         to_canonical(tensors, layout, **said)
     return str(refusal.value)
 
 
 @pytest.mark.parametrize("candidate", ["1 x 6", "2 x 3", "3 x 2", "6 x 1"])
-def test_every_number_of_heads_that_fits_is_told(candidate):
+def test_all_fitting_heads_are_listed(candidate):
+    """For a width of 6, the error lists 1 x 6, 2 x 3, 3 x 2 and 6 x 1 heads."""
     tensors, _ = tensors_of(LAYOUTS["torch.nn.MultiheadAttention"], AttentionSpec(6, 2))
     assert candidate in refusal_of(tensors, LAYOUTS["torch.nn.MultiheadAttention"])
 
 
-def test_likely_sizes_of_heads_are_told_first_and_any_flag_that_decides():
+def test_likely_head_sizes_come_first():
+    """The error lists heads of 64, 128 and 32 features first, and each flag that decides."""
     rows = {"q": 512, "k": 128, "v": 128, "o": 512}
     tensors = {f"{name}_proj.weight": np.zeros((size, 512), np.float32) for name, size in rows.items()}
     words = refusal_of(tensors, LAYOUTS["transformers.LLaMA"])
@@ -892,7 +944,8 @@ def test_likely_sizes_of_heads_are_told_first_and_any_flag_that_decides():
     assert words.endswith("; --num-heads or --num-kv-heads or --head-dim decides")
 
 
-def test_flags_that_decide_only_together_are_told_together():
+def test_jointly_required_flags_are_paired():
+    """If no single flag decides the heads, the error suggests pairs of flags."""
     tensors = {"qkv_proj.weight": np.zeros((24, 8), np.float32)}
     words = refusal_of(tensors, LAYOUTS["qkv_proj"])
     heads, kv_heads, features = "--num-heads", "--num-kv-heads", "--head-dim"
@@ -901,20 +954,23 @@ def test_flags_that_decide_only_together_are_told_together():
 
 
 @pytest.mark.parametrize("candidate", ["4 x 4 (key/value 1)", "4 x 3 (key/value 2)", "4 x 2 (key/value 4)"])
-def test_heads_that_fit_twice_are_told_with_what_decides(candidate):
+def test_ambiguous_heads_list_candidates(candidate):
+    """If several heads fit num_heads=4, the error lists them and the flags that decide."""
     tensors = {"qkv_proj.weight": np.zeros((24, 8), np.float32)}
     words = refusal_of(tensors, LAYOUTS["qkv_proj"], num_heads=4)
     assert candidate in words
     assert words.endswith("; --num-kv-heads or --head-dim decides")
 
 
-def test_heads_that_fit_twice_are_read_once_decided():
+def test_ambiguous_heads_load_with_hints():
+    """num_heads=4 and num_kv_heads=2 decide that a packed tensor of 24 rows has head_dim=3."""
     tensors = {"qkv_proj.weight": np.zeros((24, 8), np.float32)}
     _, spec = to_canonical(tensors, LAYOUTS["qkv_proj"], num_heads=4, num_kv_heads=2)
     assert told(spec) == {"num_heads": 4, "num_kv_heads": 2, "head_dim": 3, "rope": None}
 
 
-def test_padded_heads_do_not_tell_their_features():
+def test_padded_heads_require_head_dim():
+    """ttnn's padded heads raise an error that suggests `--head-dim`."""
     tensors, _ = tensors_of(LAYOUTS["ttnn"])
     words = refusal_of(tensors, LAYOUTS["ttnn"], num_heads=4, num_kv_heads=2)
     assert words.endswith("; --head-dim decides")
@@ -922,7 +978,8 @@ def test_padded_heads_do_not_tell_their_features():
 
 @pytest.mark.parametrize("field", ["num_heads", "num_kv_heads", "head_dim"])
 @pytest.mark.parametrize("value", [0, -4, 5])
-def test_a_number_that_does_not_fit_is_refused_and_told(field, value):
+def test_invalid_head_size_raises(field, value):
+    """A head size that is zero, negative or does not fit raises an error with its value."""
     tensors, spec = tensors_of(LAYOUTS["canonical"])
     said = {**told(spec), field: value}
     with refuses("the heads" if value > 0 else field, {field: value}):
@@ -930,13 +987,15 @@ def test_a_number_that_does_not_fit_is_refused_and_told(field, value):
 
 
 @pytest.mark.parametrize("value", [True, 4.0, "4"])
-def test_a_number_of_heads_that_is_no_integer_is_refused(value):
+def test_non_integer_head_count_raises(value):
+    """num_heads of True, 4.0 or '4' raises a TypeError."""
     tensors, _ = tensors_of(LAYOUTS["canonical"])
     with refuses_type("num_heads", num_heads=value):
         to_canonical(tensors, LAYOUTS["canonical"], num_heads=value)
 
 
-def test_candidates_are_few_and_the_usual_ones_come_first():
+def test_head_candidates_are_few_and_sorted():
+    """For 4096 features the error lists four candidates; for 64, fewer heads come first."""
     tensors = {"qkv_proj.weight": np.zeros((3 * 4096, 8), np.float32)}
     words = refusal_of(tensors, LAYOUTS["qkv_proj"])
     assert words.count(" x ") == 4
@@ -946,18 +1005,21 @@ def test_candidates_are_few_and_the_usual_ones_come_first():
 
 @sample(6, seed=14)
 @every_layout
-def test_a_refusal_is_one_line(layout):
+def test_wrong_heads_raise_one_line(layout):
+    """The error for num_heads=7 has one line in every layout."""
     tensors, _ = tensors_of(layout)
     assert "\n" not in refusal_of(tensors, layout, num_heads=7)
 
 
-def test_rope_of_a_number_is_refused_with_the_rule():
+def test_number_as_rope_raises():
+    """rope=500.0 instead of Rope(500.0) raises a TypeError."""
     tensors, spec = tensors_of(LAYOUTS["canonical"])
     with refuses_type("rope", rope=500.0):
         to_canonical(tensors, LAYOUTS["canonical"], **{**told(spec), "rope": 500.0})
 
 
-def test_rope_over_an_odd_head_dim_is_refused_with_the_rule():
+def test_rope_with_odd_head_dim_raises():
+    """RoPE raises an error for heads of 3 features."""
     tensors, spec = tensors_of(LAYOUTS["canonical"], MHA)
     with refuses("shapes"):
         to_canonical(tensors, LAYOUTS["canonical"], **{**told(spec), "rope": Rope(500.0)})
@@ -969,7 +1031,8 @@ def test_rope_over_an_odd_head_dim_is_refused_with_the_rule():
 @sample(6, seed=15)
 @every_layout
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_value_that_is_not_finite_is_refused(layout, value):
+def test_non_finite_tensor_raises(layout, value):
+    """A NaN or an infinity in the smallest tensor raises an error that names a projection."""
     tensors, spec = tensors_of(layout)
     min(tensors.values(), key=np.size).flat[0] = value
     with refuses("…_proj.…"):
@@ -978,7 +1041,8 @@ def test_a_value_that_is_not_finite_is_refused(layout, value):
 
 @sample(6, seed=16)
 @every_layout
-def test_weights_that_are_not_finite_are_not_laid_out(layout):
+def test_non_finite_weights_raise(layout):
+    """Laying out weights with a NaN in k_proj.weight raises an error with its name."""
     spec = example(layout)
     weights = random_weights(spec)
     weights["k_proj.weight"][0, 0] = np.nan
@@ -988,7 +1052,8 @@ def test_weights_that_are_not_finite_are_not_laid_out(layout):
 
 @sample(6, seed=17)
 @every_layout
-def test_mixed_dtypes_are_refused(layout):
+def test_mixed_dtypes_raise(layout):
+    """One bfloat16 tensor among float32 ones raises a TypeError with both dtypes."""
     tensors, spec = tensors_of(layout)
     first = next(iter(tensors))
     tensors[first] = tensors[first].astype(ml_dtypes.bfloat16)
@@ -999,7 +1064,8 @@ def test_mixed_dtypes_are_refused(layout):
 @sample(6, seed=18)
 @every_layout
 @pytest.mark.parametrize("wrong", [np.int32, None], ids=["integers", "list"])
-def test_an_entry_that_is_no_floating_point_array_is_refused(layout, wrong):
+def test_non_float_tensor_raises(layout, wrong):
+    """Integers, or a list instead of an array, raise a TypeError with the tensor's name."""
     tensors, spec = tensors_of(layout)
     first = next(iter(tensors))
     tensors[first] = tensors[first].tolist() if wrong is None else tensors[first].astype(wrong)
@@ -1010,7 +1076,8 @@ def test_an_entry_that_is_no_floating_point_array_is_refused(layout, wrong):
 @sample(12, seed=19)
 @every_layout
 @pytest.mark.parametrize("change", [lambda x: x.reshape(-1), lambda x: x[None], lambda x: x[:0], lambda x: x[0, 0]])
-def test_a_weight_of_another_number_of_axes_is_refused(layout, change):
+def test_weight_of_wrong_rank_or_size_raises(layout, change):
+    """A weight that is flattened, sliced, empty or has one axis more raises an error."""
     tensors, spec = tensors_of(layout)
     first = next(iter(tensors))
     tensors[first] = np.asarray(change(tensors[first]))
@@ -1030,7 +1097,8 @@ def test_a_weight_of_another_number_of_axes_is_refused(layout, change):
         ("ttnn", "qkv_proj.weight"),
     ],
 )
-def test_a_transposed_weight_that_is_not_square_is_refused(name, weight):
+def test_transposed_weight_raises(name, weight):
+    """A transposed weight that is not square raises an error."""
     tensors, spec = tensors_of(LAYOUTS[name])
     tensors[weight] = tensors[weight].T
     with refuses("shapes"):
@@ -1041,7 +1109,8 @@ def test_a_transposed_weight_that_is_not_square_is_refused(name, weight):
     ("name", "weight", "is_transposed"),
     [("transformers.BERT", "output.dense.weight", False), ("transformers.GPT2", "c_proj.weight", True)],
 )
-def test_a_square_weight_is_read_as_the_layout_says_and_not_guessed(name, weight, is_transposed):
+def test_square_weight_follows_layout(name, weight, is_transposed):
+    """A square output weight is transposed from GPT-2's layout, but not from BERT's."""
     tensors, spec = tensors_of(LAYOUTS[name])
     square = np.triu(np.ones((16, 16), np.float32))
     weights, _ = to_canonical({**tensors, weight: square}, LAYOUTS[name], **told(spec))
@@ -1051,7 +1120,8 @@ def test_a_square_weight_is_read_as_the_layout_says_and_not_guessed(name, weight
 @pytest.mark.parametrize("rope", [None, Rope(500.0)])
 @pytest.mark.parametrize("name", ["qkv_proj.weight", "qkv_proj.bias", "out_proj.weight"])
 @pytest.mark.parametrize("value", [1.0, np.nan])
-def test_padding_of_ttnn_that_is_not_zero_is_refused(name, rope, value):
+def test_nonzero_ttnn_padding_raises(name, rope, value):
+    """A one or a NaN in the padding of ttnn's heads raises an error."""
     tensors, spec = tensors_of(LAYOUTS["ttnn"], replace(example(LAYOUTS["ttnn"]), rope=rope))
     padded = tensors[name].T if name == "out_proj.weight" else tensors[name]
     padded[-1, 31] = value
@@ -1059,7 +1129,8 @@ def test_padding_of_ttnn_that_is_not_zero_is_refused(name, rope, value):
         to_canonical(tensors, LAYOUTS["ttnn"], **told(spec))
 
 
-def test_heads_of_ttnn_padded_for_rope_are_not_read_as_if_without():
+def test_ttnn_padding_reveals_missing_rope():
+    """ttnn's heads padded for RoPE raise an error if they are read without RoPE."""
     spec = AttentionSpec(10, 2, head_dim=40, rope=Rope(500.0))  # 64 features either way
     tensors, _ = tensors_of(LAYOUTS["ttnn"], spec)
     with refuses("features that pad the heads of q_proj.weight", "others"):
@@ -1068,7 +1139,8 @@ def test_heads_of_ttnn_padded_for_rope_are_not_read_as_if_without():
 
 @sample(6, seed=20)
 @every_layout
-def test_what_is_converted_stays_as_it_was(layout):
+def test_conversion_keeps_its_input(layout):
+    """Reading tensors of a layout does not change them."""
     tensors, spec = tensors_of(layout)
     before = bits_of(tensors)
     to_canonical(tensors, layout, **told(spec))

@@ -1,4 +1,4 @@
-"""Encoders of images: what their layouts carry, and that biases on a grid are told, refused or left out by name.
+"""Image encoders convert; biases on a grid are specified, rejected or dropped by name.
 
 Nothing is downloaded: models are tiny and have random weights.
 """
@@ -32,13 +32,14 @@ def saved(kind, folder):
     return model
 
 
-# The window of its pictures is not read: the tests of unread keys see that it is named.
+# Swin's window_size is not read; the tests of unread keys check that it is reported.
 unread_window = pytest.mark.filterwarnings("ignore:.*sets window_size")
 
 
 @unread_window
 @pytest.mark.parametrize("family", SWIN)
-def test_swin_without_its_bias_is_converted_and_back_bit_for_bit(family, tmp_path):
+def test_swin_round_trip_is_exact(family, tmp_path):
+    """Without its position bias, Swin converts and returns bit for bit; the drop is recorded."""
     saved(SWIN[family], tmp_path / "model")
     there = convert_file(
         tmp_path / "model", tmp_path / "c.safetensors", target="canonical", drop=["relative_position_bias"], **TOLD
@@ -56,7 +57,8 @@ def test_swin_without_its_bias_is_converted_and_back_bit_for_bit(family, tmp_pat
 
 
 @unread_window
-def test_a_layer_of_swin_is_ours_with_its_bias_given_or_told(tmp_path):
+def test_swin_layer_matches_with_its_bias(tmp_path):
+    """A Swin layer matches ours with its bias as an argument or in the spec, but not without it."""
     model = saved(transformers.SwinModel, tmp_path / "model")
     drop = ["relative_position_bias"]
     convert_file(tmp_path / "model", tmp_path / "c.safetensors", target="canonical", drop=drop, **TOLD)
@@ -79,7 +81,8 @@ def test_a_layer_of_swin_is_ours_with_its_bias_given_or_told(tmp_path):
 
 
 @pytest.mark.parametrize("family", SWIN)
-def test_a_bias_of_relative_positions_is_not_lost_without_a_word(family, tmp_path, capsys):
+def test_swin_bias_is_not_lost_silently(family, tmp_path, capsys):
+    """`convert` exits with 2 for Swin's position bias, unless `--drop` names it."""
     saved(SWIN[family], tmp_path / "model")
     command = ["convert", str(tmp_path / "model"), str(tmp_path / "c.npz"), "--to", "canonical"]
     command += ["--from", "transformers.BERT", "--prefix", BLOCKS, "--head-dim", "8"]
@@ -93,7 +96,8 @@ def test_a_bias_of_relative_positions_is_not_lost_without_a_word(family, tmp_pat
     assert f" {BLOCKS} " in capsys.readouterr().out
 
 
-def test_nothing_is_said_to_be_dropped_where_nothing_is(tmp_path):
+def test_unused_drop_is_not_recorded(tmp_path):
+    """Dropping a position bias that BERT does not have records nothing as dropped."""
     config = transformers.BertConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1, intermediate_size=8)
     transformers.BertModel(config).save_pretrained(tmp_path / "model")
     drop = ["relative_position_bias"]
@@ -102,7 +106,8 @@ def test_nothing_is_said_to_be_dropped_where_nothing_is(tmp_path):
         assert {layer.dropped for layer in layers} == {()}
 
 
-def test_the_cosines_of_swin_2_are_refused_by_name(tmp_path):
+def test_swin_v2_attention_raises(tmp_path):
+    """Converting Swin v2, whose attention uses cosines, raises an error about its tensors."""
     saved(transformers.Swinv2Model, tmp_path / "model")
     with refuses("tensors"):
         convert_file(
@@ -127,7 +132,8 @@ def under(prefix, tensors):
 
 
 @pytest.mark.parametrize(("layout", "made"), [("transformers.ViT", of_beit), ("transformers.ViT-5", of_module)])
-def test_such_a_bias_is_refused_by_name_in_memory(layout, made, tmp_path):
+def test_position_bias_raises_in_memory(layout, made, tmp_path):
+    """`convert` of arrays raises and names a position bias table; without it, ViT-5 converts."""
     layer = made(tmp_path / "model")
     with refuses("the purpose of […relative_position_bias_table'] in transformers.ViT…"):
         convert(layer, source=layout, target="canonical", num_heads=2)

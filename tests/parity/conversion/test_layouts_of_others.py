@@ -1,6 +1,6 @@
-"""Libraries that are not installed, on paper: their equations, with converted tensors, give the reference's output.
+"""With converted tensors, equations of libraries not installed here match the reference.
 
-Each equation is that of the source that its layout names, with the axes of its own words, in NumPy and float64.
+Each equation is written in NumPy and float64 after the source that its layout names, with its names of axes.
 """
 
 from collections.abc import Callable
@@ -21,17 +21,17 @@ from parity.core.problem import make_problem
 from parity.core.trace import Reference
 from parity.files import open_tensors, write_tensors
 
-# ---- What libraries do between their projections ---------------------------------------------------------------------
+# ---- Operations between projections ----------------------------------------------------------------------------------
 
 
 def frequencies(theta, size):
-    """1 / theta ** (2 i / size), in float32 as all of them have it."""
+    """1 / theta ** (2 i / size), in float32 as in all of these libraries."""
     exponents = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
     return 1 / (theta ** exponents.astype(np.float64)).astype(np.float32)
 
 
 def angles(x, theta):
-    """Of each position and pair, (T, H / 2)."""
+    """Angles of each position and pair, (T, H / 2)."""
     return np.outer(np.arange(x.shape[1]), frequencies(theta, x.shape[-1]))
 
 
@@ -43,7 +43,7 @@ def halves(x, theta):
 
 
 def laid_out_anew(x, theta):
-    """keras_hub's Gemma: halves, which then lie one beside the other."""
+    """keras_hub's Gemma: rotated halves, whose features then alternate."""
     first, second = np.split(halves(x, theta), 2, axis=-1)
     return np.stack([first, second], axis=-1).reshape(x.shape)
 
@@ -76,7 +76,7 @@ def attend(q, k, v, scale, sinks=None):
 
 
 def einsums(query, key, out, names, leaf="kernel", bias="{}.bias"):
-    """Projections by equations, with biases where there are some."""
+    """Projections by equations, with biases if there are any."""
 
     def one(tensors, equation, name, x):
         b = tensors.get(bias.format(name), np.zeros(1))
@@ -103,7 +103,7 @@ def fused(tensors, spec, x):
 
 
 def fused_of_parts(parts):
-    """split_qkv of a mesh that divides heads: each device splits its own, by how many of them are queries."""
+    """split_qkv of a mesh that divides heads: each device splits its own heads."""
 
     def project(tensors, spec, x):
         heads = np.einsum("bqd,dnh->bqnh", x, tensors["qkv_proj.kernel"]) + tensors.get("qkv_proj.bias", 0.0)
@@ -123,7 +123,7 @@ def gpt3(tensors, spec, x):
 
 
 def yarn(x, rope):
-    """YarnRotaryEmbedding: pairs interleaved or not, what is real first in the result, and then what is imaginary."""
+    """YarnRotaryEmbedding: interleaved pairs or halves; the result has real parts first."""
     size, base, scaling = x.shape[-1], rope.theta, rope.scaling
     freqs = frequencies(base, size)
     if scaling is not None:
@@ -140,7 +140,7 @@ def yarn(x, rope):
 
 
 def mla(tensors, spec, x):
-    """mla_query_projection, mla_kv_projection and mla_get_key_value: of whole heads, q scaled by softmax_scale."""
+    """mla_query_projection, mla_kv_projection and mla_get_key_value: all heads, scaled q."""
     latent, own_features = spec.latent, spec.head_dim - spec.latent.rope_dim
     softmax_scale = spec.head_dim**-0.5
     if spec.rope.scaling is not None:
@@ -209,9 +209,9 @@ TUNIX = einsums(
 
 @dataclass(frozen=True)
 class OnPaper:
-    """A layer of a library: its layout, the specification, and what it does with tensors.
+    """A layer of a library: its layout, its specification and its equations.
 
-    Where `is_done` is said, what projects also rotates queries and keys, and multiplies queries by the scale.
+    If `is_done`, `project` also rotates queries and keys, and multiplies queries by the scale.
     """
 
     layout: str
@@ -302,7 +302,7 @@ every_layer = pytest.mark.parametrize("layer", LAYERS.values(), ids=list(LAYERS)
 
 
 def errors(layer, layout):
-    """How far the equations, with converted weights, are from the reference, in units of its largest value."""
+    """Largest error with converted weights, relative to the reference's largest value."""
     weights = random_weights(layer.spec, seed=1)
     problem = make_problem(Case("paper", layer.spec, "equations", seq_len=7, is_causal=True), "float32", weights)
     expected = Reference(problem).accumulated["output"]
@@ -312,11 +312,13 @@ def errors(layer, layout):
 
 @sample(12)
 @every_layer
-def test_the_equations_of_a_library_give_what_the_reference_gives(layer):
-    assert errors(layer, LAYOUTS[layer.layout]) < 1e-13  # both in float64, whose rounding is 1e-16: sums of 30
+def test_library_equations_match_reference(layer):
+    """With converted weights, a library's equations match the reference to 1e-13 of its maximum."""
+    assert errors(layer, LAYOUTS[layer.layout]) < 1e-13  # both in float64: rounding of 1e-16 in sums of 30 terms
 
 
-def test_every_layout_of_these_libraries_has_equations():
+def test_every_library_layout_has_equations():
+    """Every layout of maxtext, tunix, keras_hub, torchtitan and megatron is tested on paper."""
     theirs = ("maxtext", "tunix", "keras_hub", "torchtitan", "megatron")
     assert {layer.layout for layer in LAYERS.values()} == {name for name in LAYOUTS if name.startswith(theirs)}
 
@@ -352,15 +354,17 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_table_is_seen(name):
+def test_wrong_layout_changes_output(name):
+    """A layout with a wrong order, axis or RoPE pairing causes a relative error above 1e-3."""
     layer = LAYERS[name]
     assert errors(layer, WRONG[name](LAYOUTS[layer.layout])) > 1e-3
 
 
-# ---- Axes that projections are ---------------------------------------------------------------------------------------
+# ---- Axes of projections ---------------------------------------------------------------------------------------------
 
 
-def test_tensors_of_projections_as_an_axis_are_those_of_each_one():
+def test_tunix_gemma_stacks_q_k_and_v():
+    """Tunix's qkv_einsum.w stacks q, k and v, each with the axes (heads, d_model, head_dim)."""
     spec = replace(GROUPED, num_kv_heads=6)
     weights = random_weights(spec)
     laid_out = from_canonical(weights, spec, LAYOUTS["tunix.Gemma"])["qkv_einsum.w"]
@@ -369,7 +373,8 @@ def test_tensors_of_projections_as_an_axis_are_those_of_each_one():
         assert (laid_out[index] == weights[f"{p}_proj.weight"].reshape(6, 4, 30).swapaxes(1, 2)).all()
 
 
-def test_the_form_for_grouped_heads_is_read_of_other_layers_too():
+def test_grouped_form_loads_ungrouped_heads():
+    """Tunix's form for grouped heads is also read if there are as many key/value heads as heads."""
     spec = replace(GROUPED, num_kv_heads=6)
     weights = random_weights(spec)
     layout = LAYOUTS["tunix.Gemma"]
@@ -393,7 +398,7 @@ every_scanned = pytest.mark.parametrize("layout", SCANNED)
 
 
 def scanned(tmp_path, axis, count=3, layout="maxtext"):
-    """A file of layers that are stacked on an axis, and their canonical weights."""
+    """Write a file of layers stacked on an axis; return its path and their canonical weights."""
     spec = SCANNED[layout]
     weights = [random_weights(spec, seed=i) for i in range(count)]
     each = [from_canonical(x, spec, LAYOUTS[layout]) for x in weights]
@@ -405,7 +410,8 @@ def scanned(tmp_path, axis, count=3, layout="maxtext"):
 
 @every_scanned
 @pytest.mark.parametrize("axis", [0, 1])
-def test_layers_that_maxtext_scans_are_read_on_either_axis(tmp_path, layout, axis):
+def test_maxtext_scan_axis_is_detected(tmp_path, layout, axis):
+    """Each scanned layer loads bit for bit, whether the layers are stacked on axis 0 or 1."""
     path, weights = scanned(tmp_path, axis, layout=layout)
     for index, expected in enumerate(weights):
         found, spec = load(path, layout, prefix=f"{PREFIX}[{index}]", spec=SCANNED[layout])
@@ -414,7 +420,8 @@ def test_layers_that_maxtext_scans_are_read_on_either_axis(tmp_path, layout, axi
 
 
 @every_scanned
-def test_layers_that_maxtext_scans_are_taken_apart_and_scanned_again_bit_for_bit(tmp_path, layout):
+def test_maxtext_scan_round_trip_is_exact(tmp_path, layout):
+    """Scanned layers become numbered ones and scanned ones again exactly, or a stack of mha_jax."""
     path, weights = scanned(tmp_path, 1, layout=layout)
     told = {"source": layout, "prefix": PREFIX, "spec": SCANNED[layout]}
     convert_file(path, tmp_path / "c.safetensors", target="canonical", to_prefix="layers.{i}", **told)
@@ -433,7 +440,8 @@ def test_layers_that_maxtext_scans_are_taken_apart_and_scanned_again_bit_for_bit
     assert same_bits(load(tmp_path / "s.npz", prefix=f"{PREFIX}[1]")[0], weights[1])
 
 
-def test_an_axis_of_a_stack_that_could_be_either_is_refused(tmp_path):
+def test_ambiguous_stack_axis_raises(tmp_path):
+    """A stack of three 3 x 3 layers, which fits on axis 0 and on axis 1, raises an error."""
     spec = AttentionSpec(3, 3, head_dim=3, d_in=3, qkv_bias=False, out_bias=False, scale=1.0)
     layer = from_canonical(random_weights(spec), spec, LAYOUTS["maxtext"])
     tensors = {f"{PREFIX}.{name}": np.stack([x] * 3) for name, x in layer.items()}
@@ -442,7 +450,8 @@ def test_an_axis_of_a_stack_that_could_be_either_is_refused(tmp_path):
         load(tmp_path / "a.npz", "maxtext", prefix=f"{PREFIX}[0]", spec=spec)
 
 
-def test_a_layer_of_maxtext_must_be_told(tmp_path):
+def test_maxtext_requires_spec_with_scale(tmp_path):
+    """Loading a maxtext layer without a spec, or with a spec that has no scale, raises an error."""
     path, _ = scanned(tmp_path, 0)
     with refuses("a layer in maxtext", where="params.decoder.layers.self_attention"):
         load(path, "maxtext", prefix=PREFIX, num_heads=6)
@@ -450,10 +459,11 @@ def test_a_layer_of_maxtext_must_be_told(tmp_path):
         load(path, "maxtext", prefix=PREFIX, spec=NORMED)
 
 
-# ---- Beside latents --------------------------------------------------------------------------------------------------
+# ---- Latents with an indexer -----------------------------------------------------------------------------------------
 
 
-def test_an_indexer_beside_latents_is_refused_by_name(tmp_path):
+def test_maxtext_indexer_is_rejected(tmp_path):
+    """An indexer next to MaxText's latents raises an error that names its tensor."""
     tensors = from_canonical(random_weights(LATENTS), LATENTS, LAYOUTS["maxtext.MLA"])
     tensors = {f"a.{name}": x for name, x in (tensors | {"indexer.wk.kernel": np.zeros((30, 4), np.float32)}).items()}
     write_tensors(tmp_path / "a.npz", {name: (x.shape, x.dtype) for name, x in tensors.items()}, tensors.__getitem__)

@@ -1,4 +1,4 @@
-"""Rows of q, k and v that a reader of a packed tensor mixed up: both orders are named, or where each row is."""
+"""A packed tensor read in a wrong order: both orders, or the places of rows, are named."""
 
 import re
 
@@ -46,7 +46,7 @@ def packed_laws(weights, other, spec):
 
 
 SAME_PACKING = {"transformers.Phi3": "qkv_proj"}
-"""For a layout that many others equal in this, of which the first are listed: one of those."""
+"""Layouts that are not listed, because many share their order: one that is listed instead."""
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,8 @@ SAME_PACKING = {"transformers.Phi3": "qkv_proj"}
         (EIGHT, "transformers.CodeGen", "transformers.GPT-NeoX"),
     ],
 )
-def test_both_orders_of_a_misread_tensor_are_named(spec, layout, other):
+def test_both_packing_orders_are_named(spec, layout, other):
+    """For a tensor read with a wrong layout, both orders are named and both layouts suggested."""
     weights = random_weights(spec)
     law, names = packed_laws(weights, misread(weights, spec, layout, other), spec)
     kinds = ("weight", "bias") if any(spec.qkv_biases) else ("weight",)
@@ -83,8 +84,8 @@ def by_group(weights, letters, *, as_read="qkv"):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_an_order_of_no_layout_is_spelled_out(dtype):
-    """A file with the value, the key and the queries of each group, read as Falcon's."""
+def test_unknown_packing_order_is_described(dtype):
+    """An order that no layout has, [v k q q q q], is described, also after rounding to 16 bits."""
     weights = random_weights(GROUPED)
     other = {name: x.astype(dtype) for name, x in by_group(weights, "vkq").items()}
     law, names = packed_laws(weights, other, GROUPED) if dtype == "float32" else (None, None)
@@ -100,7 +101,8 @@ def test_an_order_of_no_layout_is_spelled_out(dtype):
     assert "if the first" not in law.fix
 
 
-def test_features_that_alternate_between_q_k_and_v_are_found():
+def test_interleaved_features_are_found():
+    """Rows that alternate between q, k and v are described as packed per feature of a head."""
     weights = random_weights(EIGHT)
     rows = np.stack([weights[f"{name}_proj.weight"] for name in "qkv"], axis=1).reshape(3, 32, 32)
     other = weights | {f"{name}_proj.weight": x for name, x in zip("qkv", rows, strict=True)}
@@ -109,6 +111,7 @@ def test_features_that_alternate_between_q_k_and_v_are_found():
 
 
 def test_rows_in_no_known_order_are_listed():
+    """Rows exchanged between q and v without a known order are listed by number, without a fix."""
     weights = random_weights(GROUPED)
     q, v = (weights[f"{name}_proj.weight"] for name in "qv")
     other = weights | {
@@ -122,7 +125,8 @@ def test_rows_in_no_known_order_are_listed():
     assert not law.fix
 
 
-def test_an_exchange_keeps_its_own_words():
+def test_exchange_is_not_called_packing():
+    """Exchanged k and v are reported as exchanged, not as packed."""
     weights = random_weights(GROUPED)
     other = weights | {"k_proj.weight": weights["v_proj.weight"], "v_proj.weight": weights["k_proj.weight"]}
     found = compare_weights(weights, GROUPED, other, GROUPED)
@@ -139,7 +143,8 @@ def repeat_one(weights):
 
 
 @pytest.mark.parametrize("change", [change_one, repeat_one])
-def test_no_order_is_claimed_unless_every_row_is_found(change):
+def test_packing_must_explain_every_row(change):
+    """If one row is changed or repeated, no packing error is found."""
     weights = random_weights(GROUPED)
     other = dict(by_group(weights, "vkq"))
     assert find_packing_error(weights, other, GROUPED) is not None
@@ -147,14 +152,15 @@ def test_no_order_is_claimed_unless_every_row_is_found(change):
     assert find_packing_error(weights, other, GROUPED) is None
 
 
-def test_equal_rows_are_no_order():
+def test_equal_keys_and_values_hide_packing():
+    """If k equals v, so that rows are ambiguous, no packing error is found."""
     weights = random_weights(GROUPED)
     weights["v_proj.weight"] = weights["k_proj.weight"].copy()
     assert find_packing_error(weights, by_group(weights, "vkq"), GROUPED) is None
 
 
 def test_rows_that_differ_late_are_found():
-    """The first columns identify the rows of most layers, and are all zeros here."""
+    """A packing error is found although the first 100 columns, which usually suffice, are 0."""
     spec = AttentionSpec(128, 8, num_kv_heads=2, qkv_bias=False, out_bias=False)
     weights = random_weights(spec)
     for name in ("q_proj.weight", "k_proj.weight", "v_proj.weight"):
@@ -165,7 +171,8 @@ def test_rows_that_differ_late_are_found():
     assert error.is_mixed
 
 
-def test_verify_and_diagnose_print_one_explanation(tmp_path, capsys):
+def test_packing_is_explained_only_once(tmp_path, capsys):
+    """`verify` and `diagnose` print the packing of the file once and suggest Falcon's layout."""
     weights = random_weights(GROUPED)
     parity.save_weights(tmp_path / "a.safetensors", weights, GROUPED)
     parity.save_weights(tmp_path / "b.safetensors", by_group(weights, "vkq"), GROUPED)

@@ -1,4 +1,4 @@
-"""Fused projections whose shapes fit several orders of heads: each order is offered, and none is taken."""
+"""Fused projections that fit several orders of heads: each is listed, and none is chosen."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ SIZE, HEADS = 24, 4
 
 
 class Packed(nn.Module):
-    """Causal attention with one projection for q, k and v, as its subclasses order it."""
+    """Causal attention with one projection for q, k and v, in the order of its subclass."""
 
     names: tuple[str, str]
 
@@ -73,7 +73,8 @@ MODULES = {
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_a_packed_module_is_its_layout(name):
+def test_fused_module_matches_its_layout(name):
+    """A module with a fused projection equals mha_torch after conversion in either direction."""
     make, kv_heads = MODULES[name]
     module, layout, x = make(kv_heads), LAYOUTS[name], torch.randn(2, 7, SIZE)
     weights, spec = to_canonical(module.state_dict(), layout, num_heads=HEADS, num_kv_heads=kv_heads)
@@ -92,13 +93,14 @@ PREFIX = "model._orig_mod.transformer.h.{i}.attn"
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """A file as nanoGPT's training writes it, of a compiled model."""
+    """A checkpoint of a compiled model, as nanoGPT's training writes it."""
     tensors = {f"_orig_mod.transformer.h.0.attn.{name}": each for name, each in NanoGPT().state_dict().items()}
     torch.save({"model": tensors, "iter_num": 3}, tmp_path / "ckpt.pt")
     return tmp_path / "ckpt.pt"
 
 
-def test_both_orders_are_offered_and_none_is_taken(checkpoint, tmp_path, capsys):
+def test_ambiguous_packing_is_reported(checkpoint, tmp_path, capsys):
+    """`inspect` lists two packings of nanoGPT's file; convert and verify exit with 2 for it."""
     assert main(["inspect", str(checkpoint), "--num-heads", "4", "--json", str(tmp_path / "i.json")]) == 0
     found = {each["layout"]: each["packing"] for each in json.loads((tmp_path / "i.json").read_text())["layers"]}
     assert found.keys() == {"nanoGPT", "transformers.GPTBigCode"}
@@ -113,7 +115,8 @@ def test_both_orders_are_offered_and_none_is_taken(checkpoint, tmp_path, capsys)
     assert not (tmp_path / "x.npz").exists()
 
 
-def test_a_correct_port_of_nanogpt_agrees(checkpoint, tmp_path, capsys, monkeypatch):
+def test_nanogpt_agrees_only_as_its_layout(checkpoint, tmp_path, capsys, monkeypatch):
+    """`diagnose` accepts nanoGPT's module with its own layout, but not with GPTBigCode's."""
     (tmp_path / "nano_port.py").write_text(
         f"import torch\nfrom {__name__} import NanoGPT\n\n\nmodule = NanoGPT()\n\n\n"
         "def attention(x):\n    with torch.no_grad():\n        return module(x)\n"
@@ -126,7 +129,8 @@ def test_a_correct_port_of_nanogpt_agrees(checkpoint, tmp_path, capsys, monkeypa
 
 
 @pytest.mark.parametrize("names", [("qkv_proj", "out_proj"), ("qkv_proj", "o_proj"), ("query_key_value", "dense")])
-def test_other_fused_names_offer_every_order(names, tmp_path):
+def test_fused_names_list_both_packings(names, tmp_path):
+    """`inspect` lists packings by group and by projection for each name; `load` raises an error."""
     torch.save(
         {f"h.0.{names[0]}.weight": torch.randn(3 * SIZE, SIZE), f"h.0.{names[1]}.weight": torch.randn(SIZE, SIZE)},
         tmp_path / "w.pt",

@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks, a file for each: read as one, written, and refused where one of them is missing."""
+"""Checkpoints with one file per rank: read as one, written, rejected if a rank is missing."""
 
 import shutil
 from dataclasses import replace
@@ -33,7 +33,7 @@ PATHS = {"meta.LLaMA": "consolidated.{:02}.pth", "megatron": "mp_rank_{:02}/mode
 
 
 def rest_of_meta(rank, ranks, *, by_vocabulary):
-    """What Meta's files have beside attention, of one layer: of a rank, in a model of width 32."""
+    """Tensors of a rank outside attention as in Meta's files, for one layer of width 32."""
     copied, own = np.random.default_rng(0), np.random.default_rng([1, rank])
     vocabulary = (24 // ranks, 32) if by_vocabulary else (24, 32 // ranks)
     return {
@@ -49,7 +49,7 @@ def rest_of_meta(rank, ranks, *, by_vocabulary):
 
 
 def rest_of_megatron(rank, ranks, *, gated):
-    """The same of Megatron-LM's."""
+    """The same for Megatron-LM."""
     copied, own = np.random.default_rng(0), np.random.default_rng([1, rank])
     width = (2 if gated else 1) * 64 // ranks
     return {
@@ -64,11 +64,11 @@ def rest_of_megatron(rank, ranks, *, gated):
 
 
 def tensors_of_ranks(layout, spec, weights, ranks, rest=lambda rank: {}):
-    """What each rank holds, made of `parity.shard` and the layout, as the programs have it: torch tensors by name."""
+    """Torch tensors of each rank, made by `parity.shard` and the layout, as programs save them."""
     found = []
     for rank in range(ranks):
         held, own = shard(weights, spec, ShardPlan(ranks), rank, alone=False)
-        if spec.out_bias:  # which these programs keep on every rank, and add once
+        if spec.out_bias:  # these programs keep it on every rank, and add it once
             held, own = held | {"out_proj.bias": weights["out_proj.bias"]}, replace(own, out_bias=True)
         prefix = PREFIXES[layout].format(i=0)
         tensors = {f"{prefix}.{name}": x for name, x in from_canonical(held, own, LAYOUTS[layout]).items()}
@@ -99,7 +99,7 @@ def assert_bits_equal(actual, expected):
 
 @pytest.fixture
 def meta(tmp_path):
-    """A checkpoint of Meta's on four ranks, of one layer, and the layer's weights."""
+    """A checkpoint of one layer on four of Meta's ranks, and the layer's weights."""
     weights = random_weights(META)
     of_ranks = tensors_of_ranks("meta.LLaMA", META, weights, 4, lambda rank: rest_of_meta(rank, 4, by_vocabulary=True))
     return save(tmp_path / "meta", "meta.LLaMA", of_ranks), weights
@@ -110,7 +110,8 @@ def meta(tmp_path):
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize(("layout", "spec"), [("meta.LLaMA", META), ("megatron", GPT)])
-def test_a_folder_of_ranks_is_read_as_the_layer_that_they_share(tmp_path, layout, spec, ranks):
+def test_folder_of_ranks_loads_as_one_layer(tmp_path, layout, spec, ranks):
+    """Files of 1, 2 or 4 ranks load as the one layer that they share, bit for bit."""
     weights = random_weights(spec)
     folder = save(tmp_path / "ranks", layout, tensors_of_ranks(layout, spec, weights, ranks))
     options = {"prefix": PREFIXES[layout].format(i=0), "num_heads": 8, "num_kv_heads": 4, "rope": spec.rope}
@@ -119,7 +120,8 @@ def test_a_folder_of_ranks_is_read_as_the_layer_that_they_share(tmp_path, layout
     assert_bits_equal(read_weights, weights)
 
 
-def test_gates_norms_and_sinks_of_ranks_are_read(tmp_path):
+def test_gates_norms_and_sinks_are_joined(tmp_path):
+    """Gates, norms and sinks of four Megatron-LM ranks, with two sinks each, load bit for bit."""
     weights = random_weights(GATED)
     of_ranks = tensors_of_ranks("megatron.gate", GATED, weights, 4)
     assert of_ranks[0]["decoder.layers.0.self_attention.core_attention.softmax_offset"].shape == (2,)
@@ -129,13 +131,15 @@ def test_gates_norms_and_sinks_of_ranks_are_read(tmp_path):
 
 
 @pytest.mark.parametrize("spec", [WIDTH, EACH_HEAD])
-def test_norms_with_something_for_each_head_are_joined(tmp_path, spec):
+def test_sharded_norms_are_joined(tmp_path, spec):
+    """Norms over the whole width or per head are joined from four ranks bit for bit."""
     weights = random_weights(spec)
     folder = save(tmp_path, "megatron", tensors_of_ranks("megatron", spec, weights, 4))
     assert_bits_equal(parity.load(folder, "megatron", prefix=PREFIXES["megatron"].format(i=0), spec=spec)[0], weights)
 
 
-def test_norms_of_ranks_that_could_be_copies_are_refused_if_they_differ(tmp_path):
+def test_ambiguous_sharded_norms_raise(tmp_path):
+    """Norms that may be shards or copies raise an error with rank and tensor if they differ."""
     spec = replace(WIDTH, num_heads=4)
     folder = save(tmp_path, "megatron", tensors_of_ranks("megatron", spec, random_weights(spec), 4))
     with refuses(str(folder), rank=1, tensor=...) as refusal:
@@ -143,7 +147,8 @@ def test_norms_of_ranks_that_could_be_copies_are_refused_if_they_differ(tmp_path
     assert "q_layernorm.weight" in str(refusal.value)
 
 
-def test_who_must_join_the_mean_squares_of_ranks_is_told(tmp_path, capsys):
+def test_convert_reports_norms_over_ranks(tmp_path, capsys):
+    """`convert` says that ranks must add up squares only for a norm over the width on two ranks."""
     for name, spec in {"width": WIDTH, "head": replace(GPT, qk_norm=Norm())}.items():
         parity.save(tmp_path / f"{name}.safetensors", random_weights(spec), spec)
         for ranks in (["--ranks", "1"], ["--ranks", "2"]):
@@ -154,7 +159,8 @@ def test_who_must_join_the_mean_squares_of_ranks_is_told(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("by_vocabulary", [True, False])
-def test_all_other_tensors_of_metas_are_joined(tmp_path, by_vocabulary):
+def test_other_meta_tensors_are_joined(tmp_path, by_vocabulary):
+    """Embeddings and MLPs of Meta's ranks are concatenated; norms and RoPE are copies."""
     of_ranks = tensors_of_ranks(
         "meta.LLaMA", META, random_weights(META), 4, lambda r: rest_of_meta(r, 4, by_vocabulary=by_vocabulary)
     )
@@ -171,13 +177,14 @@ def test_all_other_tensors_of_metas_are_joined(tmp_path, by_vocabulary):
 
 
 @pytest.mark.parametrize("gated", [True, False])
-def test_all_other_tensors_of_megatrons_are_joined(tmp_path, gated):
+def test_other_megatron_tensors_are_joined(tmp_path, gated):
+    """MLPs of Megatron-LM's ranks are concatenated; the gates of all ranks come first."""
     of_ranks = tensors_of_ranks("megatron", GPT, random_weights(GPT), 2, lambda r: rest_of_megatron(r, 2, gated=gated))
     whole = read(save(tmp_path, "megatron", of_ranks))
     for leaf in ("weight", "bias"):
         name = f"decoder.layers.0.mlp.linear_fc1.{leaf}"
         parts = [held[name] for held in of_ranks]
-        if gated:  # all gates, and then all of what they multiply
+        if gated:  # all gates, and then all rows that they multiply
             halves = [part.chunk(2) for part in parts]
             parts = [half[i] for i in (0, 1) for half in halves]
         np.testing.assert_array_equal(whole[name], torch.cat(parts).numpy())
@@ -185,7 +192,8 @@ def test_all_other_tensors_of_megatrons_are_joined(tmp_path, gated):
     np.testing.assert_array_equal(whole[name], torch.cat([held[name] for held in of_ranks], dim=1).numpy())
 
 
-def test_what_a_rank_has_alone_is_not_converted_and_what_the_folder_has_is(meta, tmp_path):
+def test_single_rank_is_not_converted(meta, tmp_path):
+    """Converting one of four ranks raises an error; the folder converts bit for bit."""
     folder, weights = meta
     options = {"source": "meta.LLaMA", "target": "canonical", "prefix": "layers.{i}.attention", **HEADS}
     with refuses("…/consolidated.00.pth", "rank 0 alone"):
@@ -196,7 +204,8 @@ def test_what_a_rank_has_alone_is_not_converted_and_what_the_folder_has_is(meta,
     assert_bits_equal(parity.load(tmp_path / "a.npz", prefix="layers.0.attention")[0], weights)
 
 
-def test_the_file_of_a_rank_under_another_name_is_refused_unless_head_dim_is_said(meta, tmp_path):
+def test_renamed_rank_file_needs_head_dim(meta, tmp_path):
+    """A renamed file of a rank loads as that rank's shard with head_dim, and raises without it."""
     folder, weights = meta
     shutil.copy(folder / "consolidated.01.pth", tmp_path / "a.pth")
     options = {"prefix": "layers.0.attention", "num_kv_heads": 1, "rope": META.rope}
@@ -210,19 +219,21 @@ def test_the_file_of_a_rank_under_another_name_is_refused_unless_head_dim_is_sai
     assert_bits_equal(held, expected[0])
 
 
-def test_a_missing_rank_is_named(meta, tmp_path):
+def test_missing_ranks_raise(meta, tmp_path):
+    """A folder without rank 2 raises, as does loading a layer from ranks 0 and 1 of four."""
     folder, _ = meta
     (folder / "consolidated.02.pth").rename(tmp_path / "consolidated.02.pth")
     with refuses("…/meta"):
         read(folder)
     with refuses("…/consolidated.02.pth", "rank 2 alone"):
         read(tmp_path / "consolidated.02.pth")
-    (folder / "consolidated.03.pth").unlink()  # that there were four, nothing says any more but the heads
+    (folder / "consolidated.03.pth").unlink()  # now only the heads show that there were four
     with refuses("head_dim", num_heads=4, head_dim=4, d_model=32, where="layers.0.attention"):
         parity.load(folder, "meta.LLaMA", prefix="layers.0.attention", num_heads=4, num_kv_heads=2)
 
 
-def test_ranks_that_do_not_belong_together_are_refused(meta):
+def test_inconsistent_ranks_raise(meta):
+    """A rank whose norm has other values or another shape, or that equals another rank, raises."""
     folder, _ = meta
     last = folder / "consolidated.03.pth"
     tensors = torch.load(last)
@@ -237,14 +248,16 @@ def test_ranks_that_do_not_belong_together_are_refused(meta):
         read(folder)
 
 
-def test_files_of_pipeline_stages_are_refused(tmp_path):
+def test_pipeline_stages_raise(tmp_path):
+    """A folder with files of pipeline stages raises an error that names one."""
     folder = save(tmp_path / "ranks", "megatron", tensors_of_ranks("megatron", GPT, random_weights(GPT), 2))
     shutil.copytree(folder / "mp_rank_01", folder / "mp_rank_01_001")
     with refuses("…/ranks", "mp_rank_01_001"):
         read(folder)
 
 
-def test_tensors_of_which_nobody_knows_how_they_are_divided(tmp_path, capsys):
+def test_unknown_sharded_tensor_raises(tmp_path, capsys):
+    """A tensor with unknown sharding raises an error that suggests `--rest drop`."""
     of_ranks = tensors_of_ranks("meta.LLaMA", META, random_weights(META), 2, lambda r: {"layers.0.other": np.ones(3)})
     folder = save(tmp_path / "ranks", "meta.LLaMA", of_ranks)
     options = {"source": "meta.LLaMA", "target": "canonical", "prefix": "layers.{i}.attention", **HEADS}
@@ -258,7 +271,8 @@ def test_tensors_of_which_nobody_knows_how_they_are_divided(tmp_path, capsys):
     assert convert_file(folder, tmp_path / "a.npz", keep_rest=False, **options).dropped == ["layers.0.other"]
 
 
-def test_the_same_model_in_another_form_beside_them_is_what_is_read(meta):
+def test_whole_model_precedes_ranks(meta):
+    """If the folder of ranks also has model.safetensors, that file is read instead."""
     folder, weights = meta
     parity.save(folder / "model.safetensors", weights, META)
     assert parity.load(folder)[1] == META
@@ -278,10 +292,11 @@ def test_the_same_model_in_another_form_beside_them_is_what_is_read(meta):
         ("megatron.gate", GATED),
         ("megatron", WIDTH),
         ("megatron", EACH_HEAD),
-        ("megatron", replace(WIDTH, num_heads=4)),  # one a rank, whose width is that of a head
+        ("megatron", replace(WIDTH, num_heads=4)),  # with four ranks one head each, as wide as the rank
     ],
 )
-def test_there_and_back_is_exact(tmp_path, layout, spec, ranks, dtype):
+def test_sharded_round_trip_is_exact(tmp_path, layout, spec, ranks, dtype):
+    """Written ranks equal independently sharded tensors, and convert back bit for bit."""
     weights = {name: weight.astype(dtype) for name, weight in random_weights(spec).items()}
     prefix = PREFIXES[layout].format(i=0)
     parity.save(tmp_path / "whole.safetensors", weights, spec, prefix=prefix)
@@ -300,7 +315,8 @@ def test_there_and_back_is_exact(tmp_path, layout, spec, ranks, dtype):
     assert main(["verify", str(tmp_path / "whole.safetensors"), str(tmp_path / "ranks")]) == 0
 
 
-def test_other_tensors_are_divided_and_joined_again(meta, tmp_path):
+def test_other_tensors_survive_resharding(meta, tmp_path):
+    """Resharding from four ranks to two and back to four restores every tensor."""
     folder, _ = meta
     options = {"source": "meta.LLaMA", "target": "meta.LLaMA", "prefix": "layers.{i}.attention", **HEADS}
     convert_file(folder, tmp_path / "two", ranks=2, **options)
@@ -312,7 +328,8 @@ def test_other_tensors_are_divided_and_joined_again(meta, tmp_path):
         assert all(torch.equal(one[name], tensor) for name, tensor in other.items())
 
 
-def test_files_written_here_say_how_many_ranks_there_are(meta, tmp_path):
+def test_written_ranks_store_their_count(meta, tmp_path):
+    """A written folder that lacks its last rank raises an error, and so does that rank alone."""
     folder, _ = meta
     options = {"source": "meta.LLaMA", "target": "meta.LLaMA", "prefix": "layers.{i}.attention", **HEADS}
     convert_file(folder, tmp_path / "ranks", ranks=4, **options)
@@ -323,7 +340,8 @@ def test_files_written_here_say_how_many_ranks_there_are(meta, tmp_path):
         read(tmp_path / "a.pth")
 
 
-def test_the_command_line(meta, tmp_path, capsys):
+def test_convert_writes_ranks(meta, tmp_path, capsys):
+    """`convert --ranks 2` writes two ranks; existing folders and wrong options exit with 2."""
     folder, weights = meta
     layer = ["--from", "meta.LLaMA", "--prefix", "layers.{i}.attention", "--num-heads", "8", "--num-kv-heads", "4"]
     arguments = ["convert", str(folder), str(tmp_path / "eight"), *layer, "--to", "megatron", "--rest", "drop"]
@@ -349,7 +367,8 @@ def test_the_command_line(meta, tmp_path, capsys):
     assert not (tmp_path / "new").exists()
 
 
-def test_stacks_and_what_nobody_knows_how_to_divide_are_refused(meta, tmp_path):
+def test_unshardable_tensors_raise(meta, tmp_path):
+    """Stacked layers and tensors with unknown sharding raise an error, and nothing is written."""
     folder, _ = meta
     options = {"source": "meta.LLaMA", "target": "meta.LLaMA", "prefix": "layers.{i}.attention", **HEADS}
     with refuses("ranks", ranks=2, label="layers[0]"):
@@ -360,7 +379,8 @@ def test_stacks_and_what_nobody_knows_how_to_divide_are_refused(meta, tmp_path):
     assert not (tmp_path / "a").exists()
 
 
-def test_what_a_layout_says_of_ranks_is_of_its_own_tensors():
+def test_layouts_of_ranks_match_programs():
+    """Each layout with ranks round-trips a layer and uses the file names of its program."""
     specs = {"meta.LLaMA": META, "megatron": GPT, "megatron.gate": GATED}
     layouts = [layout for layout in LAYOUTS.values() if layout.ranks is not None]
     assert {layout.name for layout in layouts} == specs.keys()
@@ -372,7 +392,8 @@ def test_what_a_layout_says_of_ranks_is_of_its_own_tensors():
         assert layout.ranks.file.format(rank="00") == PATHS[layout.name.partition(".gate")[0]].format(0)
 
 
-def test_a_file_as_others_have_it_is_opened_as_ever(tmp_path):
+def test_ordinary_file_opens_unchanged(tmp_path):
+    """open_checkpoint lists the same tensors of an ordinary file as open_tensors."""
     parity.save(tmp_path / "a.safetensors", random_weights(META), META)
     with open_checkpoint(tmp_path / "a.safetensors") as one, open_tensors(tmp_path / "a.safetensors") as other:
         assert one.infos == other.infos

@@ -1,4 +1,4 @@
-"""Weights that several layers share, converted to copies and back: files get the tensors that transformers writes."""
+"""Weights shared by layers become copies; converted back, files equal transformers' own."""
 
 import json
 
@@ -27,7 +27,8 @@ def layout_of(name):
 
 @pytest.mark.parametrize("name", [*SHARING, *OWN])
 @pytest.mark.parametrize("between", ["canonical", "mha_jax"])
-def test_a_round_trip_keeps_the_names_of_the_file(name, between, tmp_path):
+def test_round_trip_restores_shared_tensors(name, between, tmp_path):
+    """Two round trips restore the file bit for bit; in between, layers have copies of biases."""
     saved(name, tmp_path / "model")
     original = load_file(tmp_path / "model" / "model.safetensors")
     paths = [tmp_path / f"{number}.safetensors" for number in range(4)]
@@ -43,14 +44,16 @@ def test_a_round_trip_keeps_the_names_of_the_file(name, between, tmp_path):
         assert sum("relative_bias" in each for each in load_file(paths[0])) > count
 
 
-def test_the_same_layout_keeps_the_names_of_the_file(tmp_path):
+def test_same_layout_keeps_all_tensors(tmp_path):
+    """Converting T5 to its own layout writes every tensor unchanged, bit for bit."""
     saved("t5", tmp_path / "model")
     convert_file(tmp_path / "model", tmp_path / "same.safetensors", target="transformers.T5")
     original = load_file(tmp_path / "model" / "model.safetensors")
     assert same_tensors(load_file(tmp_path / "same.safetensors"), original)
 
 
-def test_transformers_loads_what_comes_back(tmp_path):
+def test_transformers_loads_the_round_trip(tmp_path):
+    """transformers finds no missing or unexpected keys in T5 after a round trip through mha_jax."""
     saved("t5", tmp_path / "model")
     convert_file(tmp_path / "model", tmp_path / "jax.safetensors", target="mha_jax")
     convert_file(tmp_path / "jax.safetensors", tmp_path / "model", target="transformers.T5", force=True)
@@ -59,8 +62,8 @@ def test_transformers_loads_what_comes_back(tmp_path):
     assert not info["missing_keys"]
 
 
-def test_a_table_outside_layers_is_written_once(tmp_path):
-    """Without the other tensors, MPNet's table is only in the layers, and is made of their copies."""
+def test_mpnet_table_is_written_once(tmp_path):
+    """If other tensors are dropped, MPNet's table is rebuilt from its copies in layers, once."""
     saved("mpnet", tmp_path / "model")
     convert_file(tmp_path / "model", tmp_path / "layers.safetensors", target="mha_jax", keep_rest=False)
     convert_file(tmp_path / "layers.safetensors", tmp_path / "back.safetensors", target="transformers.MPNet")
@@ -70,7 +73,8 @@ def test_a_table_outside_layers_is_written_once(tmp_path):
     assert same_tensors(back, {name: original[name] for name in back})
 
 
-def test_holders_follow_their_layers_to_other_prefixes(tmp_path):
+def test_shared_tensors_follow_prefixes(tmp_path):
+    """T5's table is written once, in the first layer, also after a change of prefix or a stack."""
     saved("t5", tmp_path / "model")
     usual, other = "decoder.block.{i}.layer.0.SelfAttention", "layers.{i}.attn"
     stack, back = tmp_path / "stack.safetensors", tmp_path / "back.safetensors"
@@ -89,7 +93,8 @@ def test_holders_follow_their_layers_to_other_prefixes(tmp_path):
         back.unlink()
 
 
-def test_copies_that_differ_are_refused(tmp_path):
+def test_different_copies_raise(tmp_path):
+    """If one copy of a shared bias was changed, converting back raises and writes nothing."""
     saved("t5", tmp_path / "model")
     path = tmp_path / "jax.safetensors"
     convert_file(tmp_path / "model", path, target="mha_jax")
@@ -103,7 +108,8 @@ def test_copies_that_differ_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("shared", ['{"a": 1}', '{"a": {"relative_bias": 2}}', "[]", "5"])
-def test_metadata_that_name_no_holders_are_refused(shared, tmp_path):
+def test_invalid_sharing_metadata_raises(shared, tmp_path):
+    """Metadata that do not map shared tensors to their layers raise an error with the path."""
     saved("t5", tmp_path / "model")
     path = tmp_path / "jax.safetensors"
     convert_file(tmp_path / "model", path, target="mha_jax")
@@ -121,7 +127,8 @@ def verified(one, other, tmp_path, capsys):
     return status, warnings, json.loads((tmp_path / "result.json").read_text())["only_in_one"]
 
 
-def test_verify_names_tensors_that_one_file_lacks(tmp_path, capsys):
+def test_verify_names_missing_tensors(tmp_path, capsys):
+    """`verify` exits with 0 and names a tensor that only one file has, and the one it copies."""
     saved("t5", tmp_path / "model")
     original = load_file(tmp_path / "model" / "model.safetensors")
     convert_file(tmp_path / "model", tmp_path / "jax.safetensors", target="mha_jax")
@@ -151,8 +158,8 @@ def test_verify_names_tensors_that_one_file_lacks(tmp_path, capsys):
     assert (found["file"], found["names"]) == (str(tmp_path / "model"), ["shared.weight"])
 
 
-def test_a_number_of_several_parts_names_their_prefixes(tmp_path, capsys):
-    """T5 has three layers of number 0; each prefix that the message lists selects one."""
+def test_ambiguous_layer_suggests_prefixes(tmp_path, capsys):
+    """T5 has three layers numbered 0: the error suggests a prefix, which is then accepted."""
     saved("t5", tmp_path / "model")
     command = ["write", str(tmp_path / "model"), "--to", "torch"]
     assert main([*command, "--layers", "0"]) == 2

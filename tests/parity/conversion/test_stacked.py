@@ -52,7 +52,8 @@ class Model(nnx.Module):
 
 @pytest.mark.parametrize("fused_qkv", [False, True])
 @pytest.mark.parametrize("kind", ["orbax", "msgpack"])
-def test_a_checkpoint_of_mha_jax_is_converted_and_found(tmp_path, kind, fused_qkv):
+def test_mha_jax_checkpoint_is_converted(tmp_path, kind, fused_qkv):
+    """Layers of mha_jax in Orbax and msgpack files are found and convert bit for bit."""
     model, path = Model(fused_qkv=fused_qkv), tmp_path / f"model.{kind}"
     if kind == "orbax":
         with ocp.StandardCheckpointer() as checkpointer:
@@ -70,7 +71,8 @@ def test_a_checkpoint_of_mha_jax_is_converted_and_found(tmp_path, kind, fused_qk
         assert spec == SPEC
 
 
-def test_a_torch_checkpoint_becomes_mha_jax_under_orbax(tmp_path):
+def test_torch_checkpoint_converts_to_orbax(tmp_path):
+    """PyTorch layers, converted to an Orbax checkpoint, restore into mha_jax bit for bit."""
     source = write_tensor_file(tmp_path / "a.safetensors", numbered(2, "torch.nn.MultiheadAttention"))
     options = {"source": "torch.nn.MultiheadAttention", "target": "mha_jax", "prefix": PREFIX, "num_heads": 4}
     convert_file(source, tmp_path / "b.orbax", keep_rest=False, to_prefix="layers.{i}", **options)
@@ -85,11 +87,13 @@ def test_a_torch_checkpoint_becomes_mha_jax_under_orbax(tmp_path):
         assert same_bits(parity.weights_of(layer), random_weights(SPEC, seed=i))
 
 
-def test_mha_torch_is_another_name_of_canonical():
+def test_mha_torch_is_canonical_layout():
+    """The layout `mha_torch` is the canonical one."""
     assert find_layout("mha_torch") is LAYOUTS["canonical"]
 
 
-def test_an_nnx_state_is_converted_in_memory():
+def test_nnx_state_converts_in_memory():
+    """An NNX state and its nested dictionary convert to the layer's weights bit for bit."""
     layer = mha_jax.MultiHeadAttention(AttentionSpec(16, 4), rngs=nnx.Rngs(0))
     state = nnx.state(layer, nnx.Param)
     for tree in (state, nnx.to_pure_dict(state)):
@@ -104,8 +108,9 @@ def test_an_nnx_state_is_converted_in_memory():
 @pytest.mark.parametrize(
     "layout", [name for name, layout in LAYOUTS.items() if layout_fits(layout, SPEC) or layout_fits(layout, GQA)]
 )
-@pytest.mark.parametrize("suffix", ["safetensors", "npz"])  # the one is read in parts
-def test_numbered_layers_become_a_stack_and_come_back_bit_for_bit(tmp_path, layout, suffix):
+@pytest.mark.parametrize("suffix", ["safetensors", "npz"])  # safetensors are read in parts
+def test_stack_round_trip_is_exact(tmp_path, layout, suffix):
+    """In each layout, numbered layers become a stack and numbered layers again, bit for bit."""
     spec = SPEC if layout_fits(LAYOUTS[layout], SPEC) else GQA
     source = write_tensor_file(tmp_path / f"a.{suffix}", numbered(spec=spec, layout="canonical"))
     stack, again, back = (tmp_path / f"{name}.{suffix}" for name in "bcd")
@@ -115,14 +120,15 @@ def test_numbered_layers_become_a_stack_and_come_back_bit_for_bit(tmp_path, layo
     expected = {f"layers.self_attn.{name}": np.stack([each[name] for each in alone]) for name in alone[0]}
     found = read_tensors(stack)
     assert bits_of(found) == bits_of(expected | {"embed.weight": np.ones((3, 16), np.float32)})
-    convert_file(stack, again, target="mha_jax")  # a stack stays one
+    convert_file(stack, again, target="mha_jax")  # a stack remains a stack
     assert read_tensors(again)["layers.self_attn.q_proj.kernel"].shape == (3, 16, spec.q_width)
     done = convert_file(stack, back, target="canonical", to_prefix=PREFIX)
     assert done.layers == [f"layers.self_attn[{i}]" for i in range(3)]
     assert bits_of(read_tensors(back)) == bits_of(read_tensors(source))
 
 
-def test_one_layer_of_a_stack_is_loaded_and_all_of_them_in_order(tmp_path):
+def test_stacked_layers_load_by_index(tmp_path):
+    """`a[11]` loads the last of 12 stacked layers, all load in order, and wrong indices raise."""
     source = write_tensor_file(tmp_path / "a.npz", numbered(12))
     convert_file(
         source, tmp_path / "b.npz", source="canonical", target="qkv_proj", prefix=PREFIX, to_prefix="a", num_heads=4
@@ -140,7 +146,8 @@ def test_one_layer_of_a_stack_is_loaded_and_all_of_them_in_order(tmp_path):
         load(source, "canonical", prefix="layers.0.self_attn[0]", num_heads=4)
 
 
-def test_one_layer_of_a_stack_is_written_only_where_the_others_are_not_lost(tmp_path):
+def test_stack_slice_requires_dropping_rest(tmp_path):
+    """Converting one layer of a stack raises an error unless all other tensors are dropped."""
     source = write_tensor_file(tmp_path / "a.npz", numbered())
     convert_file(
         source, tmp_path / "b.npz", source="canonical", target="mha_jax", prefix=PREFIX, to_prefix="a", num_heads=4
@@ -164,7 +171,8 @@ def test_one_layer_of_a_stack_is_written_only_where_the_others_are_not_lost(tmp_
         ),
     ],
 )
-def test_layers_that_make_no_stack_are_refused(tmp_path, change, refusal):
+def test_unstackable_layers_raise(tmp_path, change, refusal):
+    """Stacking layers with a gap in their numbers or with different dtypes raises an error."""
     tensors = numbered()
     change(tensors)
     with refusal:
@@ -179,7 +187,8 @@ def test_layers_that_make_no_stack_are_refused(tmp_path, change, refusal):
         )
 
 
-def test_a_value_that_is_not_finite_is_found_in_a_stack(tmp_path):
+def test_nan_in_a_stack_raises(tmp_path):
+    """A NaN in one layer of a stack raises an error with the tensor's name."""
     tensors = {name: np.stack([x, x]) for name, x in random_weights(SPEC).items()}
     tensors["v_proj.weight"][1, 2, 3] = np.nan
     for suffix in ("safetensors", "npz"):
@@ -188,7 +197,8 @@ def test_a_value_that_is_not_finite_is_found_in_a_stack(tmp_path):
             convert_file(source, tmp_path / "b.npz", source="canonical", target="mha_jax", num_heads=4)
 
 
-def test_tensors_of_stacks_that_differ_are_refused(tmp_path):
+def test_stacks_of_unequal_length_raise(tmp_path):
+    """Tensors that stack two and three layers raise an error with both numbers."""
     tensors = {name: np.stack([x, x]) for name, x in random_weights(SPEC).items()}
     tensors["q_proj.bias"] = np.zeros((3, 16), np.float32)
     with refuses("stacked tensors", "[2, 3]"):
@@ -205,7 +215,7 @@ def test_tensors_of_stacks_that_differ_are_refused(tmp_path):
 
 
 class Block(flax.linen.Module):
-    """What is scanned."""
+    """The scanned block."""
 
     @flax.linen.compact
     def __call__(self, x, _):
@@ -213,7 +223,8 @@ class Block(flax.linen.Module):
 
 
 @pytest.mark.thorough
-def test_a_model_scanned_by_linen_is_taken_apart_and_computes_the_same(tmp_path):
+def test_linen_scan_converts_exactly(tmp_path):
+    """Layers scanned by Flax Linen convert to mha_jax with equal output, and back exactly."""
     stack = flax.linen.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
 
     class Scanned(flax.linen.Module):
@@ -241,7 +252,9 @@ def test_a_model_scanned_by_linen_is_taken_apart_and_computes_the_same(tmp_path)
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), variables["params"], back["params"]))
 
 
-def test_layers_made_by_vmap_are_filled_from_numbered_ones_and_scanned(tmp_path):
+def test_nnx_scan_runs_converted_layers(tmp_path):
+    """Numbered layers fill a vmapped NNX stack, whose scan matches the layers run in turn."""
+
     @nnx.vmap(in_axes=0, out_axes=0)
     def make(key):
         return mha_jax.MultiHeadSelfAttention(AttentionSpec(16, 4), rngs=nnx.Rngs(key))

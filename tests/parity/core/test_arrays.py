@@ -1,4 +1,4 @@
-"""Arrays of any framework as NumPy's, and back."""
+"""Conversion of arrays between NumPy and the other frameworks."""
 
 import subprocess
 import sys
@@ -22,7 +22,7 @@ TORCH_ONLY = [name for name in FOREIGN if name in DTYPES and hasattr(torch, name
 
 
 def any_bits(dtype, shape=(3, 5)):
-    """Bits of all kinds, NaN among them."""
+    """Return an array of random bits, including NaN."""
     dtype = np.dtype(dtype)
     if dtype == np.bool_:
         return np.arange(15).reshape(shape) % 2 == 0
@@ -32,7 +32,8 @@ def any_bits(dtype, shape=(3, 5)):
 @sample(12)
 @pytest.mark.parametrize("dtype", ["bool", "uint8", "int32", "int64", "float16", "float32", "float64", *TORCH_ONLY])
 @pytest.mark.parametrize("shape", [(3, 5), (), (0, 2)])
-def test_an_array_comes_back_from_torch_bit_for_bit(dtype, shape):
+def test_torch_round_trip_is_exact(dtype, shape):
+    """An array becomes a torch tensor of its dtype and shape, and comes back bit for bit."""
     array = any_bits(DTYPES[dtype])
     array = array[:0, :2] if shape == (0, 2) else array[1, 2:3].reshape(()) if shape == () else array
     for each in (array, array.T):
@@ -43,7 +44,8 @@ def test_an_array_comes_back_from_torch_bit_for_bit(dtype, shape):
 
 
 @pytest.mark.parametrize("dtype", ["bool", "uint8", "int32", "float16", "float32", "bfloat16", "float8_e4m3fn"])
-def test_an_array_comes_back_from_jax_bit_for_bit(dtype):
+def test_jax_round_trip_is_exact(dtype):
+    """An array becomes a JAX array and comes back bit for bit."""
     array = any_bits(DTYPES[dtype])
     found = parity.to_jax(array)
     assert isinstance(found, jax.Array)
@@ -51,13 +53,15 @@ def test_an_array_comes_back_from_jax_bit_for_bit(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_torch_and_jax_take_each_others_arrays(dtype):
+def test_torch_and_jax_convert_directly(dtype):
+    """Arrays convert between torch and JAX in both directions, bit for bit."""
     array = any_bits(DTYPES[dtype])
     assert same_array(parity.to_numpy(parity.to_jax(parity.to_torch(array))), array)
     assert same_array(parity.to_numpy(parity.to_torch(parity.to_jax(array))), array)
 
 
-def test_an_array_of_the_framework_itself_is_not_copied():
+def test_native_array_is_not_copied():
+    """An array of the requested framework is returned itself."""
     for array, of_framework in (
         (np.ones(3), parity.to_numpy),
         (torch.ones(3), parity.to_torch),
@@ -66,7 +70,8 @@ def test_an_array_of_the_framework_itself_is_not_copied():
         assert of_framework(array) is array
 
 
-def test_a_tensor_with_a_gradient_or_a_transposed_one_is_read_and_not_shared():
+def test_to_numpy_copies_a_parameter():
+    """The array of a transposed parameter keeps its values if the parameter changes."""
     tensor = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3))
     found = parity.to_numpy(tensor.T)
     with torch.no_grad():
@@ -74,7 +79,8 @@ def test_a_tensor_with_a_gradient_or_a_transposed_one_is_read_and_not_shared():
     assert found.tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
 
 
-def test_a_variable_of_flax_is_an_array():
+def test_flax_variable_is_an_array():
+    """A bfloat16 variable of Flax becomes a bfloat16 NumPy array."""
     assert parity.to_numpy(nnx.Param(jnp.arange(3, dtype=jnp.bfloat16))).dtype == ml_dtypes.bfloat16
 
 
@@ -83,17 +89,20 @@ def test_a_variable_of_flax_is_an_array():
     [None, 1.0, [1.0], "text", torch.ones(2, device="meta"), torch.eye(2).to_sparse()],
     ids=["none", "number", "list", "text", "meta", "sparse"],
 )
-def test_what_is_no_array_with_values_is_refused(wrong):
+def test_values_of_other_types_raise(wrong):
+    """Values that are not arrays, and meta or sparse tensors, raise an error about the type."""
     with refuses_type("a…"):
         parity.to_numpy(wrong)
 
 
-def test_a_tracer_is_refused():
+def test_jax_tracer_raises():
+    """A tracer of jax.jit raises an error about the type."""
     with refuses_type("an array", "DynamicJaxprTracer"):
         jax.jit(parity.to_numpy)(jnp.ones(2))
 
 
-def test_nested_mappings_are_read_by_names_with_dots():
+def test_nested_names_are_joined_by_dots():
+    """Nested mappings have names with dots; duplicate names and other values raise errors."""
     layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     for tree in (nnx.state(layer), nnx.to_pure_dict(nnx.state(layer))):
         found = to_numpy_by_name({"q_proj": tree, "v_proj.bias": np.ones(2)})
@@ -112,7 +121,8 @@ def test_nested_mappings_are_read_by_names_with_dots():
 
 @pytest.mark.costly("modules that a new process imports")
 @pytest.mark.thorough
-def test_no_framework_is_imported_for_an_array_of_another_one():
+def test_conversion_imports_are_lazy():
+    """NumPy arrays import no framework, and torch tensors do not import JAX."""
     code = """
 import sys
 import numpy as np

@@ -1,4 +1,4 @@
-"""The comparison: what it passes, and, the control, that what is broken on purpose is reported, at the right stage."""
+"""The comparison: rounding passes, and, as the control, injected bugs are reported at the right stage."""
 
 import json
 import math
@@ -27,7 +27,7 @@ def expected(rng):
 
 
 def compare(actual, expected, same_precision, **about):
-    """The comparison of an array that is kept in the dtype that the stage is kept in."""
+    """Compare an array after a cast to the dtype in which its stage is kept."""
     kept = parity.core.compare.kept_dtype(about["stage"], about["dtype"])
     return parity.core.compare.compare(actual.astype(kept), expected, same_precision, Label(**about))
 
@@ -40,11 +40,13 @@ def noisy(expected, rng, relative=2**-24):
 
 
 def test_rounding_alone_passes(expected, rng):
+    """Values that differ only by float32 rounding pass."""
     same = noisy(expected, rng)
     assert compare(noisy(expected, rng).astype(np.float32), expected, same, **ABOUT).passed
 
 
-def test_an_error_of_a_millionth_everywhere_is_seen(expected, rng):
+def test_relative_error_of_1e_6_fails(expected, rng):
+    """Relative errors of 1e-6 in all elements fail by their rms."""
     same, signs = expected.astype(np.float32), rng.choice([-1.0, 1.0], expected.shape)
     comparison = compare((expected * (1 + 1e-6 * signs)).astype(np.float32), expected, same, **ABOUT)
     assert not comparison.passed
@@ -52,7 +54,8 @@ def test_an_error_of_a_millionth_everywhere_is_seen(expected, rng):
 
 
 @pytest.mark.parametrize(("dtype", "gain"), [("float32", 2e-7), ("bfloat16", 0.003), ("float16", 5e-4)])
-def test_a_gain_that_single_elements_hide_is_seen_by_the_slope(rng, dtype, gain):
+def test_small_gain_fails_by_its_slope(rng, dtype, gain):
+    """A small gain fails by its slope, though its rms and maximum are within the budget."""
     expected = rng.standard_normal((4, 10, 50, 50))
     kept = dtype_named(dtype)
     about = {**ABOUT, "dtype": dtype, "stage": "q"}
@@ -67,16 +70,18 @@ def test_a_gain_that_single_elements_hide_is_seen_by_the_slope(rng, dtype, gain)
     assert np.sqrt(np.mean(errors**2)) <= allowed["rms"]
 
 
-def test_the_slope_is_that_of_least_squares(expected, rng):
+def test_slope_is_that_of_least_squares(expected, rng):
+    """The slope is the least-squares gain times the rms, and 0 for an orthogonal error."""
     counted = np.ones(expected.shape, bool)
     size = np.sqrt(np.mean(expected**2))
     assert slope(1.25 * expected, expected, counted) == pytest.approx(0.25 * size)
     away = rng.standard_normal(expected.shape)
-    away -= expected * (away * expected).sum() / (expected**2).sum()  # what is no gain
+    away -= expected * (away * expected).sum() / (expected**2).sum()  # orthogonal to a gain
     assert slope(expected + away, expected, counted) == pytest.approx(0.0, abs=1e-12)
 
 
-def test_the_slope_is_judged_neither_of_gradients_nor_where_numbers_are_cut_off(expected):
+def test_some_comparisons_have_no_slope(expected):
+    """Gradients, and arithmetic that cuts off operands, have no budget for the slope."""
     same = expected.astype(np.float32)
     assert "slope" in budget(expected, same, "float32")
     assert "slope" not in budget(expected, same, "float32", arithmetic="tensix")
@@ -86,7 +91,8 @@ def test_the_slope_is_judged_neither_of_gradients_nor_where_numbers_are_cut_off(
     assert compare(gain, expected, same, **{**ABOUT, "stage": "grad.query"}).norm != "slope"
 
 
-def test_one_wrong_element_among_many_is_seen(rng):
+def test_one_wrong_element_fails_by_maximum(rng):
+    """One of 100,000 elements off by 1e-5 fails by the maximum, with its index."""
     expected = rng.standard_normal((4, 10, 50, 50))
     actual = expected.astype(np.float32)
     actual[1, 2, 3, 4] += 1e-5
@@ -97,7 +103,8 @@ def test_one_wrong_element_among_many_is_seen(rng):
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
-def test_one_element_that_is_not_finite_fails(expected, rng, wrong):
+def test_one_non_finite_element_fails(expected, rng, wrong):
+    """One NaN or infinity fails with a reason and its index."""
     actual = expected.copy()
     actual[0, 1, 2, 3] = wrong
     comparison = compare(actual, expected, noisy(expected, rng), **ABOUT)
@@ -107,13 +114,15 @@ def test_one_element_that_is_not_finite_fails(expected, rng, wrong):
 
 
 @pytest.mark.parametrize("index", [np.s_[:, :1], np.s_[:1], np.s_[..., :1], np.s_[0], np.s_[:, :, :, None]])
-def test_a_shape_that_would_broadcast_fails(expected, index):
+def test_broadcastable_shape_fails(expected, index):
+    """An array of a shape that would broadcast fails, with the shape as the reason."""
     comparison = compare(expected[index], expected, expected, **ABOUT)
     assert not comparison.passed
     assert "shape" in comparison.reason
 
 
-def test_an_empty_array_fails():
+def test_empty_array_fails():
+    """Arrays without elements fail, with that reason."""
     empty = np.empty((2, 0, 3, 4))
     comparison = compare(empty, empty, empty, **ABOUT)
     assert not comparison.passed
@@ -121,13 +130,15 @@ def test_an_empty_array_fails():
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float16, np.int32, np.complex64, np.bool_])
-def test_a_stage_kept_in_another_dtype_fails(expected, dtype):
+def test_wrong_stage_dtype_fails(expected, dtype):
+    """A float32 stage in another dtype fails, with both dtypes as the reason."""
     comparison = parity.core.compare.compare(expected.astype(dtype), expected, expected, Label(**ABOUT))
     assert not comparison.passed
     assert comparison.reason == f"dtype {np.dtype(dtype)}, expected float32"
 
 
-def test_numbers_in_place_of_a_mask_fail(expected):
+def test_floating_point_mask_fails(expected):
+    """A mask of floating-point numbers fails, with the dtype as the reason."""
     comparison = parity.core.compare.compare(expected, expected > 0, expected > 0, Label(**{**ABOUT, "stage": "mask"}))
     assert not comparison.passed
     assert "dtype" in comparison.reason
@@ -139,7 +150,8 @@ def with_nan(x):
     return x
 
 
-def test_nan_where_the_reference_is_nan_passes(expected, rng):
+def test_expected_nan_passes(expected, rng):
+    """NaN where the reference is NaN passes, with the ratio of the other elements."""
     comparison = compare(with_nan(noisy(expected, rng)), with_nan(expected), with_nan(noisy(expected, rng)), **ABOUT)
     assert comparison.passed
     assert 0.0 < comparison.ratio < 1.0
@@ -147,7 +159,8 @@ def test_nan_where_the_reference_is_nan_passes(expected, rng):
 
 
 @pytest.mark.parametrize("given", [0.0, 1.0, np.inf])
-def test_a_nan_that_is_swallowed_fails_and_is_named(expected, given):
+def test_missing_nan_fails(expected, given):
+    """A number or infinity where the reference is NaN fails with a reason and its index."""
     actual = with_nan(expected)
     actual[0, 1, 2, 3] = given
     comparison = compare(actual, with_nan(expected), with_nan(expected), **ABOUT)
@@ -156,7 +169,8 @@ def test_a_nan_that_is_swallowed_fails_and_is_named(expected, given):
     assert comparison.worst_index == {"B": 0, "N": 1, "T": 2, "H": 3}
 
 
-def test_a_nan_that_spreads_fails_and_is_named(expected):
+def test_spreading_nan_fails(expected):
+    """NaN where the reference is finite fails with a reason and its index."""
     actual = with_nan(expected)
     actual[1, 0, 2, 3] = np.nan
     comparison = compare(actual, with_nan(expected), with_nan(expected), **ABOUT)
@@ -165,8 +179,8 @@ def test_a_nan_that_spreads_fails_and_is_named(expected):
     assert comparison.worst_index == {"B": 1, "N": 0, "T": 2, "H": 3}
 
 
-def test_an_error_beside_a_nan_is_seen(expected):
-    """NaN neither hides it nor lends it its share of the mean."""
+def test_error_next_to_nan_fails(expected):
+    """Relative errors of 1e-6 next to NaN fail by their rms, to which NaN adds nothing."""
     expected = with_nan(expected)
     signs = np.where(np.arange(expected.shape[-1]) % 2, 1.0, -1.0)
     exact = compare((expected * (1 + 1e-6 * signs)).astype(np.float32), expected, expected.astype(np.float32), **ABOUT)
@@ -174,7 +188,8 @@ def test_an_error_beside_a_nan_is_seen(expected):
     assert exact.norm == "rms"
 
 
-def test_the_budget_beside_a_nan_is_that_of_what_is_finite(expected, rng):
+def test_budget_ignores_nan(expected, rng):
+    """The budget of an array with NaN is that of its finite elements."""
     same = noisy(expected, rng)
     alone = budget(expected[:, :1], same[:, :1], "float32")
     nan = np.full_like(expected[:, :1], np.nan)
@@ -182,22 +197,25 @@ def test_the_budget_beside_a_nan_is_that_of_what_is_finite(expected, rng):
     assert budget(*both, "float32") == alone
 
 
-def test_a_masked_key_may_weigh_0_or_nan_in_a_row_that_is_nan():
+def test_zero_weights_in_nan_row_pass():
+    """Some attention weights of a NaN row may be 0, but not all, and not other values or stages."""
     expected, stage = np.full((1, 1, 1, 4), np.nan), {**ABOUT, "stage": "attn_weights"}
     actual = np.array([[[[np.nan, np.nan, 0.0, 0.0]]]])
     assert compare(actual, expected, expected, **stage).passed
     assert not compare(np.zeros_like(actual), expected, expected, **stage).passed
     assert not compare(np.where(np.isnan(actual), actual, 0.5), expected, expected, **stage).passed
-    assert not compare(actual, expected, expected, **ABOUT).passed  # of weights alone
+    assert not compare(actual, expected, expected, **ABOUT).passed  # only for attention weights
 
 
-def test_json_of_a_swallowed_nan_has_no_nan(expected):
+def test_json_of_missing_nan_is_valid(expected):
+    """The JSON of a missing NaN is valid, with null for the NaN."""
     comparison = compare(expected, with_nan(expected), with_nan(expected), **ABOUT)
     content = json.loads(json.dumps(comparison.to_dict(), allow_nan=False))
     assert content["worst_values"][1] is None
 
 
 def test_one_flipped_mask_element_fails(expected):
+    """One flipped element of a mask fails: its budget is 0."""
     mask = expected > 0
     flipped = mask.copy()
     flipped[1, 2, 3, 4] ^= True
@@ -207,31 +225,37 @@ def test_one_flipped_mask_element_fails(expected):
 
 
 def test_equal_masks_pass(expected):
+    """Equal masks pass."""
     assert compare(expected > 0, expected > 0, expected > 0, **{**ABOUT, "stage": "mask"}).passed
 
 
-def test_correlation_decides_nothing(expected, rng):
+def test_correlation_does_not_decide(expected, rng):
+    """Values times 2 plus 0.5 fail, although their correlation is 1."""
     comparison = compare(2.0 * expected + 0.5, expected, noisy(expected, rng), **ABOUT)
     assert comparison.pcc == pytest.approx(1.0)
     assert not comparison.passed
 
 
-def test_correlation_of_a_constant_is_not_made_up():
+def test_constant_has_no_correlation():
+    """The correlation of constants is None."""
     ones = np.ones((1, 1, 2, 2))
     assert compare(ones, ones, ones, **ABOUT).pcc is None
 
 
-def test_the_budget_grows_with_the_case_own_noise(expected, rng):
+def test_budget_grows_with_the_noise(expected, rng):
+    """The budgets of rms, maximum and slope grow more than 100 times with 1,000 times the noise."""
     little, much = (budget(expected, noisy(expected, rng, relative), "float32") for relative in (1e-7, 1e-4))
     assert set(much) == {"rms", "max", "slope"}
     assert all(much[norm] > 100 * little[norm] for norm in much)
 
 
-def test_the_budget_of_an_exact_reference_is_one_unit_of_rounding(expected):
+def test_exact_budget_is_one_unit(expected):
+    """With an exact reference, the maximum in float32 is 2^-23 of the largest value."""
     assert budget(expected, expected, "float32")["max"] == pytest.approx(2**-23 * np.abs(expected).max())
 
 
-def test_an_error_beyond_the_factor_fails_and_one_within_passes(expected, rng):
+def test_factor_is_the_limit_of_errors(expected, rng):
+    """Errors of 0.99 times the allowed factor of the noise pass; those of 1.01 times fail."""
     noise = 1e-3 * rng.standard_normal(expected.shape)
     same = expected + noise
     allowed = factor(expected.size)
@@ -239,26 +263,30 @@ def test_an_error_beyond_the_factor_fails_and_one_within_passes(expected, rng):
     assert not compare(expected + 1.01 * allowed * noise, expected, same, **ABOUT).passed
 
 
-def test_the_factor_is_4_but_for_a_handful_of_elements():
+def test_factor_is_larger_for_few_elements():
+    """The allowed factor is `FACTOR` for 10,000 elements, and twice as large for 4."""
     assert factor(10_000) == pytest.approx(FACTOR, rel=1e-3)
     assert factor(4) == 2 * FACTOR
 
 
-def test_float64_is_held_to_the_noise_of_float32_scaled_down(expected, rng):
+def test_float64_budget_is_scaled_noise(expected, rng):
+    """In float64, errors of 2^-53 pass and those of 2^-40 fail, given float32 noise."""
     about = {**ABOUT, "dtype": "float64"}
     same = noisy(expected, rng)  # of the float32 reference
     assert compare(noisy(expected, rng, 2**-53), expected, same, **about).passed
     assert not compare(noisy(expected, rng, 2**-40), expected, same, **about).passed
 
 
-def test_ulps_are_counted_in_the_stage_own_dtype():
+def test_ulps_are_those_of_the_stage_dtype():
+    """An error of 2^-7 is 1 unit in the last place of bfloat16, and 2^16 of float32."""
     expected = np.ones((1, 1, 1, 2))
     actual = expected + 2**-7
     assert compare(actual, expected, expected, **{**ABOUT, "dtype": "bfloat16"}).max_ulp == 1.0
     assert compare(actual, expected, expected, **ABOUT).max_ulp == 2**16
 
 
-def test_the_message_says_what_where_and_how_much(expected, rng):
+def test_message_has_place_and_values(expected, rng):
+    """The message has the stage, shape, number of wrong elements, worst index and values."""
     actual = expected.copy()
     actual[1, 2, 3, 4] = 7.0
     text = str(compare(actual, expected, noisy(expected, rng), **ABOUT))
@@ -268,17 +296,18 @@ def test_the_message_says_what_where_and_how_much(expected, rng):
     assert f"at (b=1, n=2, t=3, h=4): 7, expected {expected[1, 2, 3, 4]:.6g}" in text
 
 
-def test_json_of_a_failure_has_no_infinity(expected):
+def test_json_of_failure_is_valid(expected):
+    """The JSON of a failure is valid, with null for an infinite ratio."""
     comparison = compare(expected[:1], expected, expected, **ABOUT)
     assert math.isinf(comparison.ratio)
     assert json.loads(json.dumps(comparison.to_dict(), allow_nan=False))["ratio"] is None
 
 
-# ---- The control: broken on purpose, and seen at the right stage -----------------------------------------------------
+# ---- The control: injected bugs are reported at the right stage ------------------------------------------------------
 
 
-# Bugs that have a name are injected in tests/lab/test_selftest.py; here is what has none. Each takes the function that
-# it breaks and the sibling, and gives the broken function.
+# Bugs with a name are injected in tests/lab/test_selftest.py; these have none. Each receives the function to break and
+# the implementation, and returns the broken function.
 
 
 def swapped_kv(project_qkv, _):
@@ -308,7 +337,7 @@ MUTATIONS = {
 
 
 def mutate(monkeypatch, sibling, name, broken):
-    """Replace a function wherever a sibling's modules hold it."""
+    """Replace a function in all modules of an implementation."""
     package = sibling.package
     original = getattr(package, name)
     replacement = broken(original, sibling)
@@ -325,7 +354,8 @@ def difference_in(case, backend):
 
 @sample(jax=1)
 @pytest.mark.parametrize("mutation", MUTATIONS)
-def test_what_is_broken_is_reported_at_its_stage(sibling, monkeypatch, mutation):
+def test_injected_bug_fails_at_its_stage(sibling, monkeypatch, mutation):
+    """An injected bug is reported at its stage, and without it nothing is reported."""
     function, broken, case, stage = MUTATIONS[mutation]
     assert difference_in(case, sibling.name) is None
     mutate(monkeypatch, sibling, function, broken)
@@ -334,8 +364,8 @@ def test_what_is_broken_is_reported_at_its_stage(sibling, monkeypatch, mutation)
     assert difference.stage == stage
 
 
-def test_a_wrong_module_over_right_stages_is_reported(sibling, monkeypatch):
-    """The stage functions are right, and what users call is not: only `module.*` and `fused.*` can see that."""
+def test_wrong_module_is_reported(sibling, monkeypatch):
+    """A wrong module fails at module.attn_weights, although the stage functions are right."""
     call = "__call__" if sibling.name == "jax" else "forward"
     original = getattr(sibling.package.MultiHeadAttention, call)
 
@@ -348,13 +378,14 @@ def test_a_wrong_module_over_right_stages_is_reported(sibling, monkeypatch):
     assert difference.stage == "module.attn_weights"
 
 
-def test_a_fused_path_without_the_mask_is_reported(sibling, monkeypatch):
+def test_unmasked_fused_path_is_reported(sibling, monkeypatch):
+    """A fused path without the mask fails at fused.output."""
     original = sibling.package.fused.attend
 
     def forgetful(query, key, value, mask, *inputs, **options):
         return original(query, key, value, replace(mask, mask=None), *inputs, **options)
 
-    if sibling.name == "jax":  # layers are made once, with the kernel of then
+    if sibling.name == "jax":  # layers are cached, with the kernel at that time
         monkeypatch.setattr(sibling.backend, "_unfilled", sibling.backend._unfilled.__wrapped__)
     monkeypatch.setattr(sibling.package.fused, "attend", forgetful)
     difference = difference_in("causal", sibling.name)
@@ -362,7 +393,8 @@ def test_a_fused_path_without_the_mask_is_reported(sibling, monkeypatch):
     assert difference.stage == "fused.output"
 
 
-def test_a_stage_that_a_trace_lacks_is_a_failure(sibling):
+def test_missing_stage_of_trace_fails(sibling):
+    """A stage that a trace lacks fails, with that reason."""
     expected = Reference(make_problem(CASES["full"], "float32"))
     trace = record(sibling.name, expected)
     del trace.accumulated["context"]
@@ -371,8 +403,8 @@ def test_a_stage_that_a_trace_lacks_is_a_failure(sibling):
     assert (difference.stage, difference.reason) == ("context", "the trace lacks this stage")
 
 
-def test_the_culprit_is_named_and_not_its_victims(sibling, monkeypatch):
-    """A wrong k spoils everything after it; the stages after it are right by their own inputs and say so."""
+def test_later_stages_are_not_culprits(sibling, monkeypatch):
+    """With k and v swapped, k is a culprit; scores fail, but are right by their own inputs."""
     mutate(monkeypatch, sibling, "project_qkv", swapped_kv)
     expected = Reference(make_problem(CASES["full"], "float32"))
     comparisons = {c.stage: c for c in judge(record(sibling.name, expected), expected)}
@@ -382,7 +414,8 @@ def test_the_culprit_is_named_and_not_its_victims(sibling, monkeypatch):
     assert comparisons["scores"].local_ratio <= 1.0
 
 
-def test_an_unknown_backend_is_refused():
+def test_unknown_backend_raises():
+    """An unknown backend raises an error with its name."""
     with refuses("backend", backend="numpy"):
         parity.backends.load_backend("numpy")
 
@@ -391,13 +424,13 @@ def test_an_unknown_backend_is_refused():
 
 
 def saturated(number):
-    """A problem in which few rows of the softmax are not all but one key."""
+    """Return a problem in which most rows of the softmax have nearly all weight on one key."""
     case = Case(f"saturated-{number}", AttentionSpec(32, 2), "", batch=1, seq_len=4, is_causal=True, gain=12.0)
     return make_problem(case, "float32")
 
 
 def verdict_on(problem, values):
-    """What is said of attention weights, where the other stages are the reference's."""
+    """Return the comparison of attention weights if the other stages are the reference's."""
     expected = Reference(problem)
     local = {name: each.astype(kept_dtype(name, "float32")) for name, each in expected.expected(local=True).items()}
     (found,) = (
@@ -406,11 +439,12 @@ def verdict_on(problem, values):
     return found
 
 
-def test_one_sample_of_the_noise_may_be_too_small():
+def test_small_noise_is_measured_again():
+    """In 1 to 10 of 60 problems, correct weights pass only because the noise is measured again."""
     over = []
     for number in range(60):
         problem, rng = saturated(number), np.random.default_rng(number)
-        values = Reference(nudged(problem, rng)).same_precision(local=False)  # right, but for rounding
+        values = Reference(nudged(problem, rng)).same_precision(local=False)  # right, except for rounding
         expected = Reference(problem)
         same, exact = expected.same_precision(local=False)["attn_weights"], expected.accumulated["attn_weights"]
         label = Label("", "", "float32", "attn_weights")
@@ -421,7 +455,8 @@ def test_one_sample_of_the_noise_may_be_too_small():
 
 
 @pytest.mark.parametrize("times", [10.0, 30.0])
-def test_an_error_above_the_noise_stays_one_when_it_is_measured_again(times):
+def test_remeasured_noise_hides_no_error(times):
+    """Errors of 10 or 30 times the largest noise still fail when it is measured again."""
     for number in range(20):
         problem = saturated(number)
         expected = Reference(problem)

@@ -1,4 +1,4 @@
-"""Two files of weights compared directly: which tensors differ, by what law, and what is the same function."""
+"""Two sets of weights compared directly: the tensors that differ, their laws, and reorderings of the same function."""
 
 import json
 from dataclasses import replace
@@ -55,7 +55,7 @@ def compared(weights, other, spec=PLAIN):
 
 
 def reordered(weights, spec, groups=None, heads=None, qk=None, v=None):
-    """The same layer, written down otherwise: its parts in another order, wherever they are."""
+    """Return the same layer with its groups, heads and features in another order, in all tensors."""
     num_groups, of_group = spec.num_kv_heads, spec.num_heads // spec.num_kv_heads
     groups = np.arange(num_groups) if groups is None else np.array(groups)
     heads = np.arange(of_group) if heads is None else np.array(heads)
@@ -86,18 +86,21 @@ def output_of(weights, spec):
 # ---- The same values -------------------------------------------------------------------------------------------------
 
 
-def test_equal_files_are_the_same_bit_for_bit():
+def test_equal_weights_have_equal_bits():
+    """Equal weights are the same bit for bit, without any difference."""
     weights = random_weights(PLAIN)
     found = compared(weights, {**weights})
     assert (found.kind, found.same, found.differences, found.how) == ("bits", True, (), "weights the same, bit for bit")
 
 
-def test_zeros_of_another_sign_are_the_same_values():
+def test_negative_zeros_are_equal_values():
+    """Weights that differ only in the sign of zeros have the same values."""
     weights = changed(random_weights(PLAIN), q_proj__bias=np.zeros(16, np.float32))
     assert compared(weights, changed(weights, q_proj__bias=-weights["q_proj.bias"])).kind == "values"
 
 
-def test_a_dtype_that_holds_every_value_is_no_rounding():
+def test_wider_dtype_is_not_rounding():
+    """bfloat16 weights and their copy in float32 have the same values."""
     weights = {name: x.astype(ml_dtypes.bfloat16) for name, x in random_weights(PLAIN).items()}
     found = compared(weights, {name: x.astype(np.float32) for name, x in weights.items()})
     assert (found.kind, found.how) == ("values", "weights the same values, in bfloat16 and in float32")
@@ -105,7 +108,8 @@ def test_a_dtype_that_holds_every_value_is_no_rounding():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_copy_in_another_dtype_names_both_and_how_far_it_is(dtype, is_first):
+def test_rounded_copy_names_both_dtypes(dtype, is_first):
+    """A copy in 16 bits has both dtypes, its direction and at most 0.5 units of rounding."""
     weights = random_weights(PLAIN)
     pair = [weights, {name: x.astype(dtype_named(dtype)) for name, x in weights.items()}]
     found = compared(*(pair if is_first else pair[::-1]))
@@ -116,13 +120,15 @@ def test_a_copy_in_another_dtype_names_both_and_how_far_it_is(dtype, is_first):
     assert f"{which}, float32 rounded to {dtype}, at most 0.5 units in the last place" in found.how
 
 
-def test_a_copy_says_how_many_elements_it_lost():
+def test_copy_counts_elements_that_become_0():
+    """A copy in float16 has the number of elements that became 0."""
     weights = random_weights(PLAIN)
     weights["q_proj.weight"][0, :3] = 1e-9
     assert "3 elements to 0" in compared(weights, {name: x.astype(np.float16) for name, x in weights.items()}).how
 
 
-def test_a_tensor_that_is_lost_in_a_copy_is_no_rounding():
+def test_tensor_lost_in_copy_is_different():
+    """A tensor that becomes 0 in a float16 copy is different, with the law of zeros."""
     weights = random_weights(PLAIN)
     weights["q_proj.weight"] *= np.float32(1e-9)
     found = compared(weights, {name: x.astype(np.float16) for name, x in weights.items()})
@@ -132,14 +138,15 @@ def test_a_tensor_that_is_lost_in_a_copy_is_no_rounding():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("steps", "kind"), [(1, "rounding"), (4, "rounding"), (5, "different"), (100, "different")])
-def test_a_few_units_in_the_last_place_are_rounding_and_more_are_not(dtype, steps, kind):
+def test_up_to_four_ulps_are_rounding(dtype, steps, kind):
+    """Up to 4 units in the last place are rounding; 5 or more are a difference with a place."""
     weights = {name: x.astype(dtype_named(dtype)) for name, x in random_weights(PLAIN).items()}
     other = {**weights, "v_proj.weight": weights["v_proj.weight"].copy()}
     for _ in range(steps):
         other["v_proj.weight"][2, 3] = np.nextafter(other["v_proj.weight"][2, 3], dtype_named(dtype).type(9))
     found = compared(weights, other)
     assert found.kind == kind
-    assert found.max_ulp == steps or (steps == 100 and found.max_ulp > 100)  # which passes a power of two
+    assert found.max_ulp == steps or (steps == 100 and found.max_ulp > 100)  # 100 steps pass a power of two
     if kind == "rounding":
         assert f"at most {steps} units in the last place apart, in 1 of 1088 elements" in found.how
     else:
@@ -220,12 +227,13 @@ LAWS = {
     "pairs": ("q_proj.weight", lambda x: interleaved(x, 4), "permuted", "RoPE pairs interleaved instead of halves"),
     "pairs-of-wrong-heads": ("q_proj.weight", lambda x: interleaved(x, 2), "permuted", "as if heads had 8 features"),
 }
-"""By what they are: the tensor, what is done to it, and the law's name and words."""
+"""By name: the tensor, its change, and the name and the words of the law."""
 
 
 @sample(12)
 @pytest.mark.parametrize("law", LAWS)
-def test_a_law_is_named(law):
+def test_changed_tensor_has_a_law(law):
+    """A changed tensor has its law, and none if one more element is wrong."""
     name, make, kind, words = LAWS[law]
     weights = random_weights(PLAIN)
     other = changed(weights, **{name: make(weights[name])})
@@ -237,12 +245,13 @@ def test_a_law_is_named(law):
     assert difference.law.name == kind
     assert words in difference.law.words
     other[name] = other[name].copy()
-    other[name].reshape(-1)[0] += np.float32(0.375)  # one element more, and it holds no longer
+    other[name].reshape(-1)[0] += np.float32(0.375)  # one more element is wrong, and the law no longer holds
     (difference,) = compared(weights, other).differences
     assert difference.law is None
 
 
-def test_a_bias_follows_the_rows_of_its_weight():
+def test_bias_has_the_order_of_its_weight():
+    """A bias that fits several orders has that of the rows of its weight."""
     weights = random_weights(PLAIN)
     weights["q_proj.bias"][:] = 0.5
     weights["q_proj.bias"][:4] = 0.25
@@ -253,7 +262,8 @@ def test_a_bias_follows_the_rows_of_its_weight():
 
 
 @pytest.mark.parametrize("head", range(4))
-def test_a_law_of_one_head_names_the_head(head):
+def test_law_of_one_head_names_the_head(head):
+    """A factor of 3 on one head is a law of that head."""
     weights, name = random_weights(PLAIN), "v_proj.weight"
     other = changed(weights, **{name: weights[name].copy()})
     other[name][4 * head : 4 * head + 4] *= 3
@@ -270,7 +280,8 @@ def test_a_law_of_one_head_names_the_head(head):
         ((slice(2, 12),), "in 10 of 16 rows the first's, times 1.5"),
     ],
 )
-def test_a_law_of_some_rows_or_columns_names_them(places, words):
+def test_law_names_its_rows_or_columns(places, words):
+    """A factor on some rows or columns is a law of these; with noise there is no law."""
     weights, name = random_weights(PLAIN), "v_proj.weight"
     other = changed(weights, **{name: weights[name].copy()})
     other[name][places] *= np.float32(1.5)
@@ -281,7 +292,8 @@ def test_a_law_of_some_rows_or_columns_names_them(places, words):
     assert difference.law is None
 
 
-def test_exchanged_tensors_are_told_from_a_copy():
+def test_exchange_differs_from_a_copy():
+    """Exchanged weights of k and v have that law; a copy in only one has the law of a copy."""
     weights = random_weights(ROPE)
     k, v = weights["k_proj.weight"], weights["v_proj.weight"]
     both = compared(weights, changed(weights, k_proj__weight=v, v_proj__weight=k), ROPE)
@@ -292,7 +304,8 @@ def test_exchanged_tensors_are_told_from_a_copy():
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_norms_that_add_one_are_told(is_first):
+def test_norm_of_one_plus_w_has_a_law(is_first):
+    """Weights of a norm plus 1 have a law, in both directions."""
     weights = random_weights(RICH)
     pair = [weights, changed(weights, q_norm__weight=weights["q_norm.weight"] + 1)]
     (difference,) = compared(*(pair if is_first else pair[::-1]), RICH).differences
@@ -301,7 +314,8 @@ def test_norms_that_add_one_are_told(is_first):
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
-def test_what_gguf_quantised_is_told_by_its_type(kind):
+def test_gguf_quantization_has_a_law(kind):
+    """Weights quantized by GGUF have a law with their type, in both directions."""
     spec = AttentionSpec(64, 4)
     weights, kinds = random_weights(spec), gguf.GGMLQuantizationType[kind]
     rounded = gguf.quants.dequantize(gguf.quants.quantize(weights["k_proj.weight"], kinds), kinds)
@@ -311,7 +325,8 @@ def test_what_gguf_quantised_is_told_by_its_type(kind):
     assert difference.law.words == f"the original of the first's, which is quantized as {kind}"
 
 
-def test_float32_kept_as_float64_is_told():
+def test_float32_kept_as_float64_has_a_law():
+    """float64 weights rounded to float32 have that law."""
     weights = {name: x.astype(np.float64) + 1e-9 for name, x in random_weights(PLAIN).items()}
     other = {name: x.astype(np.float32).astype(np.float64) for name, x in weights.items()}
     assert {each.law.words for each in compared(weights, other).differences} == {"the first's, rounded to float32"}
@@ -320,7 +335,8 @@ def test_float32_kept_as_float64_is_told():
 # ---- The same function -----------------------------------------------------------------------------------------------
 
 
-def test_heads_that_move_together_are_the_same_function():
+def test_reordered_heads_are_same_function():
+    """Heads in the same new order in all tensors are the same function, with that order."""
     weights = random_weights(PLAIN)
     found = compared(weights, reordered(weights, PLAIN, groups=[3, 2, 1, 0]))
     assert (found.kind, found.same) == ("function", True)
@@ -329,7 +345,8 @@ def test_heads_that_move_together_are_the_same_function():
 
 
 @pytest.mark.parametrize("left", ["q_proj.weight", "q_proj.bias", "k_proj.weight", "v_proj.bias", "out_proj.weight"])
-def test_heads_of_which_one_tensor_stays_are_another_function(left):
+def test_partly_reordered_heads_differ(left):
+    """Heads in a new order in all tensors but one are different, with the law of the order."""
     weights = random_weights(PLAIN)
     other = {**reordered(weights, PLAIN, groups=[3, 2, 1, 0]), left: weights[left]}
     found = compared(weights, other)
@@ -338,13 +355,15 @@ def test_heads_of_which_one_tensor_stays_are_another_function(left):
 
 
 @pytest.mark.parametrize("change", [{"alibi": Alibi()}, {"out_proj": False}], ids=["alibi", "no-out-proj"])
-def test_heads_that_have_a_place_do_not_move(change):
+def test_alibi_or_no_out_proj_fixes_heads(change):
+    """With ALiBi, or without an output projection, heads in a new order are different."""
     spec = replace(PLAIN, **change)
     weights = random_weights(spec)
     assert compared(weights, reordered(weights, spec, groups=[3, 2, 1, 0]), spec).kind == "different"
 
 
-def test_keys_and_values_of_another_layer_do_not_move():
+def test_shared_kv_fixes_keys_and_values():
+    """With shared_kv, only query heads may move within their group without a difference."""
     spec = replace(PLAIN, num_kv_heads=2, shared_kv=True)
     weights = random_weights(spec)
     for moved in ({"groups": [1, 0]}, {"qk": [1, 0, 2, 3]}, {"v": [1, 0, 2, 3]}):
@@ -356,7 +375,8 @@ def test_keys_and_values_of_another_layer_do_not_move():
 
 
 @pytest.mark.parametrize("per_head", [False, True])
-def test_features_of_vectors_for_distances_in_another_order_are_told(per_head):
+def test_order_of_relative_key_features(per_head):
+    """Reordered features of relative_keys are a law; with those of q and k, the same function."""
     spec = replace(PLAIN, relative_products=RelativeProducts(2, 1, per_head=per_head))
     weights = random_weights(spec)
     other = {**weights, "relative_keys": np.ascontiguousarray(weights["relative_keys"][..., ::-1])}
@@ -372,7 +392,8 @@ def test_features_of_vectors_for_distances_in_another_order_are_told(per_head):
     )
 
 
-def test_features_that_are_rotated_do_not_move():
+def test_rotated_features_are_fixed():
+    """Reordered features of q and k are the same function only if RoPE does not rotate them."""
     weights = random_weights(RICH)
     moved, kept = [1, 0, 2, 3, 4, 5], [0, 1, 3, 2, 5, 4]
     assert compared(weights, reordered(weights, RICH, qk=moved), RICH).kind == "different"
@@ -386,7 +407,8 @@ def test_features_that_are_rotated_do_not_move():
         ("v_proj", "out_proj", "v is multiplied by 0.3, and"),
     ],
 )
-def test_a_factor_that_is_divided_out_is_the_same_function(times, over, words):
+def test_canceled_factor_is_same_function(times, over, words):
+    """A factor on q divided out of k, or one on v out of out_proj, is the same function."""
     weights, factor = random_weights(PLAIN), np.float32(0.3)
     other = {**weights, f"{over}.weight": weights[f"{over}.weight"] / factor}
     other |= {name: weights[name] * factor for name in (f"{times}.weight", f"{times}.bias")}
@@ -399,6 +421,7 @@ def test_a_factor_that_is_divided_out_is_the_same_function(times, over, words):
 
 
 def test_rope_pairs_share_a_factor():
+    """Factors on q divided out of k must be equal for both features of a RoPE pair."""
     weights, spec = random_weights(ROPE), ROPE
 
     def scaled(factors):
@@ -417,7 +440,8 @@ def test_rope_pairs_share_a_factor():
 
 
 @pytest.mark.parametrize("change", [{"qk_norm": Norm()}, {"clip_qkv": 1.0}], ids=["norm", "clip"])
-def test_no_factor_is_divided_out_beyond_what_is_not_linear(change):
+def test_norm_or_clip_prevents_canceling(change):
+    """A factor on q divided out of k is different if the layer has a norm or clips q, k and v."""
     spec = replace(PLAIN, **change)
     weights = random_weights(spec)
     other = {name: x * 2 if name.startswith("q_proj") else x for name, x in weights.items()}
@@ -427,7 +451,7 @@ def test_no_factor_is_divided_out_beyond_what_is_not_linear(change):
 
 @st.composite
 def orders(draw):
-    """A layer, and an order of all its parts that changes nothing."""
+    """Draw a layer, and an order of all its parts that does not change its output."""
     spec = SPECS[draw(st.sampled_from(sorted(SPECS)))]
     of_group = spec.num_heads // spec.num_kv_heads
     order = {"groups": draw(st.permutations(range(spec.num_kv_heads)))}
@@ -441,7 +465,8 @@ def orders(draw):
 
 @given(orders(), st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_an_order_of_all_parts_is_never_called_different(drawn, is_bfloat16):
+def test_valid_order_is_same_function(drawn, is_bfloat16):
+    """Any valid order of all parts is the same function, and has the same output."""
     spec, order, seed = drawn
     weights = random_weights(spec, seed)
     if is_bfloat16:
@@ -455,7 +480,8 @@ def test_an_order_of_all_parts_is_never_called_different(drawn, is_bfloat16):
 
 @sample(32)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.spec.d_kv == case.spec.d_in])
-def test_it_is_the_same_function_where_the_output_is_the_same(name):
+def test_same_function_means_same_output(name):
+    """Reversed groups are the same function if and only if the output is the same."""
     spec = CASES[name].spec
     weights = random_weights(spec)
     other = reordered(weights, spec, groups=np.arange(spec.num_kv_heads)[::-1])
@@ -466,7 +492,8 @@ def test_it_is_the_same_function_where_the_output_is_the_same(name):
 
 @given(orders(), st.data())
 @settings(max_examples=60, deadline=None)
-def test_a_change_of_one_element_is_never_called_the_same(drawn, data):
+def test_one_changed_element_is_different(drawn, data):
+    """One element changed by more than 8 units of rounding is a difference of its tensor."""
     spec, order, seed = drawn
     weights = random_weights(spec, seed)
     other = reordered(weights, spec, **order) if data.draw(st.booleans()) else {**weights}
@@ -487,7 +514,7 @@ def test_a_change_of_one_element_is_never_called_the_same(drawn, data):
 
 @pytest.fixture
 def files(tmp_path):
-    """Weights, saved in a layout."""
+    """Return a function that saves weights in a layout and returns the path."""
 
     def save(weights, layout="canonical", spec=PLAIN, name="b"):
         path = tmp_path / f"{name}.safetensors"
@@ -500,7 +527,8 @@ def files(tmp_path):
 @pytest.mark.parametrize(
     "layout", ["canonical", "qkv_proj", "flax.nnx", "torch.nn.MultiheadAttention", "transformers.GPT-NeoX"]
 )
-def test_reversed_heads_in_any_layout_hold_the_same_attention(files, layout, capsys, tmp_path):
+def test_commands_accept_reversed_heads(files, layout, capsys, tmp_path):
+    """verify and diagnose exit with 0 for reversed heads, whatever the layout of the file."""
     weights = random_weights(PLAIN)
     other = reordered(weights, PLAIN, groups=[3, 2, 1, 0])
     paths = [files(weights, name="a"), files(other, layout)]
@@ -516,6 +544,7 @@ def test_reversed_heads_in_any_layout_hold_the_same_attention(files, layout, cap
 
 @pytest.mark.parametrize("by", [1e-6, 2e-6])
 def test_one_element_is_never_rounding(files, by, capsys, tmp_path):
+    """verify and diagnose report one element off by 1e-6 with its place, not as rounding."""
     weights = random_weights(PLAIN)
     other = changed(weights, q_proj__weight=weights["q_proj.weight"].copy())
     other["q_proj.weight"][3, 5] += np.float32(by)
@@ -531,7 +560,8 @@ def test_one_element_is_never_rounding(files, by, capsys, tmp_path):
     assert told["differences"][0]["worst_index"] == [3, 5]
 
 
-def test_a_layer_kept_in_float32_that_went_through_bfloat16_differs_by_that_law(files, capsys):
+def test_float32_file_rounded_to_bfloat16(files, capsys):
+    """diagnose reports rounded float32 weights as a law, and bfloat16 weights as a copy."""
     weights = random_weights(PLAIN)
     rounded = {name: x.astype(ml_dtypes.bfloat16).astype(np.float32) for name, x in weights.items()}
     paths = [files(weights, name="a"), files(rounded)]
@@ -545,7 +575,8 @@ def test_a_layer_kept_in_float32_that_went_through_bfloat16_differs_by_that_law(
     )
 
 
-def test_of_several_layers_the_one_that_differs_is_shown(tmp_path, capsys):
+def test_differing_layer_of_three_is_shown(tmp_path, capsys):
+    """verify counts layers by agreement; verify and diagnose show the one that differs."""
     layers = [random_weights(PLAIN, seed) for seed in range(3)]
     others = [layers[0], reordered(layers[1], PLAIN, groups=[1, 0, 2, 3]), {**layers[2]}]
     others[2]["v_proj.weight"] = 3 * layers[2]["v_proj.weight"]
@@ -570,7 +601,8 @@ def test_of_several_layers_the_one_that_differs_is_shown(tmp_path, capsys):
     assert "the second's is the first's, times 3" in out
 
 
-def test_the_law_comes_first_and_the_bug_after_it(files, capsys):
+def test_law_precedes_the_likely_bug(files, capsys):
+    """diagnose prints the law of the weights before the likely bug and its page."""
     weights = random_weights(PLAIN)
     other = changed(weights, out_proj__weight=weights["out_proj.weight"].T)
     assert main(["diagnose", files(weights, name="a"), files(other)]) == 1
@@ -581,7 +613,8 @@ def test_the_law_comes_first_and_the_bug_after_it(files, capsys):
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_bias_that_only_one_has_is_zeros_or_a_law(files, is_first, capsys):
+def test_bias_in_one_file_is_zeros_or_law(files, is_first, capsys):
+    """A bias that only one file has is a difference, but equal if its values are 0."""
     weights, bare = random_weights(PLAIN), replace(PLAIN, qkv_bias=(False, True, True))
     without = {name: x for name, x in weights.items() if name != "q_proj.bias"}
     paths = [files(weights, name="a"), files(without, spec=bare)]
@@ -598,7 +631,8 @@ def test_a_bias_that_only_one_has_is_zeros_or_a_law(files, is_first, capsys):
     assert main(["verify", paths[1], files(zeros, name="zeros")]) == 0
 
 
-def test_layers_that_differ_in_more_than_weights_are_refused():
+def test_comparing_other_layers_raises():
+    """Weights of different specifications, or with a missing name, raise an error."""
     weights = random_weights(PLAIN)
     with refuses("the layers", "soft_cap=None and 3.0"):
         compare_weights(weights, PLAIN, weights, replace(PLAIN, soft_cap=3.0))
@@ -608,7 +642,8 @@ def test_layers_that_differ_in_more_than_weights_are_refused():
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize(("value", "other"), [(1e-310, 1e300), (-1e308, 1e308)])
-def test_values_at_the_ends_of_float64_are_compared_without_warnings(value, other, tmp_path, capsys):
+def test_extreme_float64_has_no_warnings(value, other, tmp_path, capsys):
+    """Weights near the limits of float64 are compared without warnings, and differ."""
     for name, each in (("a", value), ("b", other)):
         weights = {name: array.astype(np.float64) for name, array in random_weights(PLAIN).items()}
         weights["q_proj.weight"][0, 0] = each

@@ -64,11 +64,13 @@ WITHOUT = [
 
 
 def test_every_feature_has_a_case():
+    """Each optional field of `AttentionSpec` has a case that sets it."""
     features = {field.name for field in fields(AttentionSpec) if field.default is None} - set(SIZES)
     assert features <= {name for case in CASES.values() for name, _ in switched_off(case.spec)}
 
 
 def test_quick_cases_cover_every_feature():
+    """The quick cases set every field of `AttentionSpec` that any case sets."""
     of_all, of_quick = ({name for case in of for name, _ in switched_off(case.spec)} for of in CASES_AND_QUICK)
     assert {name for name in of_all if "." not in name} <= of_quick
 
@@ -76,6 +78,7 @@ def test_quick_cases_cover_every_feature():
 @sample(48)
 @pytest.mark.parametrize(("case", "spec"), WITHOUT)
 def test_case_fails_without_its_feature(case, spec):
+    """Without any one feature, the output differs by more than 1e-4 of its largest value."""
     problem = make_problem(case, "float64")
     shapes = spec.weight_shapes
     weights = {name: weight for name, weight in problem.weights.items() if name in shapes}
@@ -100,5 +103,6 @@ def test_case_fails_without_its_feature(case, spec):
     ],
 )
 def test_invalid_case_raises(fields, refusal):
+    """Inconsistent lengths, chunks and dtypes raise an error that names the field."""
     with refusal:
         Case("own", AttentionSpec(8, 2), "", **fields)

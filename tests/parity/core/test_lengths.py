@@ -1,4 +1,4 @@
-"""Features of a layer that only more tokens show, and the smallest number of tokens with which they do."""
+"""Features of a layer that show only with enough tokens, and the smallest number of tokens that shows them."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ def with_rope(scaling):
     return PLAIN.replace(rope=Rope(100.0, scaling=scaling))
 
 
-# The feature, the layer without it or with another one, and the number of tokens from which on they differ.
+# The layer with the feature, the layer without it, and the smallest number of tokens at which they differ.
 FEATURES = {
     "a window of 5": (PLAIN.replace(window_size=5), PLAIN, 6),
     "chunks of 5": (PLAIN.replace(chunk_size=5), PLAIN, 6),
@@ -51,7 +51,8 @@ def output_of(spec, num_tokens, weights, is_causal=True):
 
 
 @pytest.mark.parametrize("what", FEATURES)
-def test_a_feature_shows_with_as_many_tokens_as_said(what):
+def test_feature_shows_at_stated_length(what):
+    """A feature changes the output at the stated number of tokens, but not with one fewer."""
     spec, other, needed = FEATURES[what]
     (entry,) = not_exercised([("layer-0", spec)], needed - 1, ["float32"])
     assert (entry.what, entry.needed, entry.layers) == (what, needed, ["layer-0"])
@@ -70,7 +71,8 @@ def test_a_feature_shows_with_as_many_tokens_as_said(what):
         ({"relative_products": RelativeProducts(3, 2)}, ["relative_keys"], False),
     ],
 )
-def test_all_buckets_show_with_as_many_tokens_as_said(fields, tables, is_causal):
+def test_buckets_show_at_stated_length(fields, tables, is_causal):
+    """The stated number of tokens shows more buckets than one fewer, and all that can show."""
     spec = PLAIN.replace(**fields)
     weights = random_weights(spec)
     (entry,) = not_exercised([("layer-0", spec)], 2, ["float32"])
@@ -92,14 +94,15 @@ def test_all_buckets_show_with_as_many_tokens_as_said(fields, tables, is_causal)
     assert {bucket for bucket in buckets if shows(bucket, more)} == shown[entry.needed]
 
 
-def test_layers_with_the_same_feature_share_an_entry():
+def test_layers_share_a_feature_entry():
+    """Layers with the same hidden feature share an entry; a layer that shows its own has none."""
     wide, narrow = PLAIN.replace(window_size=20), PLAIN.replace(window_size=4)
     entries = not_exercised([("layer-0", wide), ("layer-1", narrow), ("layer-2", wide)], 9, ["float32"])
     assert [(entry.what, entry.layers) for entry in entries] == [("a window of 20", ["layer-0", "layer-2"])]
 
 
-def test_scaling_is_only_said_to_be_hidden_below_a_unit_of_rounding():
-    """A scaling of low frequencies changes angles by more than float32 rounds, not bfloat16."""
+def test_hidden_scaling_depends_on_dtype():
+    """A scaling that changes angles by less than bfloat16 rounds is listed for bfloat16 alone."""
     rope = Rope(1e8, scaling=Llama3Scaling(8.0, 1 << 20))
     spec = PLAIN.replace(rope=rope)
     assert not_exercised([("layer-0", spec)], 9, ["float32"]) == []
@@ -111,7 +114,8 @@ def test_scaling_is_only_said_to_be_hidden_below_a_unit_of_rounding():
     assert change * (entry.needed - 2) < 2.0**-7 <= change * (entry.needed - 1)
 
 
-def test_scores_that_exceed_the_memory_are_rejected():
+def test_scores_beyond_memory_raise():
+    """Scores of 2^17 tokens exceed the memory and raise an error; those of 64 do not."""
     check_memory(PLAIN, 64)
     with pytest.raises(Refusal, match="GiB"):
         check_memory(PLAIN, 1 << 17)

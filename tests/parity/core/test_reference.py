@@ -1,4 +1,4 @@
-"""The reference itself: against known numbers, finite differences and its own narrower versions."""
+"""The reference itself, compared with known numbers, finite differences and its own narrower versions."""
 
 from dataclasses import replace
 
@@ -22,30 +22,34 @@ def stages_of(name, dtype="float64", arithmetic="float64"):
     return run_steps(reference.steps(make_problem(CASES[name], dtype), arithmetic))
 
 
-def test_reference_gives_the_textbook_numbers():
+def test_reference_matches_textbook():
+    """The output of the textbook's example matches its numbers to 4 decimals."""
     output = stages_of("textbook")["output"]
     np.testing.assert_allclose(output, [TEXTBOOK_OUTPUT] * 2, atol=5e-5, rtol=0)  # printed to 4 decimals
 
 
 @sample(24)
 @pytest.mark.parametrize("name", [name for name in UNCACHED if name not in NAN_QUERIES])
-def test_attention_weights_sum_to_one_or_to_zero_where_all_is_masked(name):
+def test_attention_weights_sum_to_one(name):
+    """Attention weights sum to 1, to less with sinks, and to 0 in rows without a key."""
     stages = stages_of(name)
     sums = stages["attn_weights"].sum(axis=-1)
     is_empty = stages["mask"].all(axis=-1)
     assert (sums[is_empty] == 0.0).all()
-    if CASES[name].spec.sinks:  # which have the rest
+    if CASES[name].spec.sinks:  # the sinks have the rest
         assert ((sums > 0.0) & (sums < 1.0))[~is_empty].all()
     else:
         np.testing.assert_allclose(sums[~is_empty], 1.0, atol=1e-14, rtol=0)  # a few float64 roundings
 
 
-def test_empty_rows_are_there_to_be_tested():
+def test_two_cases_have_empty_rows():
+    """The cases `causal-padding-empty` and `random-mask` have rows without a key."""
     assert stages_of("causal-padding-empty")["mask"].all(axis=-1).any()
     assert stages_of("random-mask")["mask"].all(axis=-1).any()
 
 
-def test_large_logits_are_beyond_float16():
+def test_large_logits_exceed_float16():
+    """The scores of two cases exceed 65504, the largest number of float16."""
     assert np.abs(stages_of("large-logits")["scores"]).max() > 65504
     assert np.abs(stages_of("trained-anarcii-cross")["scores"]).max() > 65504
 
@@ -57,7 +61,7 @@ def test_large_logits_are_beyond_float16():
     [name for name in UNCACHED if name not in ("large-logits", *NAN_QUERIES)],
 )
 def test_gradients_equal_finite_differences(name):
-    """Central differences along a random direction, in float64."""
+    """Gradients equal central differences along a random direction, in float64."""
     problem = make_problem(CASES[name], "float64")
     gradients = reference.gradients(problem, "float64")
     assert gradients
@@ -82,15 +86,16 @@ def test_gradients_equal_finite_differences(name):
         assert abs((above - below) / (2 * step) - (gradient * direction).sum()) <= rounding + curvature, stage
 
 
-def test_gradients_of_every_weight_and_input_are_given():
+def test_gradients_cover_weights_and_inputs():
+    """The gradients are those of all weights, of the query and of the bias."""
     problem = make_problem(CASES["bias-causal"], "float64")
     expected = {f"grad.{name}" for name in [*problem.weights, "query", "bias"]}
     assert reference.gradients(problem, "float64").keys() == expected
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_narrower_references_err_by_their_rounding(dtype):
-    """The relative error of the output is about one unit of rounding: not 0, for it is narrower, and not more."""
+def test_narrow_reference_errs_by_rounding(dtype):
+    """The relative error of a narrow reference is between 0.1 and 10 units of rounding."""
     unit = {"float32": 2**-24, "bfloat16": 2**-9, "float16": 2**-12}[dtype]
     problem = make_problem(CASES["full"], dtype)
     exact = run_steps(reference.steps(problem, "float64"))["output"]
@@ -102,13 +107,14 @@ def test_narrower_references_err_by_their_rounding(dtype):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_scores_stay_in_float32(dtype):
+    """In 16-bit references, scores are float32 and finite even if the logits are large."""
     stages = stages_of("large-logits", dtype, dtype)
     assert stages["scores"].dtype == np.float32
     assert np.isfinite(stages["scores"]).all()
 
 
-def test_decoding_token_by_token_equals_one_pass():
-    """The cached reference, all steps, against the uncached one on the same layer and tokens."""
+def test_decoding_equals_one_pass():
+    """The outputs of all cached steps equal the uncached output for the same tokens."""
     cached = make_problem(CASES["trained-smollm2-decode"], "float64")
     steps = run_steps(reference.steps(cached, "float64"))
     outputs = [steps[f"step{index}.module.output"] for index in range(len(cached.case.chunks))]
@@ -116,7 +122,8 @@ def test_decoding_token_by_token_equals_one_pass():
     np.testing.assert_allclose(np.concatenate(outputs, axis=1), whole, rtol=0, atol=1e-13 * np.abs(whole).max())
 
 
-def test_local_stages_start_from_the_given_ones():
+def test_local_stages_use_given_inputs():
+    """Local scores are computed from the given q and k, not from accumulated ones."""
     expected = Reference(make_problem(CASES["causal"], "bfloat16"))
     local = expected.expected(local=True)["scores"]
     assert not np.array_equal(local, expected.expected(local=False)["scores"])
@@ -124,7 +131,8 @@ def test_local_stages_start_from_the_given_ones():
     np.testing.assert_allclose(local, q @ k.swapaxes(2, 3) / np.sqrt(8), rtol=1e-12)
 
 
-def test_problems_are_the_same_every_time():
+def test_problems_are_deterministic():
+    """A problem has the same digest each time, and another one in another dtype."""
     assert make_problem(CASES["cross"], "float32").digest == make_problem(CASES["cross"], "float32").digest
     assert make_problem(CASES["cross"], "float32").digest != make_problem(CASES["cross"], "float16").digest
 
@@ -140,7 +148,8 @@ def whole(problem, dtype="float64"):
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
-def test_a_visible_nan_is_in_every_row_that_sees_it_and_in_no_other(dtype):
+def test_visible_nan_reaches_its_rows_only(dtype):
+    """A NaN token makes all rows NaN that attend to it, and changes no earlier row."""
     case = parity.Case("nan", SMALL, "", seq_len=6, is_causal=True, not_finite="visible")
     problem = make_problem(case, "float32")
     stages = whole(problem, dtype)
@@ -149,14 +158,15 @@ def test_a_visible_nan_is_in_every_row_that_sees_it_and_in_no_other(dtype):
         assert not is_nan[0].any()
         assert not is_nan[1, :3].any()
         assert is_nan[1, 3:].all()
-    # As if the tokens after them had never been:
+    # As if the tokens after them did not exist:
     short = replace(problem, inputs={**problem.inputs, "query": np.nan_to_num(problem.inputs["query"])})
     np.testing.assert_array_equal(whole(short, dtype)["module.output"][1, :3], stages["module.output"][1, :3])
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("seq_len_k", [None, 7])
-def test_a_hidden_nan_changes_nothing(dtype, seq_len_k):
+def test_hidden_nan_changes_no_output(dtype, seq_len_k):
+    """A hidden NaN token changes no output except its own, which is NaN."""
     about = {"seq_len": 5, "seq_len_k": seq_len_k, "key_padding_lengths": (2, 5)}
     problem = make_problem(parity.Case("nan", SMALL, "", not_finite="hidden", **about), "float32")
     finite = replace(problem, inputs={name: np.nan_to_num(x, nan=7.0) for name, x in problem.inputs.items()})
@@ -167,7 +177,8 @@ def test_a_hidden_nan_changes_nothing(dtype, seq_len_k):
     assert np.isnan(stages[is_query].astype(np.float64)).all()
 
 
-def test_a_hidden_nan_passes_no_gradient_on():
+def test_hidden_nan_changes_no_gradient():
+    """Hidden NaN keys change no gradient, and have a gradient of 0."""
     about = {"seq_len": 5, "seq_len_k": 7, "key_padding_lengths": (2, 6)}
     problem = make_problem(parity.Case("nan", SMALL, "", not_finite="hidden", **about), "float64")
     finite = replace(problem, inputs={name: np.nan_to_num(x, nan=7.0) for name, x in problem.inputs.items()})
@@ -182,12 +193,14 @@ def test_a_hidden_nan_passes_no_gradient_on():
 
 
 @pytest.mark.parametrize(("not_finite", "cached"), [("visible", False), ("hidden", False), ("hidden", True)])
-def test_there_are_no_gradients_where_a_query_is_nan_or_with_a_cache(not_finite, cached):
+def test_no_gradients_with_nan_or_cache(not_finite, cached):
+    """A case with NaN queries or a cache has no gradients."""
     chunks = {"chunks": (5,), "new_lengths": ((2, 5),), "capacity": 5} if cached else {"key_padding_lengths": (2, 5)}
     assert not parity.Case("nan", SMALL, "", not_finite=not_finite, **chunks).has_gradients
 
 
-def test_right_padding_that_is_nan_does_not_enter_the_cache():
+def test_nan_padding_is_not_cached():
+    """NaN in right padding does not enter the cache or the outputs of the steps."""
     case = parity.Case(
         "nan", SMALL, "", seq_len=4, chunks=(3, 1), new_lengths=((2, 3), (1, 1)), capacity=4, not_finite="hidden"
     )
@@ -200,7 +213,8 @@ def test_right_padding_that_is_nan_does_not_enter_the_cache():
         assert np.isfinite(stages[f"step1.{name}"]).all()
 
 
-def test_a_row_is_empty_because_every_key_is_hidden_never_because_of_its_scores():
+def test_only_hidden_keys_empty_a_row():
+    """A row is 0 only if all its keys are hidden; a row of scores that are -inf is NaN."""
     problem = make_problem("bias", "float64")
     layer = reference.Layer(problem, reference.Arithmetic(np.dtype("float64")))
     shape = (2, 4, 5, 5)
@@ -211,7 +225,7 @@ def test_a_row_is_empty_because_every_key_is_hidden_never_because_of_its_scores(
     scores[..., 2, 1] = -np.inf
     scores[..., 3, 1] = np.inf
     problem.inputs["bias"][...] = 0.0
-    problem.inputs["bias"][..., 4, :] = -np.inf  # which hides
+    problem.inputs["bias"][..., 4, :] = -np.inf  # it hides the keys
     scores[..., 4, :] = -np.inf
     with np.errstate(invalid="ignore"):
         found = layer.attn_weights({"scores": scores, "mask": mask})["attn_weights"]
@@ -222,7 +236,8 @@ def test_a_row_is_empty_because_every_key_is_hidden_never_because_of_its_scores(
     assert (found[..., 4, :] == 0.0).all()
 
 
-def test_a_problem_is_made_from_the_name_of_a_case():
+def test_problem_is_made_from_case_name():
+    """The name of a case makes the same problem as the case."""
     assert make_problem("rope-gqa", "float32").digest == make_problem(CASES["rope-gqa"], "float32").digest
 
 
@@ -234,10 +249,12 @@ def test_a_problem_is_made_from_the_name_of_a_case():
         ("full", "float8", refuses("dtype", dtype="float8")),
     ],
 )
-def test_what_is_no_case_or_dtype_makes_no_problem(case, dtype, refusal):
+def test_unknown_case_or_dtype_raises(case, dtype, refusal):
+    """An unknown case or dtype, or a case of a wrong type, raises an error."""
     with refusal:
         make_problem(case, dtype)
 
 
 def test_strided_inputs_are_strided():
+    """The query of the case `strided` is not contiguous."""
     assert not make_problem(CASES["strided"], "float32").inputs["query"].flags.c_contiguous

@@ -1,4 +1,4 @@
-"""Canonical weights: what is refused, and files that are whole or not there."""
+"""Canonical weights: invalid ones raise errors, modules and files keep their bits, and files are whole or absent."""
 
 import os
 from dataclasses import replace
@@ -31,47 +31,54 @@ def weights():
     return random_weights(SPEC, seed=1)
 
 
-# ---- What is refused -------------------------------------------------------------------------------------------------
+# ---- Invalid weights -------------------------------------------------------------------------------------------------
 
 
 def test_weights_of_the_spec_are_accepted(weights):
+    """Random weights of a specification are valid."""
     check_weights(weights, SPEC)
 
 
-def test_a_missing_and_an_unexpected_name_are_both_told(weights):
+def test_missing_and_extra_names_raise(weights):
+    """A renamed weight raises an error with the missing and the unexpected name."""
     weights["o_proj.bias"] = weights.pop("out_proj.bias")
     with refuses("weights", missing=["out_proj.bias"], unexpected=["o_proj.bias"]):
         check_weights(weights, SPEC)
 
 
-def test_a_transposed_weight_is_refused_and_said_to_look_so(weights):
+def test_transposed_weight_raises(weights):
+    """A transposed weight raises an error that says so."""
     weights["q_proj.weight"] = weights["q_proj.weight"].T
     with refuses("q_proj.weight", "q_proj.weight.shape=(7, 24); it looks transposed"):
         check_weights(weights, SPEC)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_a_value_that_is_not_finite_is_refused(weights, value):
+def test_non_finite_weight_raises(weights, value):
+    """One NaN or infinity in a weight raises an error with their number."""
     weights["k_proj.weight"][1, 2] = value
     with refuses("k_proj.weight", "1 NaN or infinities"):
         check_weights(weights, SPEC)
 
 
 @pytest.mark.parametrize("wrong", [np.zeros((8, 7), np.int32), [[0.0]], None])
-def test_an_entry_that_is_no_floating_point_array_is_refused(weights, wrong):
+def test_non_float_weight_raises(weights, wrong):
+    """A weight that is an integer array, a list or None raises an error about its type."""
     weights["k_proj.weight"] = wrong
     with refuses_type("k_proj.weight"):
         check_weights(weights, SPEC)
 
 
-def test_weights_of_any_framework_become_numpys(weights):
+def test_framework_weights_become_numpy(weights):
+    """Weights in torch or JAX are valid and become NumPy arrays with the same bits."""
     for of_framework in (parity.to_torch, parity.to_jax):
         found = check_weights({name: of_framework(x) for name, x in weights.items()}, SPEC)
         assert found.keys() == weights.keys()
         assert all(same_array(found[name], weights[name]) for name in weights)
 
 
-def test_mixed_dtypes_are_refused(weights):
+def test_mixed_dtypes_raise(weights):
+    """Weights of two dtypes raise an error that lists both."""
     weights["k_proj.weight"] = weights["k_proj.weight"].astype(np.float16)
     with refuses_type("weights", "['float16', 'float32']"):
         check_weights(weights, SPEC)
@@ -84,7 +91,8 @@ def test_mixed_dtypes_are_refused(weights):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("fused_qkv", [False, True])
 @pytest.mark.parametrize("kind", ["MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache"])
-def test_weights_survive_a_module_bit_for_bit(sibling, kind, fused_qkv, dtype):
+def test_module_keeps_weights_exactly(sibling, kind, fused_qkv, dtype):
+    """Weights loaded into a module are read back in order, bit for bit."""
     spec = AttentionSpec(10, 6, num_kv_heads=2, head_dim=4, d_in=7, fused_qkv=fused_qkv)
     weights = {name: weight.astype(dtype) for name, weight in random_weights(spec, seed=2).items()}
     module = parity.load_into(new_module(sibling, kind, spec, dtype), weights, spec)
@@ -103,7 +111,8 @@ BAD_LOADS = {
 
 
 @pytest.mark.parametrize("change", BAD_LOADS)
-def test_a_refused_load_leaves_the_module_as_it_was(sibling, weights, change):
+def test_failed_load_keeps_module_weights(sibling, weights, change):
+    """Loading invalid weights raises an error and leaves those of the module unchanged."""
     module = new_module(sibling, "MultiHeadAttention", SPEC, "float32")
     before = parity.weights_of(module)
     if change == "missing":
@@ -122,13 +131,15 @@ def test_a_refused_load_leaves_the_module_as_it_was(sibling, weights, change):
     assert all(same_array(before[name], after[name]) for name in before)
 
 
-def test_weights_of_are_a_copy(sibling, weights):
+def test_weights_of_returns_a_copy(sibling, weights):
+    """Changing the weights that `weights_of` returned does not change the module."""
     module = parity.load_into(new_module(sibling, "MultiHeadAttention", SPEC, "float32"), weights, SPEC)
     parity.weights_of(module)["q_proj.weight"][:] = 0.0
     assert same_array(parity.weights_of(module)["q_proj.weight"], weights["q_proj.weight"])
 
 
-def test_a_subclass_of_a_users_own_is_known(sibling, weights):
+def test_user_subclass_is_supported(sibling, weights):
+    """A subclass of MultiHeadAttention from another module can be loaded and read."""
     base = getattr(sibling.package, "MultiHeadAttention")  # noqa: B009  (a name that pyright cannot follow)
     module = new_module(sibling, "MultiHeadAttention", SPEC, "float32")
     module.__class__ = type("Mine", (base,), {"__module__": "elsewhere"})
@@ -138,7 +149,8 @@ def test_a_subclass_of_a_users_own_is_known(sibling, weights):
 
 @sample(jax=1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_weights_of_any_framework_are_loaded_bit_for_bit(sibling, weights, dtype):
+def test_framework_weights_load_exactly(sibling, weights, dtype):
+    """Weights in torch or JAX are loaded into a module of any framework, bit for bit."""
     weights = {name: weight.astype(dtype) for name, weight in weights.items()}
     for of_framework in (parity.to_torch, parity.to_jax):
         module = new_module(sibling, "MultiHeadAttention", SPEC, dtype)
@@ -146,7 +158,8 @@ def test_weights_of_any_framework_are_loaded_bit_for_bit(sibling, weights, dtype
         assert all(same_array(x, weights[name]) for name, x in parity.weights_of(module).items())
 
 
-def test_a_module_is_filled_from_another_one_bit_for_bit():
+def test_module_loads_from_module_exactly():
+    """A JAX module loaded from a torch or JAX module has its weights, bit for bit."""
     jax_layer = mha_jax.MultiHeadAttention(SPEC, rngs=nnx.Rngs(0))
     for source in (
         mha_torch.MultiHeadSelfAttention(replace(SPEC, fused_qkv=True)),
@@ -164,7 +177,8 @@ def test_a_module_is_filled_from_another_one_bit_for_bit():
         (replace(SPEC, rope=Rope(10000.0)), "rope=Rope(theta=10000.0)"),
     ],
 )
-def test_weights_of_a_layer_that_computes_something_else_are_refused(sibling, weights, other, message):
+def test_weights_of_other_layer_raise(sibling, weights, other, message):
+    """Weights of another specification raise an error, and the module keeps its own."""
     module = parity.load_into(new_module(sibling, "MultiHeadAttention", SPEC, "float32"), weights, SPEC)
     layer = mha_torch.MultiHeadAttention(other)
     with refuses("the module", message):
@@ -174,7 +188,8 @@ def test_weights_of_a_layer_that_computes_something_else_are_refused(sibling, we
     assert all(same_array(x, weights[name]) for name, x in parity.weights_of(module).items())
 
 
-def test_four_heads_do_not_pass_for_eight_of_the_same_width(sibling):
+def test_other_number_of_heads_raises(sibling):
+    """Weights of 4 heads do not load into a layer of 8 heads, though their shapes are equal."""
     four, eight = AttentionSpec(16, 4), AttentionSpec(16, 8)
     module = new_module(sibling, "MultiHeadAttention", eight, "float32")
     with refuses("the module"):
@@ -184,7 +199,8 @@ def test_four_heads_do_not_pass_for_eight_of_the_same_width(sibling):
 
 
 @pytest.mark.parametrize("kind", ["MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache"])
-def test_weights_without_a_spec_are_refused(kind, sibling, weights):
+def test_weights_without_spec_raise(kind, sibling, weights):
+    """Weights without a specification raise an error, and the module keeps its own."""
     module = new_module(sibling, kind, replace(SPEC, d_kv=SPEC.d_in), "float32")
     held = parity.weights_of(module)
     with refuses_type("spec", spec=None):
@@ -194,19 +210,22 @@ def test_weights_without_a_spec_are_refused(kind, sibling, weights):
 
 @sample(jax=1)
 @pytest.mark.parametrize("kind", ["MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache"])
-def test_the_specification_of_a_module_is_told(sibling, kind):
+def test_spec_of_module_is_complete(sibling, kind):
+    """`spec_of` returns the specification that a module was made with."""
     spec = AttentionSpec(10, 6, num_kv_heads=2, head_dim=4, d_in=7, fused_qkv=True, rope=Rope(500.0), dropout=0.25)
     assert parity.spec_of(new_module(sibling, kind, spec, "float32")) == spec
 
 
-def test_the_specification_of_other_libraries_modules_is_told():
+def test_spec_of_torch_and_flax_modules():
+    """`spec_of` reads torch.nn.MultiheadAttention and nnx.MultiHeadAttention."""
     layer = torch.nn.MultiheadAttention(16, 4, kdim=8, vdim=8, bias=False)
     assert parity.spec_of(layer) == AttentionSpec(16, 4, d_kv=8, qkv_bias=False, out_bias=False)
     layer = nnx.MultiHeadAttention(4, 16, qkv_features=24, decode=False, rngs=nnx.Rngs(0))
     assert parity.spec_of(layer) == AttentionSpec(16, 4, head_dim=6)
 
 
-def test_a_wrapped_projection_is_named(sibling, weights):
+def test_wrapped_projection_raises(sibling, weights):
+    """A wrapped q_proj raises an error with its missing and unexpected names."""
     module = new_module(sibling, "MultiHeadAttention", SPEC, "float32")
     if sibling.name == "torch":
         module.q_proj = torch.nn.Sequential(module.q_proj)
@@ -222,13 +241,15 @@ def test_a_wrapped_projection_is_named(sibling, weights):
         assert unexpected in refusal.value.got["unexpected"]
 
 
-def test_a_module_of_somebody_else_is_refused():
+def test_unknown_module_type_raises():
+    """Loading into a dict raises an error about its type."""
     with refuses_type("module", "dict"):
         parity.load_into({}, {})
 
 
 @pytest.mark.parametrize("spec", [SPEC, AttentionSpec(8, 2, qkv_bias=False, out_proj=False), AttentionSpec(9, 3)])
-def test_packing_and_unpacking_gives_the_weights_back(spec):
+def test_packed_qkv_round_trip_is_exact(spec):
+    """Weights that are packed and unpacked are the same, in order and bit for bit."""
     weights = random_weights(spec, seed=3)
     back = unpack_qkv(pack_qkv(weights), spec)
     assert list(back) == list(weights)
@@ -239,7 +260,8 @@ def test_packing_and_unpacking_gives_the_weights_back(spec):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_weights_survive_a_file_bit_for_bit(tmp_path, weights, dtype):
+def test_file_round_trip_is_exact(tmp_path, weights, dtype):
+    """A file restores its specification and its weights, bit for bit in each dtype."""
     weights = {name: weight.astype(dtype) for name, weight in weights.items()}
     save_weights(tmp_path / "w.safetensors", weights, SPEC)
     back, spec = load_weights(tmp_path / "w.safetensors")
@@ -248,7 +270,7 @@ def test_weights_survive_a_file_bit_for_bit(tmp_path, weights, dtype):
     assert all(same_array(back[name], weights[name]) for name in weights)
 
 
-# The folder is made once for all examples, and each overwrites its file.
+# All examples share the folder, and each overwrites the file.
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(
     array=hnp.arrays(
@@ -257,14 +279,16 @@ def test_weights_survive_a_file_bit_for_bit(tmp_path, weights, dtype):
     ),
     order=st.sampled_from(["C", "transposed", "reversed"]),
 )
-def test_any_array_survives_a_file_whatever_its_memory_order(tmp_path, array, order):
+def test_any_array_survives_a_file(tmp_path, array, order):
+    """A file restores an array of any dtype, shape and memory order, bit for bit."""
     array = {"C": array, "transposed": array.T, "reversed": array[..., ::-1] if array.ndim else array}[order]
     save_tensors(tmp_path / "a.safetensors", {"a": array}, {})
     back, _ = load_tensors(tmp_path / "a.safetensors")
     assert same_array(back["a"], np.ascontiguousarray(array).reshape(array.shape))
 
 
-def test_a_file_depends_on_nothing_but_its_content(tmp_path, weights):
+def test_files_are_deterministic(tmp_path, weights):
+    """The order of its metadata does not change a file."""
     metadata = {name: name for name in "zyxwvutsrq"}
     save_tensors(tmp_path / "a", weights, metadata)
     save_tensors(tmp_path / "b", weights, dict(reversed(metadata.items())))
@@ -272,12 +296,14 @@ def test_a_file_depends_on_nothing_but_its_content(tmp_path, weights):
 
 
 def test_metadata_survives_a_file(tmp_path):
+    """A file restores metadata with non-ASCII text."""
     save_tensors(tmp_path / "a", {"a": np.zeros(1)}, {"what": "ein Maß, 测量"})
     assert load_tensors(tmp_path / "a")[1] == {"what": "ein Maß, 测量"}
 
 
 @pytest.mark.parametrize("culprit", ["pathlib.Path.replace", "os.fsync", "parity.core.weights.load_tensors"])
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, weights, culprit):
+def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch, weights, culprit):
+    """A failed write leaves the old file unchanged and no other file."""
     path = tmp_path / "w.safetensors"
     save_tensors(path, {"old": np.ones(1)}, {})
     old = path.read_bytes()
@@ -292,7 +318,8 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
     assert path.read_bytes() == old
 
 
-def test_a_file_of_another_format_is_neither_written_nor_replaced(tmp_path, weights):
+def test_other_format_is_not_overwritten(tmp_path, weights):
+    """Saving as .npz, or over a file of another format, raises an error and changes no file."""
     with refuses("…/w.npz", "that of npz"):
         save_weights(tmp_path / "w.npz", weights, SPEC)
     (tmp_path / "w.safetensors").write_text("Dear diary")
@@ -302,7 +329,9 @@ def test_a_file_of_another_format_is_neither_written_nor_replaced(tmp_path, weig
     assert os.listdir(tmp_path) == ["w.safetensors"]
 
 
-def test_a_write_that_does_not_read_back_is_an_error(tmp_path, monkeypatch, weights):
+def test_misread_write_raises(tmp_path, monkeypatch, weights):
+    """A file that reads back differently raises OSError and does not remain."""
+
     def misread(_):
         return {name: weight * 2 for name, weight in weights.items()}, {}
 
@@ -312,7 +341,8 @@ def test_a_write_that_does_not_read_back_is_an_error(tmp_path, monkeypatch, weig
     assert os.listdir(tmp_path) == []
 
 
-def test_weights_that_do_not_fit_are_not_written(tmp_path, weights):
+def test_incomplete_weights_are_not_saved(tmp_path, weights):
+    """Saving weights without a bias raises an error and writes no file."""
     del weights["out_proj.bias"]
     with refuses("weights", missing=["out_proj.bias"], unexpected=[]):
         save_weights(tmp_path / "w.safetensors", weights, SPEC)
@@ -321,7 +351,8 @@ def test_weights_that_do_not_fit_are_not_written(tmp_path, weights):
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=200)
 @given(part=st.floats(0.0, 1.0, exclude_max=True))
-def test_a_file_cut_off_anywhere_is_refused(tmp_path, part):
+def test_truncated_file_raises(tmp_path, part):
+    """A file cut off at any byte raises an error."""
     save_weights(tmp_path / "w", random_weights(SPEC), SPEC)
     whole = (tmp_path / "w").read_bytes()
     (tmp_path / "cut").write_bytes(whole[: int(part * len(whole))])
@@ -331,7 +362,8 @@ def test_a_file_cut_off_anywhere_is_refused(tmp_path, part):
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=300)
 @given(position=st.integers(0, 10_000), byte=st.integers(0, 255))
-def test_a_damaged_header_never_raises_anything_but_a_refusal(tmp_path, position, byte):
+def test_damaged_header_raises_or_loads(tmp_path, position, byte):
+    """A file with one changed byte in its header raises a `Refusal`, or its weights are valid."""
     path = tmp_path / "w"
     save_weights(path, random_weights(SPEC), SPEC)
     data = bytearray(path.read_bytes())
@@ -342,11 +374,11 @@ def test_a_damaged_header_never_raises_anything_but_a_refusal(tmp_path, position
         found, spec = load_weights(path)
     except Refusal:
         return
-    check_weights(found, spec)  # what is not refused must be whole
+    check_weights(found, spec)  # weights that load must be valid
 
 
 def test_header_with_a_new_dropout_loads(tmp_path, weights):
-    """The control of the test above: not every change of a header is refused."""
+    """The control of the test above: a header with another valid dropout loads."""
     save_weights(tmp_path / "w", weights, SPEC)
     written = (tmp_path / "w").read_bytes()
     edited = written.replace(b'"dropout\\": 0.0', b'"dropout\\": 0.1')
@@ -357,43 +389,50 @@ def test_header_with_a_new_dropout_loads(tmp_path, weights):
 
 
 @pytest.mark.parametrize("spec", ["[" * 100_000, "7", '{"d_model": "8", "num_heads": 2}'])
-def test_a_hostile_spec_is_refused(tmp_path, weights, spec):
+def test_malformed_spec_raises(tmp_path, weights, spec):
+    """A deeply nested, non-object or ill-typed specification in a file raises an error."""
     save_tensors(tmp_path / "w", weights, {"format": "1", "spec": spec})
     with refuses("…/w"):
         load_weights(tmp_path / "w")
 
 
-def test_weights_of_another_dtype_are_refused_and_not_narrowed(sibling, weights):
+def test_wider_weights_are_not_narrowed(sibling, weights):
+    """Loading float64 weights into a float32 module raises an error about the type."""
     module = new_module(sibling, "MultiHeadAttention", SPEC, "float32")
     with refuses_type("weights"):
         parity.load_into(module, {name: weight.astype(np.float64) for name, weight in weights.items()}, SPEC)
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff" * 8, b"\xff" * 64, b"PK\x03\x04" + bytes(100), bytes(4096)])
-def test_a_file_of_another_kind_is_refused(tmp_path, data):
+def test_non_safetensors_file_raises(tmp_path, data):
+    """An empty file or other bytes than those of a safetensors file raise an error."""
     (tmp_path / "w").write_bytes(data)
     with refuses("…/w"):
         load_weights(tmp_path / "w")
 
 
-def test_a_safetensors_file_without_a_spec_is_refused(tmp_path, weights):
+def test_file_without_spec_raises(tmp_path, weights):
+    """A safetensors file without a specification raises an error with its metadata."""
     save_tensors(tmp_path / "w", weights, {"format": "1"})
     with refuses("…/w", format="1", metadata=["format"]):
         load_weights(tmp_path / "w")
 
 
-def test_a_file_of_a_later_format_is_refused(tmp_path, weights):
+def test_later_format_raises(tmp_path, weights):
+    """A file of format 2 raises an error with that format."""
     save_tensors(tmp_path / "w", weights, {"format": "2", "spec": SPEC.to_json()})
     with refuses("…/w", format="2", metadata=["format", "spec"]):
         load_weights(tmp_path / "w")
 
 
-def test_a_file_that_is_not_there_is_an_os_error(tmp_path):
+def test_missing_file_raises_os_error(tmp_path):
+    """Loading a file that does not exist raises OSError with its name."""
     with pytest.raises(OSError, match="nowhere"):
         load_weights(tmp_path / "nowhere")
 
 
-def test_random_weights_have_biases_that_are_not_zero(weights):
+def test_random_weights_are_nonzero(weights):
+    """Random weights and biases have no element that is 0."""
     assert all(np.count_nonzero(weight) == weight.size for weight in weights.values())
 
 

@@ -1,4 +1,4 @@
-"""The diagnosis of large layers: named by samples, the same each time, with little work and within its time."""
+"""The diagnosis of large layers names bugs from samples: reproducibly, with little work and within its limit."""
 
 import itertools
 import time
@@ -42,7 +42,7 @@ CROSS = replace(BERT, name="cross", seq_len_k=200, key_padding_lengths=(190,))
 DECODE = replace(LLAMA, name="decode", seq_len=161, is_causal=False, chunks=(160, 1), capacity=164)
 
 ENOUGH = 120.0
-"""Seconds for a search, so that no load of the machine that runs the tests decides."""
+"""Seconds for a search, enough that the load of the machine does not matter."""
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def problems():
 
 
 def given_by(problem, name=None):
-    """All stages of the reference, with a bug in it, in float32."""
+    """Return all stages of the reference with a bug, in float32."""
     made = [each for each in bugs_for(problem.case) if each.name == name][:1]
     assert name is None or made
     with np.errstate(all="ignore"):
@@ -60,14 +60,14 @@ def given_by(problem, name=None):
 
 
 def laws_of(diagnosis):
-    """The simplest law of each stage that no bug explains, and its numbers."""
+    """Return the simplest law of each stage that has laws, and its numbers."""
     found = [each.findings for each in (*diagnosis.explanations, *diagnosis.unknowns) if each.findings is not None]
     return {each.found[0].name: each.found[0].numbers for each in found if each.found}
 
 
 @pytest.fixture
 def work(monkeypatch):
-    """The multiplications of all products, counted as they are computed."""
+    """Count the multiplications of all products as they are computed."""
     counted, product = [], Arithmetic.matmul
 
     def matmul(self, a, b, start=0.0, exact=None):
@@ -97,20 +97,21 @@ SHOWN_BY = {
 
 @sample(5)
 @pytest.mark.parametrize(("layer", "name"), SHOWN_BY.values(), ids=list(SHOWN_BY))
-def test_a_bug_is_named_by_the_output_alone_with_little_work(problems, work, layer, name):
+def test_bug_is_named_from_a_sample(problems, work, layer, name):
+    """A bug is named from a sample of the output, with less than 20 times the layer's work."""
     problem = problems[layer]
     output = given_by(problem, name)["output"]
     work.clear()
     diagnosis = diagnose({"output": output}, problem, seconds=ENOUGH)
     assert named_bugs(diagnosis) == [name]
     assert diagnosis.sample
-    assert sum(work) < 20 * multiplications(problem)  # of about a hundred bugs, each in both precisions
+    assert sum(work) < 20 * multiplications(problem)  # about a hundred bugs, each in both precisions
 
 
 @sample(1)
 @pytest.mark.parametrize("name", ["scale-missing", "heads-not-moved"])
-def test_a_search_repeats_no_projection_of_all_tokens(monkeypatch, name):
-    """The reference has made them, in both precisions."""
+def test_search_reuses_full_projections(monkeypatch, name):
+    """The search computes no projection of all queries again: the reference has made them."""
     problem = make_problem(replace(BERT, spec=AttentionSpec(1024, 8), seq_len=256), "float32")
     reference, made, product = Reference(problem), [], Remembered._product
     assert reference.accumulated
@@ -140,7 +141,8 @@ def test_a_search_repeats_no_projection_of_all_tokens(monkeypatch, name):
         ("bert", "softmax-over-queries"),
     ],
 )
-def test_a_bug_is_named_by_all_stages(problems, layer, name):
+def test_bug_is_named_from_all_stages(problems, layer, name):
+    """A bug is named from all stages, although q is recorded as (B, T, N, H)."""
     given = given_by(problems[layer], name)
     given["q"] = given["q"].swapaxes(1, 2)  # recorded as (B, T, N, H)
     diagnosis = diagnose(given, problems[layer], seconds=ENOUGH)
@@ -150,7 +152,8 @@ def test_a_bug_is_named_by_all_stages(problems, layer, name):
 
 @sample(name=["causal-off-by-one"])
 @pytest.mark.parametrize("name", ["q_proj-transposed", "causal-off-by-one", "cache-slot-late"])
-def test_a_bug_of_a_layer_with_a_cache_is_named(name):
+def test_cached_layer_bug_is_named(name):
+    """Bugs of a cached layer are named from its outputs; only cache bugs need later calls."""
     problem = make_problem(DECODE, "float32")
     made = [each for each in bugs_for(DECODE) if each.name == name][:1]
     values = run_steps(wrong_layer(problem, "float64", made).steps())
@@ -162,6 +165,7 @@ def test_a_bug_of_a_layer_with_a_cache_is_named(name):
 
 
 def test_bugs_in_two_stages_are_both_named(problems):
+    """Rolled heads of v and a transposed output projection are both named."""
     given = given_by(problems["bert"], "v-heads-rolled")
     wrong = next(each for each in bugs_for(BERT) if each.name == "out_proj-transposed")
     output = wrong_layer(problems["bert"], "float64", [wrong]).output(given)["output"]
@@ -169,19 +173,22 @@ def test_bugs_in_two_stages_are_both_named(problems):
     assert named_bugs(diagnosis) == ["v-heads-rolled", "out_proj-transposed"]
 
 
-def test_three_calls_give_one_verdict(problems):
+def test_verdict_is_reproducible(problems):
+    """Three diagnoses of the same output print the same text."""
     output = given_by(problems["llama"], "kv-heads-tiled")["output"]
     first, *others = [str(diagnose({"output": output}, problems["llama"], seconds=ENOUGH)) for _ in range(3)]
     assert others == [first, first]
 
 
-def test_what_is_right_is_right(problems):
+def test_correct_stages_pass_at_size(problems):
+    """Correct stages have the kind `none`, or `convention` with another axis order of k."""
     given = given_by(problems["llama"])
     assert diagnose(given, problems["llama"]).kind == "none"
     assert diagnose({**given, "k": given["k"].swapaxes(1, 2)}, problems["llama"]).kind == "convention"
 
 
-def test_a_wrong_place_that_no_sample_has_is_found(problems):
+def test_unsampled_error_is_found(problems):
+    """One wrong element is unknown, and `assert_parity` has its place, though no sample has it."""
     output = given_by(problems["llama"])["output"]
     output[0, 100, 200] += 0.1
     diagnosis = diagnose({"output": output}, problems["llama"], seconds=0.5)
@@ -190,7 +197,8 @@ def test_a_wrong_place_that_no_sample_has_is_found(problems):
         parity.assert_parity(output, problem=problems["llama"])
 
 
-def test_a_law_of_a_sample_is_that_of_another_one_too(problems):
+def test_law_must_hold_in_other_samples(problems):
+    """A factor on the whole output is a law; on the features of one sample it is unknown."""
     output = given_by(problems["bert"])["output"]
     diagnosis = diagnose({"output": 1.01 * output}, problems["bert"])
     assert laws_of(diagnosis) == {"factor": {"axes": [], "factors": [pytest.approx(1.01)]}}
@@ -198,7 +206,8 @@ def test_a_law_of_a_sample_is_that_of_another_one_too(problems):
     assert diagnose({"output": output}, problems["bert"]).kind == "unknown"
 
 
-def test_a_number_of_the_specification_is_found_in_a_sample(problems):
+def test_scale_is_fitted_from_a_sample(problems):
+    """A scale of 0.1 instead of 0.125 is found from the output of a large layer."""
     problem = problems["bert"]
     other = replace(problem, case=replace(BERT, spec=replace(BERT.spec, scale=0.1)))
     diagnosis = diagnose({"output": given_by(other)["output"]}, problem)
@@ -208,16 +217,16 @@ def test_a_number_of_the_specification_is_found_in_a_sample(problems):
 # ---- Its work --------------------------------------------------------------------------------------------------------
 
 
-def test_no_clock_changes_a_verdict(problems, monkeypatch):
-    """Hours pass each time that somebody looks at a clock."""
+def test_verdict_ignores_the_clock(problems, monkeypatch):
+    """A bug is named even if every reading of a clock is an hour later."""
     output, hours = given_by(problems["llama"], "q_proj-transposed")["output"], itertools.count(0.0, 3600.0)
     for clock in ("perf_counter", "monotonic", "process_time", "thread_time"):
         monkeypatch.setattr(time, clock, lambda: next(hours))
     assert named_bugs(diagnose({"output": output}, problems["llama"])) == ["q_proj-transposed"]
 
 
-def test_the_limit_of_a_search_holds(problems, work):
-    """A search with little work computes little: the samples without bugs in them."""
+def test_search_limit_is_respected(problems, work):
+    """A search of 0.01 s leaves single bugs untried and costs less than 4 times the layer."""
     problem = problems["bert"]
     output = given_by(problem, "k_proj-transposed")["output"]
     work.clear()
@@ -226,14 +235,15 @@ def test_the_limit_of_a_search_holds(problems, work):
     assert sum(work) < 4 * multiplications(problem)
 
 
-def test_a_product_beyond_the_limit_is_not_computed(rng):
+def test_product_over_limit_raises(rng):
+    """A product over the limit raises TimeoutError, costs nothing and is reported as untried."""
     a, search, float64 = rng.standard_normal((512, 512)), Work(2e-3), Arithmetic(dtype_named("float64"))
     with search.counted(), pytest.raises(TimeoutError), search.inside("a product"):
         float64.matmul(a, a)
     assert (search.spent, search.untried) == (0.0, "a product")
     with search.counted(), pytest.raises(TimeoutError), search.inside("another", most=1e-4):
         float64.matmul(a[:64], a)
-    assert search.untried == "a product"  # whoever put the other one off comes back to it
+    assert search.untried == "a product"  # the postponed step is retried by its caller
     with search.counted(), search.inside("another", most=1e-4):
         ask(5e-5, of_part=True)
         with pytest.raises(TimeoutError):
@@ -241,7 +251,8 @@ def test_a_product_beyond_the_limit_is_not_computed(rng):
     assert (search.spent, search.untried) == (0.0, "a product")
 
 
-def test_work_within_other_work_counts_for_both(rng):
+def test_nested_work_counts_for_both(rng):
+    """Work in an inner count also counts for the outer one; uncounted work does not."""
     a, outer, inner = rng.standard_normal((64, 64)), Work(1.0), Work(0.5)
     with outer.counted():
         with inner.counted():
@@ -251,7 +262,8 @@ def test_work_within_other_work_counts_for_both(rng):
     assert 0.0 < inner.spent == outer.spent
 
 
-def test_a_search_does_as_much_where_the_reference_was_computed_before():
+def test_known_reference_changes_no_work():
+    """A search does the same work whether or not the reference was computed before it."""
     problem = make_problem(replace(BERT, seq_len=24, name="small"), "float32")
     output, spent = given_by(problem)["output"] + 1.0, []
     fresh, known = Reference(problem), Reference(problem)
@@ -265,7 +277,8 @@ def test_a_search_does_as_much_where_the_reference_was_computed_before():
     assert spent[0] == spent[1] > 0.0
 
 
-def test_a_failing_assertion_computes_the_reference_once(monkeypatch):
+def test_reference_is_computed_once(monkeypatch):
+    """A failing `assert_parity` computes the reference once in each precision."""
     problem = make_problem(replace(BERT, seq_len=24, name="small"), "float32")
     output, computed, stages = given_by(problem)["output"], [], Reference._computed
 
@@ -279,7 +292,8 @@ def test_a_failing_assertion_computes_the_reference_once(monkeypatch):
     assert computed == ["float64", "float32"]
 
 
-def test_a_passing_assertion_takes_little_more_than_the_layer(problems, work):
+def test_passing_assertion_is_cheap(problems, work):
+    """A passing `assert_parity` costs at most 2.1 times the layer: once in each precision."""
     problem = problems["llama"]
     output = given_by(problem)["output"]
     work.clear()
@@ -291,7 +305,8 @@ def test_a_passing_assertion_takes_little_more_than_the_layer(problems, work):
 
 
 @pytest.mark.parametrize("case", [LLAMA, BERT, replace(LLAMA, name="two", batch=2, key_padding_lengths=(160, 9))])
-def test_the_right_layer_is_right_in_every_sample(case):
+def test_correct_layer_passes_each_sample(case):
+    """Each sample of a correct layer has the layer's values; together they cover eight stages."""
     problem = make_problem(case, "float32")
     given = wrong_layer(problem, "float64", ()).forward()
     whole = Whole(problem, given, WholeStages(given, Reference(problem), "ieee"), Remembered())
@@ -320,7 +335,8 @@ GROUPS = replace(BERT.spec, num_kv_heads=2, qkv_bias=False)
         (GROUPS, "v_proj-weights-bfloat16"),
     ],
 )
-def test_keys_and_values_that_are_not_made_give_the_same(spec, name):
+def test_absorbed_projections_are_exact(spec, name):
+    """A sample that absorbs a wrong projection has the same stages as one that computes it."""
     problem, rows = make_problem(replace(BERT, spec=spec, seq_len=24), "float32"), np.array([1, 9])
     made = [each for each in bugs_for(problem.case) if each.name == name][:1]
     some = {rows_of_query(rows): problem.inputs["query"][:, rows]}
@@ -334,7 +350,8 @@ def test_keys_and_values_that_are_not_made_give_the_same(spec, name):
         np.testing.assert_allclose(found[stage], expected[stage], rtol=1e-9, atol=1e-12, err_msg=stage)
 
 
-def test_packed_weights_in_another_order_need_no_product(problems, work):
+def test_repacked_weights_need_no_product(problems, work):
+    """q, k and v of packed weights read per head are remembered products in another order."""
     problem, remembered = problems["bert"], Remembered()
     made = next(each for each in bugs_for(problem.case) if each.name == "fused-qkv-read-per-head")
     base = remembering(remembered)
@@ -348,13 +365,15 @@ def test_packed_weights_in_another_order_need_no_product(problems, work):
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-9, atol=1e-12)
 
 
-def test_stages_are_brought_into_the_order_of_the_reference(problems, rng):
+def test_stage_axes_are_reordered(problems, rng):
+    """q in four recorded forms is brought into the axis order of the reference."""
     x = rng.standard_normal((1, 4, 160, 64))
     for recorded in (x, x.swapaxes(1, 2), x.swapaxes(1, 2).reshape(1, 160, 256), x[0]):
         np.testing.assert_array_equal(in_order(problems["bert"], "q", recorded), x)
 
 
-def test_a_step_depends_on_what_it_calls_and_reads(problems):
+def test_step_dependencies_are_found(problems):
+    """`flow_of` finds the methods that a step calls and the stages that it reads."""
     mask, qkv, scores, attn_weights, context, output, _ = flow_of(problems["llama"])
     assert "is_later" in mask.methods
     assert "is_later" not in qkv.methods
@@ -368,7 +387,8 @@ def test_a_step_depends_on_what_it_calls_and_reads(problems):
 # ---- Noise -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_noise_of_a_large_product_is_that_of_the_plainest_order(rng, monkeypatch):
+def test_drawn_noise_matches_real_noise(rng, monkeypatch):
+    """Noise drawn for a large product is within 25% of real rounding; TF32 draws none."""
     a, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((64, 2048), (2048, 96)))
     exact, float32 = a.astype(np.float64) @ b, Arithmetic(dtype_named("float32"))
     plain = float32.matmul(a, b) - exact
@@ -376,12 +396,12 @@ def test_the_noise_of_a_large_product_is_that_of_the_plainest_order(rng, monkeyp
     for known in (None, exact):
         drawn = float32.matmul(a, b, exact=known) - exact
         assert 0.8 < drawn.std() / plain.std() < 1.25
-    cut = Arithmetic(dtype_named("float32"), "tf32")  # which sees less of the numbers than the exact product has
+    cut = Arithmetic(dtype_named("float32"), "tf32")  # which has fewer bits of the operands than the exact product
     np.testing.assert_array_equal(cut.matmul(a, b, exact=exact), cut.matmul(a, b))
 
 
-def test_noise_is_taken_to_grow_with_the_values(problems):
-    """Logarithms of weights are thousands of times the weights: so is their noise, before any budget is computed."""
+def test_quick_noise_grows_with_the_values(problems):
+    """For logarithms of weights, the quick ratio is within a factor of 5 of the full one."""
     made = next(each for each in bugs_for(BERT) if each.name == "softmax-log")
     replay = Replay(problems["bert"], {"output": given_by(problems["bert"], "softmax-log")["output"]}, "ieee")
     ratios = [replay.judgement("output", (made,), quick=is_quick).ratio for is_quick in (True, False)]
@@ -391,9 +411,10 @@ def test_noise_is_taken_to_grow_with_the_values(problems):
 # ---- Zeros -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.thorough  # a search of seconds for each; without one, `test_a_wrong_place_that_no_sample_has_is_found`
+@pytest.mark.thorough  # a search of seconds for each; without one, `test_unsampled_error_is_found`
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_key_that_is_hidden_in_one_row_is_seen_in_half_precision(dtype):
+def test_hidden_key_fails_in_16_bits(dtype):
+    """One key wrongly hidden in the last of 200 rows fails in bfloat16 and float16."""
     case = Case("zeros", AttentionSpec(16, 2), "", batch=1, seq_len=200, is_causal=True)
     problem = make_problem(case, dtype)
 

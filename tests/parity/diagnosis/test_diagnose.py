@@ -1,4 +1,4 @@
-"""The diagnosis: which bug explains a difference, and which ones cannot be told apart."""
+"""The diagnosis names the bug that explains a difference, or lists the bugs that it cannot distinguish."""
 
 import contextlib
 import itertools
@@ -40,7 +40,7 @@ SPEC = AttentionSpec(32, 4, num_kv_heads=2, rope=Rope(10000.0))
 
 
 def observed_in(problem, bugs=()):
-    """The stages of the reference with bugs in it, in the problem's dtype."""
+    """Return the stages of the reference with bugs, in the problem's dtype."""
     with np.errstate(all="ignore"):
         values = run_steps(wrong_layer(problem, problem.dtype, bugs).steps())
     return {name: x.astype(kept_dtype(name, problem.dtype)) for name, x in values.items()}
@@ -54,14 +54,15 @@ def bug(case, name):
 
 
 RIGHT = [("torch", name) for name, case in CASES.items() if case.dtype is None]
-# JAX has those whose scores are the largest, in one pass; test_run judges its stages of most cases, by the budget of
-# the diagnosis.
+# JAX has the uncached trained cases, whose scores are the largest; test_run compares its stages of most cases with the
+# budget of the diagnosis.
 RIGHT += [("jax", name) for name, case in CASES.items() if case.trained is not None and not case.is_cached]
 
 
 @sample(32, where=lambda backend, case: case in QUICK and backend == "torch")
 @pytest.mark.parametrize(("backend", "case"), RIGHT)
-def test_no_bug_is_named_where_there_is_none(backend, case):
+def test_no_bug_in_correct_stages(backend, case):
+    """Correct float32 stages have the kind `none`, and the message says that nothing differs."""
     expected = Reference(make_problem(CASES[case], "float32"))
     diagnosis = diagnose(record(backend, expected).accumulated, expected.problem)
     assert diagnosis.kind == "none"
@@ -70,7 +71,8 @@ def test_no_bug_is_named_where_there_is_none(backend, case):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
 @pytest.mark.parametrize("case", ["rope-gqa", "bias-causal", "ragged"])
-def test_no_bug_is_named_in_other_dtypes(case, dtype):
+def test_no_bug_in_other_dtypes(case, dtype):
+    """Correct stages of torch in bfloat16, float16 and float64 have the kind `none`."""
     expected = Reference(make_problem(CASES[case], dtype))
     assert diagnose(record("torch", expected).accumulated, expected.problem).kind == "none"
 
@@ -78,18 +80,20 @@ def test_no_bug_is_named_in_other_dtypes(case, dtype):
 # ---- One bug -----------------------------------------------------------------------------------------------------
 
 UNTRAINED = [case for case in SELFTEST_CASES if case.trained is None]
-PLAIN = [case for case in UNTRAINED if not case.name.startswith("rope-")]  # the others have them as these do
+PLAIN = [case for case in UNTRAINED if not case.name.startswith("rope-")]  # the others show the same bugs
 
 
 def shown(case):
-    """The names of the bugs that can be seen in a case; where only precision is lost apart."""
+    """Return the names of the bugs that show in a case, and separately of those that only lose precision."""
     found = [h for h in bugs_for(case) if h.shows_alone]
     return {h.name for h in found if not h.is_loss}, {h.name for h in found if h.is_loss}
 
 
 def in_one(cases):
-    """Each bug in the last plain case that shows it, with what rivals it has there, or in the last of the others;
-    lost precision in the first."""
+    """Return a case for each bug: the last plain one that shows it, else the last other one.
+
+    Lost precision has the first case that shows it.
+    """
     last, first = {}, {}
     for case in (*(case for case in cases if case not in PLAIN), *PLAIN):
         plain, lost = shown(case)
@@ -101,12 +105,12 @@ def in_one(cases):
 
 
 ALL = in_one(SELFTEST_CASES)
-"""In one case each; the next test has them in all."""
+"""Each bug in one case; `test_bug_shows_first_at_its_stages` covers the other cases."""
 
 
 NEAREST = {
-    # A number that lies in the middle between two narrower ones is rounded the other way here: one element is off by a
-    # unit of the narrow dtype, which is hundreds of budgets. The bug is told as the nearest, and not named.
+    # A number halfway between two narrower ones is rounded the other way here: one element is off by a unit of the
+    # narrow dtype, hundreds of times its budget. The bug is only reported as the nearest one.
     *(("mha", name) for name in ("out_proj-in-bfloat16", "out_proj-in-float16", "softmax-bfloat16")),
     *(("mha", "v_proj-in-bfloat16"), ("cached", "cache-float16")),
 }
@@ -120,7 +124,8 @@ ONE_A_CODE = one_a_code(ALL, lambda each: bug(CASE_OF[each[0]], each[1]).in_refe
 
 @sample(64, where=lambda case, name: (case, name) in {*ONE_A_CODE, *NEAREST})
 @pytest.mark.parametrize(("case", "name"), ALL)
-def test_every_bug_is_told_from_every_other(case, name):
+def test_each_bug_is_distinguished(case, name):
+    """Each form of a bug is the only one named, or the nearest one for those in `NEAREST`."""
     is_nearest = (case, name) in NEAREST
     case = CASE_OF[case]
     problem = make_problem(case, "float32")
@@ -144,13 +149,14 @@ def visible(case):
 FIRST_OF = {(known.name, known.about): case.name for case in reversed(SELFTEST_CASES) for known in visible(case)}
 """The first case that shows each form of each bug."""
 ROUNDED = {("trained-anarcii-causal", f"{name}-float16") for name in ("softmax", "attn-weights")}
-"""Where an attention weight in the middle between two numbers of float16 is rounded the other way."""
+"""Cases in which an attention weight halfway between two float16 numbers is rounded the other way."""
 IN_CASES = [(case, in_all) for in_all in (False, True) for case in CASE_OF if in_all or case in FIRST_OF.values()]
 
 
 @sample(16, in_all=[False])
 @pytest.mark.parametrize(("case", "in_all"), IN_CASES)
-def test_every_bug_is_seen_first_at_its_stages_and_explains_all(case, in_all):
+def test_bug_shows_first_at_its_stages(case, in_all):
+    """Each bug first shows at one of its stages, and explains all stages except in `ROUNDED`."""
     problem = make_problem(CASE_OF[case], "float32")
     for made in visible(CASE_OF[case]):
         if in_all or FIRST_OF[made.name, made.about] == case:
@@ -167,6 +173,7 @@ def test_every_bug_is_seen_first_at_its_stages_and_explains_all(case, in_all):
     "name", ["rope-interleaved", "kv-heads-tiled", "k-v-swapped", "causal-off-by-one", "scale-missing"]
 )
 def test_bugs_are_named_in_half_precision(name, dtype):
+    """Five structural bugs are named in bfloat16 and in float16."""
     case = CASE_OF["gqa-rope-causal"]
     problem = make_problem(case, dtype)
     assert named_bugs(diagnose(observed_in(problem, [bug(case, name)]), problem)) == [name]
@@ -175,13 +182,14 @@ def test_bugs_are_named_in_half_precision(name, dtype):
 @pytest.mark.costly("injects and diagnoses every bug of a case")
 @sample(case=["cross"])
 @pytest.mark.parametrize("case", ["mha", "gqa-rope-causal", "cross"])
-def test_from_the_output_alone_a_bug_is_named_or_told_to_be_one_of_several(case):
+def test_bug_is_named_from_output_alone(case):
+    """A bug that changes the output is named from it alone, or is among the alternatives."""
     case = CASE_OF[case]
     problem = make_problem(case, "float32")
     clean = observed_in(problem)["output"]
     wrong = []
     for made in bugs_for(case):
-        if made.is_loss:  # test_precision has those
+        if made.is_loss:  # tested in test_precision
             continue
         output = observed_in(problem, [made])["output"]
         diagnosis = diagnose({"output": output}, problem)
@@ -195,7 +203,8 @@ def test_from_the_output_alone_a_bug_is_named_or_told_to_be_one_of_several(case)
     assert wrong == []
 
 
-def test_what_cannot_be_told_apart_is_said_to_be_so():
+def test_indistinguishable_bugs_are_listed():
+    """Two bugs of RoPE positions with the same output are both listed as indistinguishable."""
     case = CASE_OF["gqa-rope-causal"]
     problem = make_problem(case, "float32")
     output = observed_in(problem, [bug(case, "rope-off-by-one-k")])["output"]
@@ -207,7 +216,8 @@ def test_what_cannot_be_told_apart_is_said_to_be_so():
 
 
 @pytest.mark.parametrize(("case", "stage"), [("mha", "q"), ("mha", "k"), ("gqa-rope-causal", "q"), ("cross", "v")])
-def test_heads_in_any_order_are_told_with_the_order(case, stage):
+def test_permuted_heads_show_their_order(case, stage):
+    """Permuted heads of q, k or v are named, and the message has their order."""
     case = CASE_OF[case]
     problem = make_problem(case, "float32")
     order = [2, 0, 3, 1, *reversed(range(4, case.spec.num_heads))]
@@ -227,7 +237,7 @@ def test_heads_in_any_order_are_told_with_the_order(case, stage):
 
 
 def stages_with(case, names):
-    """What torch gives with bugs injected in it, and the problem."""
+    """Return the stages of torch with injected bugs, and the problem."""
     problem = make_problem(case, "float32", random_weights(case.spec, 1))
     with contextlib.ExitStack() as stack:
         given = problem
@@ -239,10 +249,10 @@ def stages_with(case, names):
 @pytest.mark.costly("diagnoses twenty pairs of bugs")
 @sample(case=["cross"])
 @pytest.mark.parametrize("case", ["cached", "cross"])
-def test_two_planted_bugs_are_both_named(case):
-    """Of 20 pairs drawn at random, those left out of which one hides the other: at least 80 %, and mostly more."""
+def test_two_injected_bugs_are_named(case):
+    """Among 20 random pairs of bugs, at least 80% of those that both show are named."""
     case = CASE_OF[case]
-    names = [name for name in bugs_in(case) if not name.startswith("precision")]  # which is searched for alone
+    names = [name for name in bugs_in(case) if not name.startswith("precision")]  # which is searched for on its own
     pairs = list(itertools.combinations(names, 2))
     random.Random(0).shuffle(pairs)
     alone = {}
@@ -259,7 +269,8 @@ def test_two_planted_bugs_are_both_named(case):
     assert named >= 0.8 * distinguishable
 
 
-def test_three_bugs_in_three_places_are_all_named():
+def test_bugs_at_three_stages_are_named():
+    """Bugs of k, of the scores and of the output are all named, each at its stage."""
     case = CASE_OF["gqa-rope-causal"]
     problem = make_problem(case, "float32")
     names = ["rope-interleaved-k", "kv-heads-tiled", "heads-not-moved-back"]
@@ -268,7 +279,8 @@ def test_three_bugs_in_three_places_are_all_named():
     assert [explanation.stage for explanation in diagnosis.explanations] == ["k", "scores", "output"]
 
 
-def test_a_bug_on_one_path_only_is_told_with_its_path(monkeypatch):
+def test_fused_path_bug_names_its_path(monkeypatch):
+    """A mask that only the fused path ignores is named together with that path."""
     import mha_torch
 
     original = mha_torch.fused.attend
@@ -284,19 +296,21 @@ def test_a_bug_on_one_path_only_is_told_with_its_path(monkeypatch):
     assert diagnosis.explanations[0].about == "in the fused path: the mask is ignored"
 
 
-def test_what_shows_in_later_calls_only_is_not_what_every_call_would_show():
+def test_mask_wrong_only_in_later_calls():
+    """Masks wrong only in later calls are a law, not a bug that the first call would show."""
     problem = make_problem(CASE_OF["cached"], "float32")
     observed, wrong = observed_in(problem), observed_in(problem, [bug(CASE_OF["cached"], "causal-excludes-self")])
     later = {name: wrong[name] for name in wrong if name.endswith("mask") and not name.startswith("step0")}
     observed |= later
-    del observed["step2.output"]  # which agrees, so that nothing would be wrong
+    del observed["step2.output"]  # it agrees, so that nothing would be wrong
     diagnosis = diagnose({name: x for name, x in observed.items() if not stage_named(name).path}, problem)
     assert not np.array_equal(observed["step0.mask"], wrong["step0.mask"])
     assert (diagnosis.kind, named_bugs(diagnosis)) == ("law", [])
     assert "to 1 before its own instead of" in diagnosis.unknowns[0].laws[0]
 
 
-def test_two_bugs_are_not_named_where_nothing_was_observed_of_them():
+def test_two_bugs_need_observed_stages():
+    """Two bugs are named from all stages, but are unknown from the output alone."""
     case = CASE_OF["mha"]
     problem = make_problem(case, "float32")
     made = [bug(case, name) for name in ("q_proj-transposed", "v-heads-reversed")]
@@ -306,7 +320,8 @@ def test_two_bugs_are_not_named_where_nothing_was_observed_of_them():
     assert (diagnosis.kind, named_bugs(diagnosis)) == ("unknown", [])
 
 
-def test_weights_that_are_exchanged_without_their_biases_are_told_so():
+def test_swapped_weights_without_biases():
+    """Exchanged weights of q and k are named, with the remark that their biases are not."""
     problem = make_problem(CASE_OF["mha"], "float32")
     weights = dict(problem.weights)
     weights |= {"q_proj.weight": weights["k_proj.weight"], "k_proj.weight": weights["q_proj.weight"]}
@@ -317,7 +332,8 @@ def test_weights_that_are_exchanged_without_their_biases_are_told_so():
         assert "the weights of q_proj and k_proj are exchanged, but not their biases" in str(diagnosis)
 
 
-def test_a_bug_that_an_earlier_call_shows_to_be_another_is_not_named():
+def test_earlier_call_can_rule_out_a_bug():
+    """A bug that later calls suggest is not named if the mask of the first call contradicts it."""
     case = CASE_OF["cached"]
     problem = make_problem(case, "float32")
     empty = next(known for known in bugs_for(case) if known.about == "the mask is empty")
@@ -325,13 +341,14 @@ def test_a_bug_that_an_earlier_call_shows_to_be_another_is_not_named():
     later = {name: x for name, x in observed.items() if not name.startswith("step0.")}
     assert named_bugs(diagnose(later, problem)) == ["mask-ignored"]
     mask = observed["step0.mask"].copy()
-    mask[:, :, 2, 1] = True  # nothing known hides this key, and shows all others
+    mask[:, :, 2, 1] = True  # no known bug hides only this key
     diagnosis = diagnose({**later, "step0.mask": mask}, problem)
     assert named_bugs(diagnosis) == []
     assert [unknown.stage for unknown in diagnosis.unknowns] == [f"step{index}.mask" for index in range(3)]
 
 
-def test_of_nan_alone_no_two_bugs_are_named():
+def test_all_nan_weights_name_no_bugs():
+    """Attention weights that are all NaN are unknown: no pair of bugs is named for them."""
     problem = make_problem(CASE_OF["empty-rows"], "float32")
     observed = observed_in(problem)
     observed["attn_weights"] = np.full_like(observed["attn_weights"], np.nan)
@@ -339,7 +356,8 @@ def test_of_nan_alone_no_two_bugs_are_named():
     assert (diagnosis.kind, named_bugs(diagnosis)) == ("unknown", [])
 
 
-def test_sines_for_cosines_are_told_beside_what_gives_the_same_output():
+def test_rope_sin_cos_swap_is_named():
+    """Exchanged sines and cosines are named, or from the output alone are a candidate."""
     case = CASE_OF["gqa-rope-causal"]
     problem = make_problem(case, "float32")
     observed = observed_in(problem, [bug(case, "rope-sin-cos-exchanged")])
@@ -348,7 +366,8 @@ def test_sines_for_cosines_are_told_beside_what_gives_the_same_output():
     assert "RoPE's sines and cosines are exchanged" in (explanation.about, *explanation.others)
 
 
-def test_rope_over_heads_is_told_beside_what_gives_the_same_output():
+def test_rope_over_heads_is_named():
+    """RoPE by head index is named, or from the output alone is a candidate."""
     case = replace(CASE_OF["gqa-rope-causal"], spec=replace(CASE_OF["gqa-rope-causal"].spec, num_kv_heads=6))
     problem = make_problem(case, "float32")
     observed = observed_in(problem, [bug(case, "rope-over-heads")])
@@ -360,14 +379,15 @@ def test_rope_over_heads_is_told_beside_what_gives_the_same_output():
     )
 
 
-# ---- Neither ---------------------------------------------------------------------------------------------------------
+# ---- No known bug ----------------------------------------------------------------------------------------------------
 
 
-def test_what_no_bug_explains_is_said_to_be_unknown():
+def test_unexplained_factor_is_a_law():
+    """Factors on the context that no bug explains are an unexplained law at that stage."""
     problem = make_problem(CASES["causal"], "float32")
     observed = observed_in(problem)
     observed["context"] = observed["context"] * np.linspace(0.5, 2.0, 8, dtype=np.float32)
-    del observed["output"]  # which agrees, so that nothing would be wrong
+    del observed["output"]  # it agrees, so that nothing would be wrong
     diagnosis = diagnose(observed, problem)
     assert (diagnosis.kind, diagnosis.stage, diagnosis.unexplained) == ("law", "context", "context")
     assert diagnosis.unknowns[0].law.name == "factor"
@@ -382,7 +402,7 @@ def dropped(weights):
     [(dropped, "dropout", 0.1), (lambda weights: weights.swapaxes(2, 3).copy(), "transposed", None)],
 )
 def test_a_verified_law_is_the_headline(change, law, number):
-    """With the page of its family, where it has one: a bug then."""
+    """A verified law is the cause: a bug with a page if its family has one, otherwise a law."""
     problem = make_problem(CASES["causal"], "float32")
     override = {"attn_weights": lambda _, original, values: {"attn_weights": change(original(values)["attn_weights"])}}
     observed = observed_in(problem, [Changed(override)])
@@ -397,7 +417,8 @@ def test_a_verified_law_is_the_headline(change, law, number):
     assert "unknown" not in str(diagnosis)
 
 
-def test_a_maximum_distance_of_the_relative_bias_is_found_as_a_number():
+def test_relative_bias_distance_is_fitted():
+    """A max_distance of 128 instead of 40 is found with scores, or from the output alone."""
     bias = RelativeBias(32, 40, bidirectional=False)
     spec = AttentionSpec(32, 4, relative_bias=bias)
     problem = make_problem(Case("t5", spec, "a decoder of T5", seq_len=48, is_causal=True), "float32")
@@ -417,7 +438,7 @@ LLAMA = AttentionSpec(64, 4, num_kv_heads=2, rope=Rope(500000.0, scaling=Llama3S
 
 
 def frequencies_times(*factors):
-    """RoPE with other frequencies, which no bug and no number of the specification gives."""
+    """Return a change of RoPE's frequencies that no bug and no number of the specification explains."""
 
     def angles(_, original, positions):
         found = original(positions)
@@ -426,8 +447,8 @@ def frequencies_times(*factors):
     return Changed({"angles": angles})
 
 
-def test_a_law_hides_no_bug_after_it():
-    """Neither in other stages, nor in the same ones of later calls."""
+def test_law_hides_no_later_bug():
+    """After a law of frequencies, bugs of other stages and of later calls are still named."""
     case = Case("llama", LLAMA, "a prompt, then tokens", seq_len=13, chunks=(12, 1), capacity=14)
     problem = make_problem(case, "float32")
     names = ["kv-heads-tiled", "cache-position-off-by-one"]
@@ -440,8 +461,8 @@ def test_a_law_hides_no_bug_after_it():
     json.dumps(diagnosis.to_dict(), allow_nan=False)
 
 
-def test_a_law_is_not_assumed_that_an_earlier_call_contradicts():
-    """Each new token is turned as by a factor of its own, and those of the prompt are right."""
+def test_law_must_hold_in_earlier_calls():
+    """New tokens rotated by their own factors, after a correct prompt, have a law each."""
     spec = AttentionSpec(32, 4, num_kv_heads=2, rope=Rope(10000.0))
     case = Case("steps", spec, "a prompt, then tokens", seq_len=6, chunks=(4, 1, 1), capacity=8)
     factors = np.array([1.0, 1.0, 1.0, 1.0, 0.625, 0.5])
@@ -455,7 +476,8 @@ def test_a_law_is_not_assumed_that_an_earlier_call_contradicts():
     assert [(each.stage, each.law.numbers["value"]) for each in found] == [(names[1], 1.6), (names[2], 2.0)]
 
 
-def test_numbers_that_fit_one_frequency_by_chance_are_left_out():
+def test_chance_fit_of_rope_is_left_out():
+    """One frequency times 0.9 has only the law of frequencies, not numbers that fit by chance."""
     problem = make_problem(Case("llama", LLAMA, "a prompt", seq_len=12, is_causal=True), "float32")
     observed = observed_in(problem, [frequencies_times(1.0, 0.9, *[1.0] * 6)])
     (unknown,) = diagnose({"q": observed["q"]}, problem).unknowns
@@ -464,7 +486,8 @@ def test_numbers_that_fit_one_frequency_by_chance_are_left_out():
 
 
 @pytest.mark.thorough
-def test_a_wrong_output_of_the_module_is_not_a_way_to_record_it():
+def test_wrong_module_output_is_a_law():
+    """Wrong values of module.output are an unexplained law, not a convention."""
     problem = make_problem(CASES["causal"], "float32")
     observed = observed_in(problem)
     observed["module.output"] = observed["module.output"] * np.linspace(0.5, 2.0, 32, dtype=np.float32)
@@ -473,7 +496,8 @@ def test_a_wrong_output_of_the_module_is_not_a_way_to_record_it():
 
 
 @pytest.mark.costly("the search tries all pairs of bugs before laws")
-def test_a_known_bug_before_an_unknown_one_is_named():
+def test_bug_before_a_law_is_named():
+    """Missing RoPE is named as the cause, and a later offset of the output stays unexplained."""
     case = CASE_OF["mha"]  # of which few bugs are known, since pairs of them are tried
     problem = make_problem(case, "float32")
     observed = observed_in(problem, [bug(case, "scale-missing")])
@@ -485,8 +509,8 @@ def test_a_known_bug_before_an_unknown_one_is_named():
 
 
 @pytest.mark.costly("diagnoses several draws of noise")
-def test_a_bug_that_moves_noise_alone_is_not_named():
-    """The output is the same by positions that are all one higher, but for its rounding, which may be less."""
+def test_bug_is_not_named_for_noise():
+    """Noise near the budget names no bug, though shifting all positions may fit it better."""
     problem = make_problem(CASES["rope-gqa"], "float64")
     right = observed_in(problem)["output"]
     rng, kinds = np.random.default_rng(0), []
@@ -498,7 +522,8 @@ def test_a_bug_that_moves_noise_alone_is_not_named():
     assert {*kinds} == {"none", "unknown"}
 
 
-def test_an_error_just_beyond_the_budget_is_unknown():
+def test_error_over_budget_is_unknown():
+    """An output error of 1 to 3 times its budget is unknown, and not called rounding."""
     problem = make_problem(CASES["full"], "float32")
     observed = observed_in(problem)
     noise = np.random.default_rng(0).standard_normal(observed["output"].shape)
@@ -512,7 +537,8 @@ def test_an_error_just_beyond_the_budget_is_unknown():
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
-def test_values_that_are_not_finite_are_a_difference_that_no_bug_explains(wrong):
+def test_nan_or_infinity_is_unknown(wrong):
+    """One NaN or infinity in the context is unknown at that stage, and the JSON is valid."""
     problem = make_problem(CASES["full"], "float32")
     observed = observed_in(problem)
     observed["context"][0, 1, 2, 3] = wrong
@@ -530,7 +556,8 @@ def test_values_that_are_not_finite_are_a_difference_that_no_bug_explains(wrong)
         ("mask", lambda x: x - np.float32(0.5), "has dtype float32 instead of bool"),
     ],
 )
-def test_what_cannot_be_the_stage_is_told_and_the_others_are_judged_without_it(stage, change, words):
+def test_malformed_stage_is_reported(stage, change, words):
+    """A stage of a wrong shape or dtype is reported, and bugs of other stages are still named."""
     problem = make_problem(CASES["full"], "float32")
     observed = observed_in(problem)
     alone = diagnose({**observed, stage: change(observed[stage])}, problem)
@@ -545,15 +572,15 @@ def test_what_cannot_be_the_stage_is_told_and_the_others_are_judged_without_it(s
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("case", "before"), [("causal", []), ("ragged", ["causal"]), ("decode", ["causal", "ragged"])])
-def test_outputs_alone_are_never_blamed_on_precision(case, before):
-    """An arithmetic that loses much explains nearly anything, so that an exact explanation comes first."""
+def test_outputs_never_blame_precision(case, before):
+    """From outputs alone, no structural bug is called precision, which could fit most errors."""
     problem = make_problem(CASES[case], "float32")
-    # What was made in a case before is not made again. The last is as long as all others together, and like
-    # -restarted-q: pairs of bugs explain it, too.
+    # Bugs of an earlier case are left out, and one that takes as long as all others together: it is like
+    # -restarted-q, which pairs of bugs also explain.
     left_out = {known.name for each in before for known in bugs_for(CASES[each])} | {"cache-position-off-by-one-q"}
     blamed = []
     tried = [known for known in bugs_for(CASES[case]) if not known.is_loss and known.name not in left_out]
-    for made in tried[:: 2 if case == "ragged" else 1]:  # each takes long over a cache
+    for made in tried[:: 2 if case == "ragged" else 1]:  # each is slow with a cache
         observed = observed_in(problem, [made])
         outputs = {
             name: x for name, x in observed.items() if name.removeprefix("step").lstrip("0123456789.") == "output"
@@ -566,7 +593,8 @@ def test_outputs_alone_are_never_blamed_on_precision(case, before):
 @pytest.mark.costly("the search tries all bugs before laws")
 @sample(stage=["output"])
 @pytest.mark.parametrize("stage", ["q", "output"])
-def test_a_factor_on_one_stage_is_not_precision(stage):
+def test_factor_is_not_precision(stage):
+    """A factor of 1.0003 on q or the output is a law, alone or with all other stages."""
     problem = make_problem(CASES["rope-gqa"], "float32")
     wrong = {stage: observed_in(problem)[stage] * np.float32(1.0003)}
     assert diagnose(wrong, problem).kind == "law"
@@ -576,13 +604,15 @@ def test_a_factor_on_one_stage_is_not_precision(stage):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_the_same_weights_in_any_dtype_have_nothing_to_tell(dtype):
+def test_equal_weights_in_each_dtype(dtype):
+    """Equal weights in bfloat16, float16 and float32 have the kind `none`."""
     spec = AttentionSpec(64, 4, rope=Rope(10000.0))
     weights = {name: (8 * x).astype(dtype_named(dtype)) for name, x in random_weights(spec).items()}
     assert diagnose_weights(weights, spec, {**weights}, spec).kind == "none"
 
 
-def test_tensors_of_torch_are_taken_as_they_are():
+def test_torch_tensors_are_accepted():
+    """A bfloat16 torch tensor with gradients can be diagnosed directly."""
     import torch
 
     problem = make_problem(CASES["full"], "bfloat16")
@@ -591,7 +621,8 @@ def test_tensors_of_torch_are_taken_as_they_are():
     assert diagnose({"output": tensor}, problem).kind == "none"
 
 
-def test_stages_of_nothing_known_are_refused():
+def test_unknown_stage_names_raise():
+    """Observed stages without a known name raise an error."""
     with refuses("observed", "['logits']"):
         diagnose({"logits": np.ones(3)}, make_problem(CASES["full"], "float32"))
 
@@ -600,7 +631,7 @@ def test_stages_of_nothing_known_are_refused():
 
 
 def interleaved(weights, names):
-    """The rows of q and k as files of interleaved RoPE pairs have them."""
+    """Return the weights with rows of q and k in the order of interleaved RoPE pairs."""
     changed = dict(weights)
     for name in names:
         x = weights[name]
@@ -608,7 +639,8 @@ def interleaved(weights, names):
     return changed
 
 
-def test_weights_in_another_order_are_told():
+def test_interleaved_weights_are_named():
+    """Weights of q and k in the order of interleaved RoPE pairs are named."""
     weights = random_weights(SPEC)
     names = [f"{projection}_proj.{leaf}" for projection in "qk" for leaf in ("weight", "bias")]
     diagnosis = diagnose_weights(weights, SPEC, interleaved(weights, names), SPEC)
@@ -621,7 +653,8 @@ def test_weights_in_another_order_are_told():
     ("way", "name"),
     [("rounded to bfloat16", "weights-bfloat16"), ("rounded to float16", "weights-float16")],
 )
-def test_weights_in_fewer_bits_are_told_as_such(way, name, names):
+def test_rounded_weights_are_named(way, name, names):
+    """Weights rounded to bfloat16 or float16, all or some of them, are named as lost precision."""
     weights = {each: 8 * x for each, x in random_weights(SPEC).items()}
     rounded = {each: FEWER_BITS[way](x) for each, x in weights.items()}
     other = {each: rounded[each] if names is None or each in names else x for each, x in weights.items()}
@@ -630,7 +663,8 @@ def test_weights_in_fewer_bits_are_told_as_such(way, name, names):
     assert f"the weights are {way}" in str(diagnosis)
 
 
-def test_weights_in_tf32_are_told_as_such_and_others_are_not():
+def test_tf32_weights_are_named():
+    """Weights rounded to TF32 are named; those with an additional factor are unknown."""
     weights = {name: np.float32(3e7) * x for name, x in random_weights(SPEC).items()}  # more than float16 holds
     other = {**weights, "v_proj.weight": FEWER_BITS["rounded to TF32"](weights["v_proj.weight"])}
     assert named_bugs(diagnose_weights(weights, SPEC, other, SPEC)) == ["weights-tf32"]
@@ -638,7 +672,8 @@ def test_weights_in_tf32_are_told_as_such_and_others_are_not():
     assert diagnose_weights(weights, SPEC, other, SPEC).kind == "unknown"
 
 
-def test_the_same_weights_have_nothing_to_tell():
+def test_equal_weights_have_no_bug():
+    """Equal weights have the kind `none`."""
     weights = random_weights(SPEC)
     assert diagnose_weights(weights, SPEC, {**weights}, SPEC).kind == "none"
 
@@ -683,7 +718,7 @@ def raises(x):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A working directory with a layer, the same with one bug, and somebody's functions."""
+    """Return a working directory with a layer, a copy with one bug, and a module of functions."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     weights = random_weights(SPEC)
@@ -700,6 +735,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_two_weight_files_are_diagnosed(folder, capsys):
+    """Exchanged k and v are named in the output and the JSON; equal files exit with 0."""
     assert main(["diagnose", "layer.safetensors", "swapped.safetensors", "--json", "out.json"]) == 1
     assert "k_proj and v_proj are exchanged" in capsys.readouterr().out
     content = json.loads((folder / "out.json").read_text())
@@ -707,23 +743,27 @@ def test_two_weight_files_are_diagnosed(folder, capsys):
     assert main(["diagnose", "layer.safetensors", "layer.safetensors"]) == 0
 
 
-def test_verify_says_why(folder, capsys):
+def test_verify_names_the_bug(folder, capsys):
+    """verify exits with 1 and names the exchanged k and v."""
     assert main(["verify", "layer.safetensors", "swapped.safetensors"]) == 1
     assert "k_proj and v_proj are exchanged" in capsys.readouterr().out
 
 
-def test_a_function_is_diagnosed_from_its_output(folder, capsys):
+def test_function_is_diagnosed(folder, capsys):
+    """A correct function exits with 0; a transposed output projection exits with 1 and is named."""
     assert main(["diagnose", "a_port:right", "--weights", "layer.safetensors"]) == 0
     assert main(["diagnose", "a_port:transposed", "--weights", "layer.safetensors"]) == 1
     assert "out_proj's square kernel is transposed" in capsys.readouterr().out
 
 
-def test_a_function_that_should_not_be_causal_is_told_to_be(folder, capsys):
+def test_wrongly_causal_function_is_named(folder, capsys):
+    """With --no-causal, a causal function exits with 1 and is reported as causal."""
     assert main(["diagnose", "a_port:right", "--weights", "layer.safetensors", "--no-causal"]) == 1
     assert "the layer is causal, although the problem is not" in capsys.readouterr().out
 
 
-def test_a_declared_mask_is_not_reported_as_an_assumption(folder, capsys):
+def test_declared_mask_is_not_an_assumption(folder, capsys):
+    """The message reports that it assumes a causal layer, but not with --causal."""
     assert main(["diagnose", "a_port:transposed", "--weights", "layer.safetensors"]) == 1
     assert "a_port:transposed is assumed to be causal; if it is not, pass --no-causal" in capsys.readouterr().out
     assert main(["diagnose", "a_port:transposed", "--weights", "layer.safetensors", "--causal"]) == 1
@@ -733,7 +773,8 @@ def test_a_declared_mask_is_not_reported_as_an_assumption(folder, capsys):
 
 
 @pytest.mark.parametrize(("name", "status"), [("right", 0), ("transposed", 1)])
-def test_the_diagnosis_of_a_function_is_also_a_page(folder, name, status):
+def test_function_diagnosis_has_a_page(folder, name, status):
+    """--html writes a page with the function, whether it agrees, and its bug."""
     arguments = ["diagnose", f"a_port:{name}", "--weights", "layer.safetensors", "--html", "page.html"]
     assert main(arguments) == status
     page = (folder / "page.html").read_text("utf-8")
@@ -742,7 +783,8 @@ def test_the_diagnosis_of_a_function_is_also_a_page(folder, name, status):
     assert ("out_proj&#39;s square kernel is transposed" in page) == bool(status)
 
 
-def test_the_diagnosis_of_weight_files_has_no_page(folder, capsys):
+def test_weight_files_have_no_page(folder, capsys):
+    """--html with two weight files exits with 2 and writes no page."""
     assert main(["diagnose", "layer.safetensors", "swapped.safetensors", "--html", "page.html"]) == 2
     assert refuses("--html").is_printed_in(capsys.readouterr().err)
     assert not (folder / "page.html").exists()
@@ -763,14 +805,16 @@ def test_the_diagnosis_of_weight_files_has_no_page(folder, capsys):
         (["layer.safetensors", "swapped.safetensors", "--no-causal"], refuses("--causal", "swapped.safetensors")),
     ],
 )
-def test_what_cannot_be_diagnosed_is_refused_in_a_line(folder, capsys, arguments, refusal):
+def test_invalid_inputs_exit_with_2(folder, capsys, arguments, refusal):
+    """Inputs that cannot be diagnosed exit with 2 and one line that names the argument."""
     assert main(["diagnose", *arguments]) == 2
     error = capsys.readouterr().err
     assert refusal.is_printed_in(error)
     assert error.count("\n") == 1
 
 
-def test_a_function_of_another_width_is_an_error_of_its_own(folder):
+def test_observe_passes_shared_kv(folder):
+    """`observe` passes x, and with shared_kv k and v; `attention_for` rejects shared_kv."""
     problem = make_problem(Case("probe", SPEC, "probe"), "float32")
     assert observe(lambda x: x, problem, "torch")["output"].shape == (2, 5, 32)
     sharing = make_problem(Case("probe", AttentionSpec(32, 4, num_kv_heads=2, shared_kv=True), "probe"), "float32")
@@ -780,7 +824,8 @@ def test_a_function_of_another_width_is_an_error_of_its_own(folder):
 
 
 @pytest.mark.costly("JAX compiles every stage of a case")
-def test_traces_are_diagnosed_alone_and_in_pairs(tmp_path, capsys):
+def test_traces_are_diagnosed(tmp_path, capsys):
+    """Traces are diagnosed alone and in pairs: the wrong backend, its stage and bug are named."""
     case = CASES["rope-gqa"]
     run_cases([case], ["jax"], traces=tmp_path / "jax")
     with inject("rope-missing", make_problem(case, "float32"), "torch"):
@@ -801,7 +846,8 @@ def test_traces_are_diagnosed_alone_and_in_pairs(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1].startswith("jax agrees with the float64 reference: 1 case")
 
 
-def test_wrong_gradients_are_a_difference_that_no_bug_explains(tmp_path, capsys, monkeypatch):
+def test_wrong_gradients_are_unknown(tmp_path, capsys, monkeypatch):
+    """Doubled gradients in a trace are unknown, first at grad.out_proj.weight."""
     original = driver.gradients
     doubled = lambda *problem: {name: 2 * gradient for name, gradient in original(*problem).items()}  # noqa: E731
     monkeypatch.setattr(driver, "gradients", doubled)
@@ -812,14 +858,16 @@ def test_wrong_gradients_are_a_difference_that_no_bug_explains(tmp_path, capsys,
     assert "nothing differs" not in out
 
 
-def test_traces_of_two_problems_are_refused(tmp_path, capsys):
+def test_traces_of_two_problems_exit_2(tmp_path, capsys):
+    """Two traces of different cases exit with 2 and name the argument."""
     run_cases([CASES["full"], CASES["causal"]], ["torch"], traces=tmp_path)
     traces = [str(path) for path in sorted(tmp_path.iterdir())]
     assert main(["diagnose", *traces]) == 2
     assert refuses("traces", " ".join(traces)).is_printed_in(capsys.readouterr().err)
 
 
-def test_a_run_that_fails_offers_its_diagnosis(capsys, tmp_path):
+def test_failed_run_has_a_diagnosis(capsys, tmp_path):
+    """A failed run prints its likely bug and writes the diagnosis to the JSON."""
     with inject("scale-missing", make_problem(CASES["full"], "float32"), "torch"):
         assert main(["run", "--backends", "torch", "--cases", "full", "--json", str(tmp_path / "out.json")]) == 1
     assert "Likely bug: scale-missing\n" in capsys.readouterr().out
@@ -829,7 +877,7 @@ def test_a_run_that_fails_offers_its_diagnosis(capsys, tmp_path):
 
 
 PAIRED = ("sinks", "bias-causal", "alibi", "relative-bias", "gate", "temperature-rope", "latent-yarn", "norm-per-head")
-"""Cases whose bugs are made two at a time."""
+"""Cases whose bugs are injected in pairs."""
 
 
 MISFITS = {
@@ -838,14 +886,14 @@ MISFITS = {
         ("softmax-over-batch", "score-bias-after-softmax"),
     }
 }
-"""Pairs of which the first leaves axes in an order that the second cannot add its bias to."""
+"""Pairs whose first bug leaves axes in an order to which the second cannot add its bias."""
 
 
 @pytest.mark.costly("runs all pairs of bugs")
 @sample(name=["sinks", "bias-causal"])
 @pytest.mark.parametrize("name", PAIRED)
-def test_any_two_bugs_of_one_method_go_together(name):
-    """The search makes pairs of all of them: what one leaves out, the other must not ask for."""
+def test_bugs_of_one_method_combine(name):
+    """Any two bugs of one method can be computed together, except the pairs in `MISFITS`."""
     problem = make_problem(name, "float64")
     misfits = set()
     for pair in itertools.permutations(bugs_for(CASES[name]), 2):

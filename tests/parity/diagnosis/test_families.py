@@ -1,4 +1,4 @@
-"""Families of bugs: what a law fits is reported with the page and the fix that known bugs have."""
+"""Families of bugs: a law of a family is reported with a page and a fix, like a known bug."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EVERY = [family for family in vars(families).values() if isinstance(family, BugF
 
 
 def diagnosed(right, wrong, *stages, **applied):
-    """What is said of a layer of one specification that should have another."""
+    """Diagnose stages of a layer with a wrong specification, in a problem with the right one."""
     case = Case("layer", right, "", seq_len=12, is_causal=True, **applied)
     problem = make_problem(case, "float32")
     other = replace(problem, case=replace(case, spec=wrong))
@@ -33,7 +33,8 @@ def diagnosed(right, wrong, *stages, **applied):
     return parity.diagnose({stage: values[stage] for stage in stages}, problem)
 
 
-def test_a_family_has_a_page_and_its_fix_suits_a_layer():
+def test_family_has_a_page_and_a_fix():
+    """Each family has a page, and its fix for a layer has no placeholders."""
     assert len(EVERY) > 30
     for family in EVERY:
         assert (Path(parity.__file__).parent / "bugs" / f"{family.page}.md").is_file(), family
@@ -60,7 +61,8 @@ def test_a_family_has_a_page_and_its_fix_suits_a_layer():
         ),
     ],
 )
-def test_a_number_that_nobody_listed_has_a_page_and_a_fix(wrong, page, about, fix):
+def test_fitted_number_has_page_and_fix(wrong, page, about, fix):
+    """A fitted number is reported with a page, its words and a fix, like a known bug."""
     diagnosis = diagnosed(PLAIN, replace(PLAIN, **wrong), "output")
     (found,) = diagnosis.explanations
     assert (diagnosis.kind, found.bugs, found.docs, diagnosis.unknowns) == ("structure", (page,), (page,), [])
@@ -74,20 +76,23 @@ def test_a_number_that_nobody_listed_has_a_page_and_a_fix(wrong, page, about, fi
     assert plain["findings"]["found"][0]["pages"] == [page]
 
 
-def test_a_law_without_a_family_keeps_no_name():
+def test_law_without_family_has_no_name():
+    """A factor of 0.9 on the output is a law without an explanation by a bug."""
     problem = make_problem(Case("layer", PLAIN, "", seq_len=12, is_causal=True), "float32")
     values = run_steps(steps(problem, "float32"))
     diagnosis = parity.diagnose({"output": values["output"] * np.float32(0.9)}, problem)
     assert (diagnosis.kind, diagnosis.explanations) == ("law", [])
 
 
-def test_a_factor_that_two_families_explain_has_both_pages():
+def test_law_of_two_families_has_two_pages():
+    """With a norm of q and k, a wrong scale has the pages of both families."""
     spec = replace(PLAIN, qk_norm=Norm())
     diagnosis = diagnosed(spec, replace(spec, scale=0.123), "output")
     assert diagnosis.explanations[0].docs == ("scale", "qk-norm")
 
 
-def test_assert_parity_shows_the_page_of_a_law():
+def test_assert_parity_shows_page_of_law():
+    """The message of `assert_parity` for a wrong theta has the page of its family."""
     problem = make_problem(Case("layer", PLAIN, "", seq_len=12, is_causal=True), "float32")
     other = replace(problem, case=replace(problem.case, spec=replace(PLAIN, rope=Rope(123456.0))))
     values = run_steps(steps(other, "float32"))

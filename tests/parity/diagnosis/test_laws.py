@@ -1,4 +1,4 @@
-"""Laws: where a stage is wrong and by what law, injected in arrays of every kind; and none where there is none."""
+"""Laws: the place and the law of errors injected into arrays of every kind; random errors have no law."""
 
 import json
 import math
@@ -73,14 +73,14 @@ def softmax(scores, hidden=None):
 
 
 def drawn(stage, seed):
-    """What a stage may hold, and the generator that drew it."""
+    """Return random values of a stage, and their generator."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal(SHAPES[stage])
     return (softmax(x) if stage == "attn_weights" else x), rng
 
 
 def observed(x, rng, dtype=np.float32):
-    """What an implementation gives: float32, with its own rounding errors."""
+    """Return values as an implementation would: in float32, with its own rounding errors."""
     with np.errstate(invalid="ignore", over="ignore"):
         noise = NOISE * np.maximum(1.0, np.abs(x)) * rng.standard_normal(x.shape) / 2
         return np.where(x == 0.0, x, x + noise).astype(dtype)  # a softmax gives hidden keys an exact 0
@@ -128,7 +128,8 @@ PLACES = [
 
 @sample(12)
 @pytest.mark.parametrize(("where", "words", "data"), PLACES)
-def test_a_place_is_said_as_a_person_would(where, words, data):
+def test_place_has_readable_words(where, words, data):
+    """The place of an error is described in readable words, with its indices as data."""
     rng = np.random.default_rng(0)
     expected = rng.standard_normal(Q)
     wrong = expected.copy()
@@ -139,7 +140,8 @@ def test_a_place_is_said_as_a_person_would(where, words, data):
     assert findings.place.wrong <= findings.place.size == wrong.size
 
 
-def test_a_slice_is_wrong_though_some_of_its_elements_agree():
+def test_partly_wrong_slice_is_a_place():
+    """Heads of which only 60% of the elements are wrong are still the place."""
     rng = np.random.default_rng(0)
     expected = rng.standard_normal(Q)
     wrong = expected.copy()
@@ -148,13 +150,14 @@ def test_a_slice_is_wrong_though_some_of_its_elements_agree():
 
 
 def test_nothing_is_wrong_within_the_budget():
+    """Values within the budget have no place, no law and no sign."""
     expected, rng = drawn("q", 0)
     findings = described("q", expected, expected, rng)
     assert (findings.where, findings.laws, findings.signs) == ("no single element is over its budget", (), ())
 
 
-def test_what_only_all_elements_together_show_has_a_place():
-    """Each is within what one may be off by, and there are too many of them."""
+def test_rms_error_has_a_place():
+    """Heads over the rms budget are the place, though each element is within the maximum."""
     rng = np.random.default_rng(0)
     expected = rng.standard_normal(Q)
     wrong = expected.copy()
@@ -181,7 +184,8 @@ def hidden_and_empty():
         ("attn_weights", lambda hidden: np.tri(6, 7, -1, dtype=bool), "only keys before the query"),
     ],
 )
-def test_cells_are_told_by_what_they_share(stage, cells, words):
+def test_cells_have_a_common_place(stage, cells, words):
+    """Wrong cells are described by a common property, such as hidden cells or the diagonal."""
     expected, rng = drawn(stage, 1)
     hidden = hidden_and_empty()
     where = np.broadcast_to(cells(hidden), expected.shape)
@@ -190,7 +194,8 @@ def test_cells_are_told_by_what_they_share(stage, cells, words):
 
 
 @pytest.mark.parametrize("stage", ["context", "output"])
-def test_rows_without_a_key_are_told_in_later_stages(stage):
+def test_empty_rows_show_in_later_stages(stage):
+    """Errors in rows without a key are described as such at the context and the output."""
     expected, rng = drawn(stage, 1)
     hidden = hidden_and_empty()
     wrong = expected.copy()
@@ -199,6 +204,7 @@ def test_rows_without_a_key_are_told_in_later_stages(stage):
 
 
 def test_scattered_rows_are_counted():
+    """Scattered wrong rows of the scores are described by their number."""
     expected, rng = drawn("scores", 1)
     wrong = expected.copy()
     for b, n, t in ((0, 0, 2), (0, 1, 5), (1, 3, 3)):
@@ -221,6 +227,7 @@ def test_scattered_rows_are_counted():
     ],
 )
 def test_axes_have_the_names_of_their_stage(stage, wrong, words):
+    """A place has the axis names of its stage, or axis numbers for an unknown stage."""
     rng = np.random.default_rng(3)
     expected = rng.standard_normal(SHAPES.get(stage, (12, 10)))
     x = expected.copy()
@@ -228,7 +235,8 @@ def test_axes_have_the_names_of_their_stage(stage, wrong, words):
     assert described(stage, x, expected, rng).where == words
 
 
-def test_what_slices_are_in_the_layer_is_said():
+def test_slices_have_a_role_in_the_layer():
+    """A place says which heads share a key/value head and which features RoPE rotates."""
     spec = AttentionSpec(32, 8, num_kv_heads=2, head_dim=8, rope=Rope(rotary_dim=6))
     problem = make_problem(Case("laws", spec, "", seq_len=6), "float32")
     rng = np.random.default_rng(0)
@@ -243,7 +251,7 @@ def test_what_slices_are_in_the_layer_is_said():
         assert described("q", wrong, expected, rng, problem=problem).where == words
 
 
-# ---- No law where there is none --------------------------------------------------------------------------------------
+# ---- No law for random errors ----------------------------------------------------------------------------------------
 
 
 @settings(deadline=None, max_examples=200, suppress_health_check=list(HealthCheck), derandomize=True)
@@ -253,7 +261,8 @@ def test_what_slices_are_in_the_layer_is_said():
     st.sampled_from([3e-6, 1e-4, 1e-2, 1.0, 1e3]),
     st.sampled_from(["everywhere", "a head", "tokens", "scattered", "one", "features"]),
 )
-def test_no_law_is_told_of_random_errors(stage, seed, size, where):
+def test_random_errors_have_no_law(stage, seed, size, where):
+    """Random errors of any size, at any place of any stage, have no law."""
     expected, rng = drawn(stage, seed)
     error = size * rng.standard_normal(expected.shape)
     kept = np.zeros(expected.shape, bool)
@@ -270,8 +279,8 @@ def test_no_law_is_told_of_random_errors(stage, seed, size, where):
 @sample(size=[1e-3], stage=[*SHAPES][::2])
 @pytest.mark.parametrize("size", [1e-7, 1e-3, 1e-2])
 @pytest.mark.parametrize("stage", SHAPES)
-def test_no_law_is_told_of_errors_just_beyond_the_budget(stage, size):
-    """Laws of many numbers would take a part of any error away."""
+def test_errors_over_budget_have_no_law(stage, size):
+    """Random errors of 1.2 to 10 times the budget have no law, even one of many numbers."""
     for seed in range(20):
         for beyond in (1.2, 2.0, 10.0):
             expected, rng = drawn(stage, seed)
@@ -287,7 +296,8 @@ parts = st.sampled_from(PARTS)
 
 @quick
 @given(st.sampled_from(FREE), parts, seeds)
-def test_zeros_are_told(stage, part, seed):
+def test_zeros_have_a_law(stage, part, seed):
+    """Zeros in any part of a stage have their law, and no sign of a narrow format."""
     expected, _ = drawn(stage, seed)
     wrong = expected.copy()
     wrong[part] = 0.0
@@ -311,7 +321,8 @@ def test_zeros_are_told(stage, part, seed):
         (-65504.0, "constant", "all values there are -65504 (the smallest float16)"),
     ],
 )
-def test_a_constant_is_told(value, law, words):
+def test_constant_has_a_law(value, law, words):
+    """A constant in hidden cells has a law with its number, or with NaN or infinity."""
     expected, _ = drawn("scores", 0)
     hidden = hidden_and_empty()
     findings = describe("scores", np.where(hidden, value, expected), expected, ALLOWED, hidden=hidden)
@@ -319,7 +330,8 @@ def test_a_constant_is_told(value, law, words):
     json.dumps(findings.to_dict(), allow_nan=False)
 
 
-def test_nan_is_placed_though_other_values_are_wrong_too():
+def test_nan_has_its_own_place():
+    """A sign locates NaN in rows without a key, although all other rows are also wrong."""
     expected, rng = drawn("attn_weights", 0)
     hidden = hidden_and_empty()
     wrong = softmax(3.0 * rng.standard_normal(expected.shape), hidden)
@@ -342,7 +354,8 @@ FACTORS = [
 
 
 @pytest.mark.parametrize(("factor", "words"), FACTORS)
-def test_a_known_factor_is_said_beside_the_number(factor, words):
+def test_known_factor_is_explained(factor, words):
+    """A factor has a law with its number, and with its meaning if it is a known one."""
     expected, rng = drawn("q", 0)
     findings = described("q", factor * expected, expected, rng)
     assert names(findings) == ["factor"]
@@ -350,14 +363,16 @@ def test_a_known_factor_is_said_beside_the_number(factor, words):
     assert findings.found[0].numbers["factors"] == pytest.approx([factor], rel=1e-5)
 
 
-def test_scores_do_not_show_how_wide_heads_are_so_any_root_is_said():
+def test_score_factor_is_shown_as_a_root():
+    """A factor of 8 on the scores is shown as sqrt(64), since scores do not show head_dim."""
     expected, rng = drawn("scores", 0)
     assert "are 8 (sqrt(64)) times" in described("scores", 8 * expected, expected, rng).laws[0]
 
 
 @quick
 @given(st.sampled_from(FREE), parts, st.floats(1.01, 50.0), st.booleans(), seeds)
-def test_a_factor_is_told_in_any_part_of_any_stage(stage, part, factor, is_divided, seed):
+def test_factor_is_found_in_any_part(stage, part, factor, is_divided, seed):
+    """A factor on any part of any stage is the first law, with its value."""
     expected, rng = drawn(stage, seed)
     factor = 1 / factor if is_divided else -factor
     wrong = expected.copy()
@@ -370,7 +385,8 @@ def test_a_factor_is_told_in_any_part_of_any_stage(stage, part, factor, is_divid
 
 @quick
 @given(st.sampled_from(FREE), st.integers(0, 3), seeds)
-def test_a_factor_for_each_index_of_an_axis_is_told(stage, axis, seed):
+def test_factors_along_an_axis_are_found(stage, axis, seed):
+    """A factor for each index of an axis is the first law, with all its values."""
     expected, rng = drawn(stage, seed)
     axis = axis % expected.ndim
     assume(expected.size >= 3 * expected.shape[axis] and expected.shape[axis] >= 3)
@@ -382,7 +398,8 @@ def test_a_factor_for_each_index_of_an_axis_is_told(stage, axis, seed):
 
 
 @pytest.mark.parametrize("stage", ["q", "k", "latents"])
-def test_rows_that_lack_a_norm_are_told(stage):
+def test_missing_norm_has_a_law(stage):
+    """Rows without their norm have only the law of a factor, which mentions the norm."""
     x, rng = drawn(stage, 0)
     normed = x / np.sqrt((x**2).mean(axis=-1, keepdims=True))
     findings = described(stage, x, normed, rng)
@@ -392,7 +409,8 @@ def test_rows_that_lack_a_norm_are_told(stage):
 
 @quick
 @given(st.sampled_from(FREE), parts, seeds)
-def test_an_offset_is_told(stage, part, seed):
+def test_offset_is_found_in_any_part(stage, part, seed):
+    """An offset of 0.375 on any part of any stage is the first law, with its value."""
     expected, rng = drawn(stage, seed)
     wrong = expected.copy()
     wrong[part] += 0.375
@@ -413,7 +431,8 @@ def test_an_offset_is_told(stage, part, seed):
         ("scores", (2, 4, 1, 7), "a bias that depends only on the key is added there"),
     ],
 )
-def test_offsets_by_axis_are_told(stage, shape, words):
+def test_offsets_along_axes_have_a_law(stage, shape, words):
+    """Offsets by feature, head, row or key have their words; a softmax ignores those by row."""
     expected, rng = drawn(stage, 0)
     findings = described(stage, expected + rng.standard_normal(shape), expected, rng)
     assert findings.laws[0].startswith(words)
@@ -426,6 +445,7 @@ def test_offsets_by_axis_are_told(stage, shape, words):
 @quick
 @given(st.sampled_from([*SHAPES]), st.integers(0, 3), seeds)
 def test_any_order_of_any_axis_is_found(stage, axis, seed):
+    """Any permutation of any axis is the only law, with the indices that moved."""
     expected, rng = drawn(stage, seed)
     axis = axis % expected.ndim
     order = rng.permutation(expected.shape[axis])
@@ -459,7 +479,8 @@ def test_any_order_of_any_axis_is_found(stage, axis, seed):
         ("scores", 3, [6, 5, 4, 3, 2, 1, 0], "keys are in reverse order"),
     ],
 )
-def test_orders_have_names(stage, axis, order, words):
+def test_common_orders_have_words(stage, axis, order, words):
+    """Common orders, such as reversed, rolled or interleaved, have their own words."""
     expected, rng = drawn(stage, 0)
     findings = described(stage, np.take(expected, order, axis=axis), expected, rng)
     assert words in findings.laws[0]
@@ -468,7 +489,8 @@ def test_orders_have_names(stage, axis, order, words):
 @pytest.mark.parametrize("stage", ["k", "output", "cache.keys"])
 @pytest.mark.parametrize("by", [1, -1])
 @pytest.mark.parametrize("came_in", [0.0, 1.0])
-def test_tokens_that_are_shifted_are_told_whatever_came_in(stage, by, came_in):
+def test_shifted_tokens_have_a_law(stage, by, came_in):
+    """Tokens shifted by one have a law, whether zeros or other values fill the end."""
     expected, rng = drawn(stage, 0)
     wrong = np.roll(expected, by, axis=-2)
     edge = wrong[..., 0 if by > 0 else -1, :]
@@ -478,7 +500,8 @@ def test_tokens_that_are_shifted_are_told_whatever_came_in(stage, by, came_in):
     assert ("the one at the end is 0" in findings.laws[0]) == (came_in == 0.0)
 
 
-def test_transposed_axes_are_told():
+def test_transposed_axes_have_a_law():
+    """Transposed scores and weights and reshaped heads have their laws."""
     rng = np.random.default_rng(0)
     scores = rng.standard_normal((2, 3, 6, 6))
     assert described("scores", scores.swapaxes(2, 3), scores, rng).laws == (
@@ -492,14 +515,16 @@ def test_transposed_axes_are_told():
     assert names(described("q", width.reshape(2, 4, 8, 3).transpose(0, 3, 1, 2), q, rng)) == ["reshaped"]
 
 
-def test_axes_in_any_other_order_are_told():
+def test_permuted_axes_have_a_law():
+    """Permuted axes have a law with the expected and the actual order."""
     rng = np.random.default_rng(0)
     k = rng.standard_normal((2, 4, 4, 4))
     findings = described("k", k.transpose(0, 2, 3, 1), k, rng)
     assert findings.laws == ("axes are exchanged: instead of (B, K, S, H) they are (B, S, H, K)",)
 
 
-def test_values_of_other_stages_are_told():
+def test_values_of_other_stage_have_a_law():
+    """Values of another stage or step have a law that names it, also transposed or repeated."""
     rng = np.random.default_rng(0)
     k, v, before = (rng.standard_normal((2, 2, 6, 6)) for _ in range(3))
     q = rng.standard_normal((2, 4, 6, 6))
@@ -519,7 +544,8 @@ def test_values_of_other_stages_are_told():
 # ---- Scores, attention weights, masks, context -----------------------------------------------------------------------
 
 
-def test_what_grows_with_the_distance_is_told():
+def test_distance_bias_has_a_law():
+    """A bias with a slope per head has a law with its slopes, and so has a learned one."""
     rng = np.random.default_rng(0)
     expected = rng.standard_normal((2, 4, 12, 12))
     distance = np.arange(12) - np.arange(12)[:, None]
@@ -533,7 +559,8 @@ def test_what_grows_with_the_distance_is_told():
 
 @quick
 @given(st.floats(0.05, 8.0).filter(lambda x: abs(x - 1) > 0.01), st.booleans(), seeds)
-def test_rows_of_scores_times_a_number_are_told(factor, is_causal, seed):
+def test_factor_before_softmax_has_a_law(factor, is_causal, seed):
+    """Attention weights of scores times a factor have a law of powers, with the factor."""
     rng = np.random.default_rng(seed)
     x, hidden = rng.standard_normal((2, 4, 6, 7)), causal() if is_causal else None
     findings = described("attn_weights", softmax(factor * x, hidden), softmax(x, hidden), rng, hidden=hidden)
@@ -541,7 +568,8 @@ def test_rows_of_scores_times_a_number_are_told(factor, is_causal, seed):
     assert findings.found[0].numbers["factor"] == pytest.approx(factor, rel=1e-3)
 
 
-def test_uniform_rows_are_told():
+def test_uniform_rows_have_a_law():
+    """Rows uniform over visible keys have a law, and so have uniform rows without a key."""
     rng = np.random.default_rng(0)
     expected = softmax(rng.standard_normal((2, 4, 6, 7)), causal())
     uniform = softmax(np.zeros((2, 4, 6, 7)), causal())
@@ -556,7 +584,8 @@ def test_uniform_rows_are_told():
     assert findings.laws[0] == "all values there are 0.1429 (1/S: uniform rows)"
 
 
-def test_rows_that_do_not_sum_to_1_are_told_with_their_sums():
+def test_row_sums_are_reported():
+    """Rows times a factor have a law, and a sign has their sums if these are not 1."""
     expected, rng = drawn("attn_weights", 0)
     findings = described("attn_weights", expected * np.linspace(0.5, 1.5, 6)[:, None], expected, rng)
     assert names(findings)[0] == "factor"
@@ -565,7 +594,8 @@ def test_rows_that_do_not_sum_to_1_are_told_with_their_sums():
     assert names(findings) == ["rows"]
 
 
-def test_a_softmax_over_another_axis_is_seen():
+def test_softmax_over_queries_has_a_sign():
+    """A softmax over the queries has a sign that says so."""
     rng = np.random.default_rng(0)
     scores = rng.standard_normal((2, 4, 6, 7))
     wrong = np.exp(scores) / np.exp(scores).sum(axis=2, keepdims=True)
@@ -573,7 +603,8 @@ def test_a_softmax_over_another_axis_is_seen():
     assert "the weights sum to 1 over the queries" in findings.signs
 
 
-def test_hidden_cells_that_weigh_something_are_counted():
+def test_weighted_hidden_cells_are_counted():
+    """Signs count hidden cells with weight and visible cells without any."""
     rng = np.random.default_rng(0)
     scores, hidden = rng.standard_normal((2, 4, 6, 7)), causal()
     findings = described("attn_weights", softmax(scores), softmax(scores, hidden), rng, hidden=hidden)
@@ -584,14 +615,16 @@ def test_hidden_cells_that_weigh_something_are_counted():
     assert "40 visible cells have weight 0" in findings.signs
 
 
-def test_hidden_cells_that_weigh_something_beside_right_rows_are_no_softmax():
+def test_extra_hidden_weights_have_no_law():
+    """Random weights in hidden cells of otherwise correct rows have a place but no law."""
     rng = np.random.default_rng(0)
     right, hidden = softmax(rng.standard_normal((2, 4, 6, 7)), causal()), causal()
     findings = described("attn_weights", right + hidden * rng.random(right.shape), right, rng, hidden=hidden)
     assert (findings.where, findings.laws) == ("only hidden cells", ())
 
 
-def test_masks_are_told_by_what_they_show():
+def test_wrong_masks_have_a_law():
+    """Inverted, constant, banded, transposed and rolled masks have laws; so have wrong lengths."""
     right = causal(6, 6).astype(bool)
     distance = np.arange(6) - np.arange(6)[:, None]
     for wrong, law, words in (
@@ -619,13 +652,15 @@ def test_masks_are_told_by_what_they_show():
 
 @settings(deadline=None, max_examples=50)
 @given(seeds)
-def test_no_law_is_told_of_random_masks(seed):
+def test_random_masks_have_no_law(seed):
+    """A random mask instead of another one has no law."""
     rng = np.random.default_rng(seed)
     wrong, right = rng.random((2, 2, 4, 5, 6)) < 0.4
     assert describe("mask", wrong, right, EXACT).laws == ()
 
 
-def test_a_single_value_that_another_place_has_is_no_order():
+def test_one_moved_value_is_not_an_order():
+    """One value equal to that of another place has no law, in a mask or in q."""
     right = causal(6, 6).astype(bool)
     wrong = right.copy()
     wrong[1, 2, 3, 3] ^= True
@@ -636,7 +671,8 @@ def test_a_single_value_that_another_place_has_is_no_order():
     assert describe("q", wrong, expected, ALLOWED).laws == ()
 
 
-def test_the_mean_of_values_in_rows_without_a_key_is_told():
+def test_mean_of_v_in_empty_rows_is_a_law():
+    """The mean of v in rows of the context without a key has its law."""
     expected, rng = drawn("context", 0)
     v, hidden = rng.standard_normal((2, 2, 7, 8)), hidden_and_empty()
     empty = hidden.all(-1, keepdims=True)
@@ -663,7 +699,8 @@ def to_tf32(x):
         (to_tf32, "the values are cut off to float16 or TF32"),
     ],
 )
-def test_values_with_fewer_bits_are_told(stage, narrow, words):
+def test_rounded_values_have_a_law(stage, narrow, words):
+    """Values rounded or cut off to fewer bits have a law, unless kept in a narrow dtype."""
     expected, rng = drawn(stage, 0)
     seen = observed(expected, rng)
     assert words in describe(stage, narrow(seen), expected, ALLOWED).laws
@@ -671,7 +708,8 @@ def test_values_with_fewer_bits_are_told(stage, narrow, words):
     assert describe(stage, as_it_is_kept, expected, ALLOWED).laws == ()
 
 
-def test_the_bits_that_the_problem_keeps_are_nothing_to_tell():
+def test_problem_dtype_is_not_rounding():
+    """Values rounded to bfloat16 have a law, but not in a bfloat16 problem."""
     expected, _ = drawn("q", 0)
     problem = make_problem(Case("laws", AttentionSpec(32, 4), "", seq_len=6), "bfloat16")
     wide = expected.astype(ml_dtypes.bfloat16).astype(np.float64)
@@ -679,7 +717,8 @@ def test_the_bits_that_the_problem_keeps_are_nothing_to_tell():
     assert describe("q", wide, expected, ALLOWED, problem=problem).laws == ()
 
 
-def test_other_values_with_fewer_bits_are_a_sign_and_no_law():
+def test_wrong_narrow_values_are_a_sign():
+    """Unrelated values that bfloat16 can represent have a sign, but no law."""
     expected, rng = drawn("q", 0)
     other = rng.standard_normal(expected.shape).astype(ml_dtypes.bfloat16).astype(np.float32)
     findings = describe("q", other, expected, ALLOWED)
@@ -687,7 +726,8 @@ def test_other_values_with_fewer_bits_are_a_sign_and_no_law():
     assert "all values there are exactly representable in bfloat16" in findings.signs
 
 
-def test_errors_as_large_as_those_of_a_narrow_format_are_a_sign_and_no_law():
+def test_narrow_sized_errors_are_a_sign():
+    """Errors as large as those of bfloat16 have a sign, but no law."""
     expected, rng = drawn("q", 0)
     wrong = expected * (1.0 + 2.0**-9 * rng.uniform(-1.0, 1.0, expected.shape))
     findings = described("q", wrong, expected, rng)
@@ -696,10 +736,11 @@ def test_errors_as_large_as_those_of_a_narrow_format_are_a_sign_and_no_law():
     assert not any("within one unit" in sign for sign in described("q", expected + 0.01, expected, rng).signs)
 
 
-# ---- The simpler one first -------------------------------------------------------------------------------------------
+# ---- The simpler law first -------------------------------------------------------------------------------------------
 
 
-def test_where_two_laws_hold_the_simpler_one_is_first():
+def test_simpler_law_comes_first():
+    """If two laws hold, they are sorted by their number of parameters."""
     rng = np.random.default_rng(0)
     half = rng.standard_normal((2, 4, 6, 4))
     expected = np.concatenate([half, -half], axis=-1)  # turned by 180 degrees, and its halves exchanged
@@ -708,20 +749,23 @@ def test_where_two_laws_hold_the_simpler_one_is_first():
     assert [law.parameters for law in findings.found] == sorted(law.parameters for law in findings.found)
 
 
-def test_a_law_that_follows_from_a_plainer_one_is_not_told():
+def test_implied_laws_are_left_out():
+    """A factor or an offset is the only law, without more complex laws that it implies."""
     expected, rng = drawn("scores", 0)
     assert names(described("scores", 2.0 * expected, expected, rng)) == ["factor"]
     assert names(described("scores", expected + 1.0, expected, rng)) == ["offset"]
 
 
-def test_what_is_rightly_nan_disturbs_no_law():
+def test_expected_nan_hides_no_law():
+    """A factor or an offset is the only law, although some expected values are NaN."""
     expected, rng = drawn("q", 0)
     expected[1, :, 3] = np.nan
     for wrong, law in ((2.0 * expected, "factor"), (expected + 0.5, "offset")):
         assert names(described("q", wrong, expected, rng)) == [law]
 
 
-def test_arrays_of_two_shapes_are_refused():
+def test_unequal_shapes_raise():
+    """Describing arrays of different shapes raises an error."""
     with refuses("actual", actual=(3,)):
         describe("q", np.zeros(3), np.zeros(2), ALLOWED)
 
@@ -744,7 +788,7 @@ def changed(problem, change):
 
 
 def diagnosed(right, wrong, stage, *, alone=False, first_position=0, case=CASE):
-    """What is said of a layer with another specification; `alone`: nothing is known of the stages before it."""
+    """Describe a stage of a layer with a wrong specification; `alone`: no earlier stage is observed."""
     problem = make_problem(replace(case, spec=right), "float32")
     with np.errstate(all="ignore"):
         truth = run_steps(computed(problem, right).steps())
@@ -796,7 +840,8 @@ def with_rope(rope=ROPE, **fields):
         (replace(SPEC, window_size=5), "mask", "the window is 5 instead of none"),
     ],
 )
-def test_a_number_of_the_specification_is_fitted(wrong, stage, words):
+def test_spec_number_is_fitted(wrong, stage, words):
+    """A wrong number of the specification has a law with its value, at its stage."""
     assert words in diagnosed(SPEC, wrong, stage).laws
 
 
@@ -815,7 +860,8 @@ def test_a_number_of_the_specification_is_fitted(wrong, stage, words):
         (replace(SPEC, window_size=5), "the window is 5 instead of none"),
     ],
 )
-def test_a_number_is_fitted_from_the_output_alone(wrong, words):
+def test_spec_number_is_fitted_from_output(wrong, words):
+    """A wrong number of the specification is the only law of the output alone."""
     (law,) = diagnosed(SPEC, wrong, "output", alone=True).laws
     assert law.startswith(words)
 
@@ -888,7 +934,8 @@ RECORDS = {
 
 
 @pytest.mark.parametrize("field", ["window_size", "chunk_size"])
-def test_that_nothing_is_out_of_reach_is_said_once(field):
+def test_missing_window_is_reported_once(field):
+    """A missing window or chunk size is the only law of the output alone."""
     words = {"window_size": "the window", "chunk_size": "the chunk size"}[field]
     laws = diagnosed(replace(SPEC, **{field: 6}), SPEC, "output", alone=True).laws
     assert laws == (f"{words} is none instead of 6",)
@@ -896,7 +943,8 @@ def test_that_nothing_is_out_of_reach_is_said_once(field):
 
 @sample(6)
 @pytest.mark.parametrize(("right", "wrong", "stage", "words"), RECORDS.values(), ids=[*RECORDS])
-def test_numbers_of_parts_of_the_specification_are_fitted(right, wrong, stage, words):
+def test_numbers_of_spec_parts_are_fitted(right, wrong, stage, words):
+    """A wrong number or part of the specification has a law with its words, at its stage."""
     assert any(law.startswith(words) for law in diagnosed(right, wrong, stage).laws)
 
 
@@ -922,7 +970,8 @@ SCALINGS = [
 @sample(is_alone=[False], where=lambda right, wrong: (right, wrong) in SCALINGS[::2])
 @pytest.mark.parametrize("is_alone", [False, True])
 @pytest.mark.parametrize(("right", "wrong"), SCALINGS)
-def test_numbers_of_scalings_are_fitted(right, wrong, is_alone):
+def test_rope_scaling_numbers_are_fitted(right, wrong, is_alone):
+    """A wrong number of a RoPE scaling has a law, from q and from the output alone."""
     ((name, value),) = wrong.items()
     stage = "output" if is_alone else "q"
     specs = [with_rope(scaling=right), with_rope(scaling=replace(right, **wrong))]
@@ -933,7 +982,8 @@ def test_numbers_of_scalings_are_fitted(right, wrong, is_alone):
 
 @pytest.mark.parametrize("offset", [1, 2, 17, 100])
 @pytest.mark.parametrize("stage", ["q", "k"])
-def test_an_offset_of_positions_is_told(offset, stage):
+def test_position_offset_has_a_law(offset, stage):
+    """RoPE positions that are 1 to 100 too high have a law with the offset."""
     findings = diagnosed(SPEC, SPEC, stage, first_position=offset)
     assert f"RoPE's positions are {offset} too high" in findings.laws
 
@@ -941,19 +991,22 @@ def test_an_offset_of_positions_is_told(offset, stage):
 @settings(deadline=None, max_examples=15)
 @given(st.floats(110.0, 1e7).filter(lambda theta: abs(theta - 10000.0) > 100.0))
 def test_any_theta_is_found(theta):
+    """Any wrong theta from 110 to 1e7 is the only law of q, with its value."""
     (law,) = diagnosed(SPEC, with_rope(theta=theta), "q").found
     assert law.name == "rope theta"
     assert law.numbers["theta"] == pytest.approx(theta, rel=1e-3)
 
 
-def test_what_latents_are_rotated_by_is_told():
+def test_theta_of_latents_is_fitted():
+    """A wrong theta is the only law of rotated latents."""
     rope = Rope(10000.0, rotary_dim=8, rotated="last")
     spec = AttentionSpec(64, 4, rope=rope, latent=Latent(16, 8))
     findings = diagnosed(spec, replace(spec, rope=replace(rope, theta=500.0)), "latents")
     assert findings.laws == ("RoPE's theta is 500 instead of 10000",)
 
 
-def test_no_number_is_fitted_to_random_errors():
+def test_random_errors_fit_no_number():
+    """Random errors of three sizes at six stages have no law, even if numbers may be fitted."""
     problem = make_problem(CASE, "float32")
     values = run_steps(computed(problem, SPEC).steps())
     steps = computed(problem, SPEC).steps()
@@ -978,7 +1031,8 @@ def test_no_number_is_fitted_to_random_errors():
             assert findings.laws == ()
 
 
-def test_the_reference_is_computed_so_often_only():
+def test_number_of_fits_is_bounded():
+    """The search for numbers in an unexplained stage computes it at most 60 times."""
     calls = []
 
     def recompute(change):

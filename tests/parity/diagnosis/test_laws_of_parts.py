@@ -1,4 +1,4 @@
-"""Laws of parts of a layer: weights, inputs, masks, heads and positions that are others'; none where there is none."""
+"""Laws of parts of a layer: wrong weights, inputs, masks, heads and positions; random errors have none."""
 
 import json
 from dataclasses import replace
@@ -28,14 +28,14 @@ CAPPED = replace(GROUPED, spec=replace(GROUPED.spec, soft_cap=1.0))
 
 
 def run(problem, change=lambda layer: None):
-    """Every stage of a layer in float32, of which something is changed."""
+    """Return every stage of a float32 layer with a change."""
     layer = Layer(problem, Arithmetic(dtype_named("float32")))
     change(layer)
     return run_steps(layer.steps())
 
 
 def told(problem, observed, stage):
-    """The laws of a stage, from the observed ones before it."""
+    """Return the laws of a stage, based on the observed stages before it."""
     findings = Replay(problem, observed, "ieee").findings(stage, ())
     assert findings is not None
     json.dumps(findings.to_dict(), allow_nan=False)
@@ -43,7 +43,7 @@ def told(problem, observed, stage):
 
 
 def with_weights(case, change):
-    """A problem, and the same with other weights."""
+    """Return a problem, and the same problem with changed weights."""
     problem = make_problem(case, "float32")
     weights = {name: np.array(w) for name, w in problem.weights.items()}
     weights |= change(weights)
@@ -51,7 +51,7 @@ def with_weights(case, change):
 
 
 def overriding(**methods):
-    """Changes a layer: `method(original)` gives the other method."""
+    """Return a change that overrides methods of a layer: each argument maps the original to the new one."""
     return lambda layer: layer.override(**{name: made(getattr(layer, name)) for name, made in methods.items()})
 
 
@@ -133,7 +133,8 @@ WEIGHTS = {
 
 @sample(6)
 @pytest.mark.parametrize(("case", "change", "stage", "words"), WEIGHTS.values(), ids=[*WEIGHTS])
-def test_a_weight_that_is_another_is_told(case, change, stage, words):
+def test_changed_weight_has_a_law(case, change, stage, words):
+    """Each change of the weights has a law with its words, from one wrong stage."""
     right, wrong = with_weights(case, change)
     assert words in told(right, {stage: run(wrong)[stage]}, stage)
 
@@ -141,7 +142,8 @@ def test_a_weight_that_is_another_is_told(case, change, stage, words):
 # ---- Inputs, masks, products -----------------------------------------------------------------------------------------
 
 
-def test_inputs_that_are_exchanged_are_told():
+def test_exchanged_inputs_have_a_law():
+    """An exchanged query and key have a law, and so has v made of the query."""
     problem = make_problem(CROSS, "float32")
     query, key = problem.inputs["query"], problem.inputs["key"]
     wrong = run(replace(problem, inputs={**problem.inputs, "query": key, "key": query}))
@@ -153,7 +155,8 @@ def test_inputs_that_are_exchanged_are_told():
     assert "v is made of the query" in told(problem, {"context": values["context"]}, "context")
 
 
-def test_tokens_of_other_places_and_sequences_are_told():
+def test_shifted_value_tokens_have_a_law():
+    """Values made of the token or the sequence before have a law at the context."""
     problem = make_problem(SQUARE, "float32")
     for change, words in (
         (lambda x: np.roll(x, 1, axis=1), "the token before"),
@@ -175,21 +178,24 @@ def test_tokens_of_other_places_and_sequences_are_told():
         (lambda b: np.ascontiguousarray(b.swapaxes(0, 1)).reshape(b.shape), "read as (B, N) instead of (N, B)"),
     ],
 )
-def test_a_bias_of_the_scores_that_is_used_otherwise_is_told(change, words):
+def test_changed_score_bias_has_a_law(change, words):
+    """A negated, transposed, shared or reshaped score bias has a law at scores and output."""
     problem = make_problem(WITH_BIAS, "float32")
     wrong = run(replace(problem, inputs={**problem.inputs, "bias": change(problem.inputs["bias"])}))
     assert f"the bias of the scores is {words}" in told(problem, {"output": wrong["output"]}, "output")
     assert f"the bias of the scores is {words}" in told(problem, wrong, "scores")
 
 
-def test_a_mask_of_another_head_is_told_from_the_output():
+def test_mask_of_first_head_has_a_law():
+    """Using the first head's mask for all heads has a law, from the output alone."""
     problem = make_problem(replace(PLAIN, key_padding_lengths=None, random_mask=True), "float32")
     mask = np.broadcast_to(problem.inputs["mask"], (2, 3, 6, 6))
     wrong = run(replace(problem, inputs={**problem.inputs, "mask": np.repeat(mask[:, :1], 3, axis=1)}))
     assert "the mask is that of the first head" in told(problem, {"output": wrong["output"]}, "output")
 
 
-def test_masks_that_are_joined_otherwise_are_told_from_the_output():
+def test_intersected_masks_have_a_law():
+    """Hiding only keys that all parts of the mask hide has a law, from the output alone."""
     problem = make_problem(replace(PLAIN, is_causal=True), "float32")
     causal, padding = np.triu(np.ones((6, 6), bool), 1), np.arange(6) >= np.array([6, 4])[:, None, None, None]
     both = np.broadcast_to(causal & padding, (2, 3, 6, 6))
@@ -239,7 +245,8 @@ PRODUCTS = {
 
 
 @pytest.mark.parametrize(("case", "stage", "methods", "words"), PRODUCTS.values(), ids=[*PRODUCTS])
-def test_products_of_others_are_told(case, stage, methods, words):
+def test_wrong_product_has_a_law(case, stage, methods, words):
+    """Each wrong product, cap or choice of value heads has a law with its words."""
     problem = make_problem(case, "float32")
     assert words in told(problem, run(problem, overriding(**methods)), stage)
 
@@ -247,7 +254,8 @@ def test_products_of_others_are_told(case, stage, methods, words):
 # ---- Before RoPE -----------------------------------------------------------------------------------------------------
 
 
-def test_what_is_wrong_before_rope_is_told_there():
+def test_error_before_rope_has_a_law():
+    """A wrong bias or norm weight before RoPE has a law at q or k that says so."""
     problem, wrong = with_weights(GROUPED, lambda w: {"q_proj.bias": w["q_proj.bias"] + np.float32(0.5)})
     laws = told(problem, run(wrong), "q")
     assert laws == ("before RoPE: 0.5 is added to all values there",)
@@ -257,7 +265,8 @@ def test_what_is_wrong_before_rope_is_told_there():
     assert any(law.startswith("before RoPE: each feature there is multiplied by a different number") for law in laws)
 
 
-def test_a_norm_over_another_axis_is_told():
+def test_norm_over_tokens_has_a_law():
+    """A norm over tokens has a law before RoPE, of a number per token and feature."""
     problem = make_problem(NORMED, "float32")
 
     def over_tokens(_):
@@ -275,7 +284,8 @@ def test_a_norm_over_another_axis_is_told():
         (lambda n, t: np.where(n == 2, (2 * t + 1) % 9, t), "tokens are rotated by other positions:"),
     ],
 )
-def test_positions_of_others_are_told(positions, words):
+def test_wrong_positions_have_a_law(positions, words):
+    """Shifted positions, positions by head and wrong positions of one head have a law at q."""
     problem = make_problem(GROUPED, "float32")
     right = replace(problem, case=replace(problem.case, spec=replace(GROUPED.spec, rope=None)))
     layer, q = Layer(problem, Arithmetic(np.dtype(np.float32))), run(right)["q"]
@@ -290,7 +300,8 @@ def test_positions_of_others_are_told(positions, words):
 
 
 @pytest.mark.parametrize("stage", ["attn_weights", "context", "output"])
-def test_dropout_is_told_where_it_is_seen(stage):
+def test_dropout_has_a_law(stage):
+    """Dropout with p = 0.2 has a law at the attention weights, the context and the output."""
     problem = make_problem(PLAIN, "float32")
     keeps = np.random.default_rng(0).random((2, 3, 6, 6)) >= 0.2
 
@@ -298,14 +309,15 @@ def test_dropout_is_told_where_it_is_seen(stage):
         return lambda values: {"attn_weights": original(values)["attn_weights"] * keeps / np.float32(0.8)}
 
     wrong = run(problem, overriding(attn_weights=dropping))
-    if stage != "attn_weights":  # it is recorded before
+    if stage != "attn_weights":  # recorded before dropout
         wrong = {**run(problem), stage: wrong[stage]}
         wrong = {"output": wrong["output"]} if stage == "output" else wrong
     (law,) = told(problem, wrong, stage)
     assert law.endswith("are 0, and the others 1.25 times what they should be: dropout is active, with p = 0.2")
 
 
-def test_zeros_that_nothing_makes_up_for_are_no_dropout():
+def test_unscaled_zeros_are_not_dropout():
+    """Zeros without a matching factor of 1 / (1 - p) are not reported as dropout."""
     problem = make_problem(PLAIN, "float32")
     keeps = np.random.default_rng(0).random((2, 3, 6, 6)) >= 0.2
     for factor in (1.0, 4.0):
@@ -314,7 +326,8 @@ def test_zeros_that_nothing_makes_up_for_are_no_dropout():
         assert not any("dropout is active" in law for law in told(problem, wrong, "attn_weights"))
 
 
-def test_heads_that_are_mixed_in_the_output_are_told():
+def test_mixed_output_heads_have_a_law():
+    """Mixed heads have a law with each combination, from the output alone."""
     problem = make_problem(SQUARE, "float32")
 
     def mixing(original):
@@ -328,8 +341,8 @@ def test_heads_that_are_mixed_in_the_output_are_told():
     )
 
 
-def test_a_narrow_format_alone_explains_nothing():
-    """The values have the bits of bfloat16, and an error that rounding to it could make, but not these values."""
+def test_narrow_format_is_not_a_law():
+    """Scores off by 0.4% have no law, although bfloat16 can represent them."""
     problem = make_problem(GROUPED, "float32")
 
     def narrow(x):
@@ -340,13 +353,14 @@ def test_a_narrow_format_alone_explains_nothing():
     assert told(problem, wrong, "scores") == ()
 
 
-# ---- None ------------------------------------------------------------------------------------------------------------
+# ---- No law ----------------------------------------------------------------------------------------------------------
 
 
 @sample(case=[CROSS, CAPPED], size=[1e-5])
 @pytest.mark.parametrize("case", [WITH_BIAS, CROSS, NORMED, CAPPED], ids=lambda case: case.name)
 @pytest.mark.parametrize("size", [1e-5, 1e-2])
-def test_no_law_is_told_of_random_errors(case, size):
+def test_random_errors_have_no_law(case, size):
+    """Random errors of q, v, weights or output have no law, with other stages or without."""
     problem = make_problem(case, "float32")
     right, rng = run(problem), np.random.default_rng(0)
     for stage in ("q", "v", "attn_weights", "output"):
@@ -355,7 +369,8 @@ def test_no_law_is_told_of_random_errors(case, size):
         assert told(problem, {stage: right[stage] + error}, stage) == ()
 
 
-def test_the_layer_is_computed_again_so_often_only(monkeypatch):
+def test_recomputations_are_bounded(monkeypatch):
+    """The search for laws of an unexplained output computes the layer at most 2,000 times."""
     problem, calls = make_problem(NORMED, "float32"), []
     output = run(problem)["output"]
     made = parity.diagnosis.replay.wrong_layer

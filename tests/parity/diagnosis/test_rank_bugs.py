@@ -1,4 +1,4 @@
-"""Bugs in dividing a layer over ranks: injected in what each rank computes in torch, seen there, and named."""
+"""Bugs in sharding a layer over ranks: injected into each rank's computation in torch, located and named."""
 
 from dataclasses import replace
 
@@ -45,7 +45,8 @@ HEADS = {
 }
 
 
-def test_ranks_that_are_right_are_told_so_and_joined():
+def test_correct_ranks_pass_and_unshard():
+    """Four correct ranks show no difference, and unsharding them restores the layer's stages."""
     problem = problem_of(SPEC)
     ranks = of_heads(problem, 4)
     assert not parity.diagnose_ranks(ranks, problem, tensor=4).is_wrong
@@ -56,7 +57,8 @@ def test_ranks_that_are_right_are_told_so_and_joined():
 
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("stages", ["all", "output"])
-def test_a_bug_in_dividing_heads_is_named_with_its_ranks(name, stages):
+def test_head_sharding_bug_is_named(name, stages):
+    """A bug in sharding heads is named, with the wrong ranks and their first wrong stage."""
     make, wrong, first = HEADS[name]
     problem = problem_of(SPEC)
     ranks = of_heads(problem, 4, make(problem))
@@ -70,7 +72,8 @@ def test_a_bug_in_dividing_heads_is_named_with_its_ranks(name, stages):
     assert f"First wrong stage of rank {wrong[0]}: {first}, " in str(diagnosis)
 
 
-def test_a_norm_over_the_width_of_a_rank_is_named():
+def test_norm_over_rank_width_is_named():
+    """A norm over the width of each rank instead of the whole width is named, for both ranks."""
     problem = problem_of(WIDTH)
     apart = replace(WIDTH, qk_norm=Norm(per_head=True))
     weights = {name: problem.weights[name].reshape(shape) for name, shape in apart.weight_shapes.items()}
@@ -85,23 +88,26 @@ def test_a_norm_over_the_width_of_a_rank_is_named():
     assert [bug.name for bug in diagnosis.bugs] == ["rank-norm-over-own-width"]
 
 
-def test_ranks_with_their_tokens_are_right():
+def test_token_sharded_ranks_are_right():
+    """Four ranks that each have the stages of their own tokens show no difference."""
     problem = problem_of(SPEC)
     ranks = of_tokens(computed(problem.weights, SPEC, problem.inputs["query"]), 4)
     assert not parity.diagnose_ranks(ranks, problem, tokens=4).is_wrong
 
 
-def test_positions_of_a_ranks_own_are_named_with_its_ranks():
+def test_rank_local_positions_are_named():
+    """Positions that restart on each rank are named; rank 0 is first wrong at the scores."""
     problem = problem_of(SPEC)
     positions = torch.arange(8)[None] % 2
     ranks = of_tokens(computed(problem.weights, SPEC, problem.inputs["query"], positions), 4)
     diagnosis = parity.diagnose_ranks(ranks, problem, tokens=4)
     firsts = [diagnosis.wrong[rank].stage for rank in range(4)]
-    assert firsts == ["scores", "q", "q", "q"]  # the first one counts rightly, and sees the keys of the others
+    assert firsts == ["scores", "q", "q", "q"]  # rank 0 has right positions, but keys of the other ranks
     assert [bug.name for bug in diagnosis.bugs] == ["rank-local-positions"]
 
 
-def test_tokens_left_in_zigzag_are_named_with_their_ranks():
+def test_zigzag_token_order_is_named():
+    """Context and output left in zigzag token order are named, and wrong on both ranks."""
     problem = problem_of(SPEC)
     stages = computed(problem.weights, SPEC, problem.inputs["query"])
     right, left = of_tokens(stages, 2), of_tokens(stages, 2, [[0, 1, 6, 7], [2, 3, 4, 5]])
@@ -115,7 +121,7 @@ def test_tokens_left_in_zigzag_are_named_with_their_ranks():
 
 
 def gradients(problem, weigh):
-    """The gradient of the input of a layer in torch, from attention weights that are made of scores and a mask."""
+    """Return the input gradient of a torch layer whose backward pass has the attention weights `weigh(scores)`."""
     weights = {name: torch.from_numpy(np.array(weight)) for name, weight in problem.weights.items()}
     spec, x = problem.spec, torch.from_numpy(np.array(problem.inputs["query"])).requires_grad_()
     q, k, v = mha_torch.project_qkv(mha_torch.project_with(weights, spec), x, x, x, spec)
@@ -132,7 +138,8 @@ def gradients(problem, weigh):
 
 
 @pytest.mark.parametrize("is_wrong", [False, True])
-def test_a_gradient_from_local_sums_is_named(is_wrong):
+def test_gradient_of_local_sums_is_named(is_wrong):
+    """An input gradient with softmax sums over local keys is named; a correct one passes."""
     problem = problem_of(AttentionSpec(32, 8, num_kv_heads=2, rope=Rope()))
 
     def by_parts(scores):
@@ -145,7 +152,8 @@ def test_a_gradient_from_local_sums_is_named(is_wrong):
     assert [bug.name for bug in diagnosis.bugs] == ["rank-local-sums"] * is_wrong
 
 
-def test_every_bug_of_ranks_is_listed():
+def test_rank_bugs_cover_all_names():
+    """Over three problems, `rank_bugs` yields every name in `NAMES` and no other."""
     whole, width = problem_of(SPEC), problem_of(WIDTH)
     plain = problem_of(AttentionSpec(32, 8, rope=Rope()))
     asked = [(whole, 4, 1), (width, 4, 1), (plain, 1, 2)]
@@ -153,7 +161,8 @@ def test_every_bug_of_ranks_is_listed():
     assert found == {*NAMES}
 
 
-def test_what_nothing_explains_is_told_with_its_rank():
+def test_unexplained_rank_error_is_unknown():
+    """A factor of 1.1 on v of one rank, which no bug explains, is unknown on that rank."""
     problem = problem_of(SPEC)
     ranks = of_heads(problem, 4)
     ranks[2]["v"] = 1.1 * ranks[2]["v"]
@@ -164,14 +173,16 @@ def test_what_nothing_explains_is_told_with_its_rank():
     assert str(diagnosis).startswith("Likely bug: unknown")
 
 
-def test_heads_that_ranks_share_must_be_alike_to_be_joined():
+def test_unequal_shared_heads_raise():
+    """Unsharding raises an error if ranks that share a key/value head differ in its k."""
     ranks = of_heads(problem_of(SPEC), 4)
     ranks[1]["k"] = ranks[1]["k"] + 1.0
     with refuses("k", "different values on rank 0"):
         parity.unshard_stages(ranks, SPEC, ShardPlan(4))
 
 
-def test_ranks_that_are_missing_and_other_plans_are_refused():
+def test_invalid_rank_arguments_raise():
+    """Missing ranks, a call without tensor or tokens, and unsharding of gradients raise errors."""
     problem = problem_of(SPEC)
     ranks = of_heads(problem, 4)
     with refuses("observed", "3 of 4"):

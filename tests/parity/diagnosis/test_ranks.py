@@ -1,4 +1,4 @@
-"""`mha-parity diagnose --mesh`: what ranks computed, from their files."""
+"""`mha-parity diagnose --mesh`: the stages of each rank, read from files."""
 
 import json
 from dataclasses import replace
@@ -15,7 +15,7 @@ from parity.core.weights import save_tensors
 
 @pytest.fixture
 def write(tmp_path):
-    """Writes what ranks computed, each to its file, and says where."""
+    """Return a function that writes the stages of each rank to a file and returns the paths."""
 
     def written(ranks, **beside):
         paths = []
@@ -30,13 +30,14 @@ def write(tmp_path):
 
 @pytest.fixture
 def layer(tmp_path):
-    """A file of the whole layer, and the problem that it has a part in."""
+    """Return the path of a file with the weights of the whole layer, and its problem."""
     problem = problem_of(SPEC)
     parity.save_weights(tmp_path / "layer.safetensors", problem.weights, SPEC)
     return str(tmp_path / "layer.safetensors"), problem
 
 
-def test_ranks_of_a_layer_in_a_file_are_judged_and_the_bug_named(write, layer, tmp_path, capsys):
+def test_rank_files_are_diagnosed(write, layer, tmp_path, capsys):
+    """Files of correct ranks exit with 0; a bug exits with 1 and is named, also in the JSON."""
     weights, problem = layer
     query = problem.inputs["query"]
     right = ["diagnose", "--mesh", "tensor=4", "--weights", weights]
@@ -54,7 +55,8 @@ def test_ranks_of_a_layer_in_a_file_are_judged_and_the_bug_named(write, layer, t
     assert found["likely_bug"] == "rank-first-sinks"
 
 
-def test_ranks_that_share_tokens_have_each_their_own_input(write, layer, capsys):
+def test_sequence_ranks_have_own_queries(write, layer, capsys):
+    """Each file of a sequence mesh has its rank's query; files in reverse order are wrong."""
     weights, problem = layer
     query = problem.inputs["query"]
     parts = of_tokens(computed(problem.weights, SPEC, query), 2)
@@ -66,6 +68,7 @@ def test_ranks_that_share_tokens_have_each_their_own_input(write, layer, capsys)
 
 
 def test_ranks_of_a_case_need_no_weights(write, capsys):
+    """With --case, ranks are diagnosed without --weights; a negated v on rank 1 is found."""
     problem = parity.make_problem("gqa-causal", "float32")
     ranks = of_heads(problem, 2)
     named = ["diagnose", "--mesh", "tensor=2", "--case", "gqa-causal"]
@@ -88,7 +91,8 @@ def test_ranks_of_a_case_need_no_weights(write, capsys):
         (None, [0], ["--case", "gqa"], refuses("--case")),
     ],
 )
-def test_what_is_not_a_file_of_each_rank_is_refused_in_one_line(ranks, which, more, refusal, write, layer, capsys):
+def test_bad_mesh_arguments_exit_with_2(ranks, which, more, refusal, write, layer, capsys):
+    """Missing, repeated or misordered files and conflicting options exit with 2 and one line."""
     weights, problem = layer
     paths = write(of_heads(problem, 4), query=problem.inputs["query"])
     divided = ["--mesh", ranks, "--weights", weights] if ranks else []
@@ -98,7 +102,8 @@ def test_what_is_not_a_file_of_each_rank_is_refused_in_one_line(ranks, which, mo
     assert said.count("\n") == 1
 
 
-def test_what_the_files_lack_is_told_by_name(write, layer, capsys):
+def test_bad_rank_files_exit_with_2(write, layer, capsys):
+    """Rank files without a usable query or stages, and invalid layer options, exit with 2."""
     weights, problem = layer
     query, ranks = problem.inputs["query"], of_heads(problem, 2)
     with_weights = ["diagnose", "--mesh", "tensor=2", "--weights", weights]
@@ -121,7 +126,8 @@ def test_what_the_files_lack_is_told_by_name(write, layer, capsys):
     check(refuses("problem", "decode"), ranks, [*of_case, "--case", "decode"])
 
 
-def test_ranks_without_a_stage_that_is_judged_are_refused():
+def test_rank_without_known_stage_raises():
+    """`diagnose_ranks` raises an error if a rank has no stage that it can compare."""
     problem = problem_of(replace(SPEC, gate=None))
     with refuses("observed", "['out'] of rank 1"):
         parity.diagnose_ranks([{"output": np.ones(1)}, {"out": np.ones(1)}], problem, tensor=2)

@@ -1,4 +1,4 @@
-"""Right layers that are recorded in customary other ways, or computed in ways that are no bug: nothing is wrong."""
+"""Correct layers that are recorded in other customary forms, or computed in other correct ways: nothing is wrong."""
 
 import json
 import math
@@ -32,7 +32,7 @@ CACHED = Case("readings-cached", SPEC, "a prompt, then tokens", seq_len=6, chunk
 
 
 def right(case, dtype="float32", *changes, arithmetic="ieee"):
-    """What a layer gives that is right, recorded as the changes say."""
+    """Return a problem, and the stages of its layer in a dtype, with changes."""
     problem = make_problem(case, dtype)
     with np.errstate(all="ignore"):
         values = run_steps(wrong_layer(problem, dtype, changes, arithmetic).steps())
@@ -40,6 +40,7 @@ def right(case, dtype="float32", *changes, arithmetic="ieee"):
 
 
 def test_batch_and_heads_may_be_one_axis():
+    """Scores, weights and context with one axis for batch and heads are a convention."""
     problem, values = right(GQA)
     for name in ("scores", "attn_weights", "context"):
         values[name] = values[name].reshape(-1, *values[name].shape[2:])
@@ -49,7 +50,7 @@ def test_batch_and_heads_may_be_one_axis():
 
 
 def kept(values, change):
-    """Stages with one or some of them recorded otherwise."""
+    """Return the stages, some of them recorded in another form."""
     return {**values, **change(values)}
 
 
@@ -74,7 +75,8 @@ RECORDED = {
 
 @sample(6)
 @pytest.mark.parametrize("recorded", RECORDED)
-def test_what_is_recorded_otherwise_is_a_convention(recorded):
+def test_recorded_form_is_a_convention(recorded):
+    """Each other form of correct stages is a convention that the diagnosis lists."""
     problem, values = right(GQA)
     diagnosis = diagnose(kept(values, RECORDED[recorded]), problem)
     assert (diagnosis.kind, diagnosis.is_wrong) == ("convention", False), str(diagnosis)
@@ -84,13 +86,13 @@ def test_what_is_recorded_otherwise_is_a_convention(recorded):
 
 @sample(6)
 @pytest.mark.parametrize("recorded", RECORDED)
-def test_a_bug_is_named_beside_what_is_recorded_otherwise(recorded):
-    """Here in what follows: the output projection is transposed."""
+def test_bug_is_named_despite_conventions(recorded):
+    """A transposed output projection is found with each form, and named except for (T, B, E)."""
     (made,) = (bug for bug in bugs_for(GQA) if bug.name == "out_proj-transposed")
     problem, values = right(GQA, "float32", made)
     diagnosis = diagnose(kept(values, RECORDED[recorded]), problem)
     assert diagnosis.is_wrong
-    if recorded != "(T, B, E)":  # which is of the wrong stage itself
+    if recorded != "(T, B, E)":  # the form of the wrong stage itself
         assert [each.bugs for each in diagnosis.explanations] == [("out_proj-transposed",)], str(diagnosis)
 
 
@@ -100,8 +102,8 @@ FILLS = {"-inf": -np.inf, "-1e9": -1e9, "-1e4": -1e4, "the least": float(np.finf
 @sample(6)
 @pytest.mark.parametrize("fill", FILLS)
 @pytest.mark.parametrize("name", ["scale-by-d-model", "causal-off-by-one", "mask-flipped"])
-def test_scores_recorded_after_the_mask_hide_no_bug(fill, name):
-    """Neither one of the scores themselves, nor one of the mask that fills them."""
+def test_masked_scores_hide_no_bug(fill, name):
+    """With recorded scores filled by a mask, bugs of the scores or of the mask are still named."""
     (made, *_) = (bug for bug in bugs_for(GQA) if bug.name == name)
     problem, values = right(GQA, "float32", made)
     shown = ~values["mask"] if name == "mask-flipped" else values["mask"]
@@ -113,7 +115,8 @@ def test_scores_recorded_after_the_mask_hide_no_bug(fill, name):
     assert all(each.error_before < 1e6 for each in diagnosis.explanations)
 
 
-def test_a_penalty_in_recorded_scores_is_named_as_from_the_output_alone():
+def test_penalty_in_scores_is_named():
+    """A mask penalty of -10 is named, from recorded scores and from the output alone."""
     (made,) = (bug for bug in bugs_for(GQA) if bug.name == "mask-penalty-filled")
     problem, values = right(GQA, "float32", made)
     values["scores"] = np.where(values["mask"], np.float32(-10.0), values["scores"])
@@ -121,7 +124,8 @@ def test_a_penalty_in_recorded_scores_is_named_as_from_the_output_alone():
         assert [each.bugs for each in diagnose(observed, problem).explanations] == [("mask-penalty-filled",)]
 
 
-def test_scores_that_are_large_everywhere_are_not_masked():
+def test_large_scores_are_not_masked():
+    """Scores times 1e5 everywhere are explained by the scale, not taken for masked ones."""
     problem, values = right(GQA)
     values["scores"] = values["scores"] * np.float32(1e5)
     diagnosis = diagnose(values, problem)
@@ -130,8 +134,8 @@ def test_scores_that_are_large_everywhere_are_not_masked():
 
 @sample(changed=["context"])
 @pytest.mark.parametrize("changed", ["scores", "attn_weights", "context", "output"])
-def test_a_reading_hides_no_later_error(changed):
-    """q is recorded before RoPE, and something after it is wrong, even if the output agrees."""
+def test_convention_hides_no_later_error(changed):
+    """With q and k recorded before RoPE, a factor of 1.01 on a later stage is still found."""
     problem, values = right(GQA)
     _, before = right(GQA, "float32", BEFORE_ROPE)
     values = {**values, "q": before["q"], "k": before["k"]}
@@ -143,7 +147,8 @@ def test_a_reading_hides_no_later_error(changed):
     assert [each.bugs for each in alone.explanations] == [("rope-missing",)]
 
 
-def test_scores_may_be_recorded_before_the_scale():
+def test_unscaled_scores_are_a_convention():
+    """Scores recorded before the scale are a convention."""
     problem, values = right(GQA)
     _, before = right(GQA, "float32", BEFORE_SCALE)
     diagnosis = diagnose({**values, "scores": before["scores"]}, problem)
@@ -155,6 +160,7 @@ UNUSED = [0.0, 7.0, np.nan]
 
 @pytest.mark.parametrize("value", UNUSED)
 def test_padding_is_not_compared(value):
+    """Any values of padding pass; an error in the last real token is found at its place."""
     problem, values = right(GQA)
     is_padding = np.arange(6)[None, :] >= np.array([4, 6])[:, None]
     for name in ("q", "k", "v", "context", "output"):
@@ -171,8 +177,8 @@ def test_padding_is_not_compared(value):
         parity.assert_parity(values, problem=problem)
 
 
-def test_a_pattern_is_found_beside_padding():
-    """The values of padding are garbage, and head 3 of real tokens is scaled."""
+def test_pattern_is_found_with_padding():
+    """A factor on head 3 of real tokens is found although the values of padding are garbage."""
     problem, values = right(GQA)
     is_padding = np.arange(6)[None, None, :, None] >= np.array([4, 6])[:, None, None, None]
     q = values["q"].copy()
@@ -182,7 +188,8 @@ def test_a_pattern_is_found_beside_padding():
     assert "only head 3" in diagnosis.unknowns[0].where
 
 
-def test_a_cache_may_grow_and_hold_anything_in_unused_slots():
+def test_unused_cache_slots_are_ignored():
+    """A growing cache or dirty unused slots are not wrong; stale cached values are."""
     problem, values = right(CACHED)
     grown, filled = {}, {0: 4, 1: 5, 2: 6}
     for name, x in values.items():
@@ -210,7 +217,8 @@ def test_a_cache_may_grow_and_hold_anything_in_unused_slots():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("choice", [SCORES, SOFTMAX], ids=["scores", "softmax"])
 @pytest.mark.parametrize("stages", ["all", "but scores", "output"])
-def test_scores_in_16_bits_are_no_bug(dtype, choice, stages):
+def test_scores_in_16_bits_are_not_a_bug(dtype, choice, stages):
+    """Scores or a softmax in 16 bits are not a bug, and hide no missing scale."""
     problem, values = right(GQA, dtype, choice, arithmetic=choice.arithmetic)
     values["scores"] = values["scores"].astype(dtype_named(dtype))
     observed = {
@@ -225,7 +233,8 @@ def test_scores_in_16_bits_are_no_bug(dtype, choice, stages):
     assert [each.bugs for each in diagnosis.explanations] == [("scale-missing",)]
 
 
-def test_a_softmax_by_log_sum_exp_is_no_bug():
+def test_log_sum_exp_softmax_is_right():
+    """A softmax by log sum exp is not wrong, and the message mentions it."""
     problem, values = right(GAIN, "float32", LOG_SUM_EXP)
     diagnosis = diagnose(values, problem)
     assert not diagnosis.is_wrong
@@ -234,8 +243,8 @@ def test_a_softmax_by_log_sum_exp_is_no_bug():
 
 @sample(1)
 @pytest.mark.parametrize("seed", range(3))
-def test_weights_computed_after_a_kernel_are_right(seed):
-    """Its context has exact sums; its logarithm is that of its own scores, which round in another order."""
+def test_weights_from_log_sum_exp_are_right(seed):
+    """Weights from the log sum exp of a kernel's own scores are right; a wrong context is found."""
     problem, values = right(GAIN, "float32")
     rng, unit = np.random.default_rng(seed), np.float32(2.0**-23)
     recorded = np.where(values["mask"], -np.inf, values["scores"])
@@ -250,7 +259,8 @@ def test_weights_computed_after_a_kernel_are_right(seed):
     assert diagnose(values, problem).stage == "context"
 
 
-def test_the_reference_with_another_choice_is_computed_anew_but_for_float64():
+def test_choice_keeps_float64_reference():
+    """Another choice recomputes the float32 reference and keeps the float64 one."""
     problem = make_problem(GAIN, "float32")
     first, alone = (Replay(problem, {}, "ieee", choice) for choice in (AS_THE_REFERENCE, LOG_SUM_EXP))
     before = {dtype: first.stage("attn_weights", (), dtype) for dtype in ("float32", "float64")}
@@ -261,8 +271,8 @@ def test_the_reference_with_another_choice_is_computed_anew_but_for_float64():
     assert not np.array_equal(found, before["float32"])
 
 
-def test_a_replay_with_another_choice_says_what_it_would_say_alone():
-    """Also where the noise is measured again, just beyond the budget, as it was before for another stage."""
+def test_replay_with_choice_is_independent():
+    """A replay with another choice has the verdict of a new one, even if noise is remeasured."""
     made = next(bug for bug in bugs_for(GAIN) if bug.name == "scale-missing")
     problem, values = right(GAIN, "float32", made)
     rng, alone = np.random.default_rng(0), Replay(problem, values, "ieee", LOG_SUM_EXP)
@@ -279,7 +289,8 @@ def test_a_replay_with_another_choice_says_what_it_would_say_alone():
         assert verdict.ratio < before["attn_weights"].ratio
 
 
-def test_the_search_ends_in_time_and_says_what_it_did_not_try():
+def test_search_lists_untried_steps():
+    """A search without time lists all its steps as untried; one without a limit lists none."""
     problem, values = right(GQA)
     observed = {"output": values["output"] + np.random.default_rng(0).standard_normal(values["output"].shape)}
     diagnosis = diagnose(observed, problem, seconds=0.0)
@@ -289,7 +300,8 @@ def test_the_search_ends_in_time_and_says_what_it_did_not_try():
     assert diagnose(observed, problem, seconds=math.inf).untried == ""
 
 
-def test_it_goes_on_after_a_stage_that_nothing_explains():
+def test_bug_after_unknown_stage_is_named():
+    """A transposed output projection is named after scores that no bug explains."""
     (made,) = (bug for bug in bugs_for(GQA) if bug.name == "out_proj-transposed")
     problem, values = right(GQA, "float32", made)
     values["scores"] = values["scores"] + np.random.default_rng(0).standard_normal(values["scores"].shape).astype("f")
@@ -303,7 +315,8 @@ def test_it_goes_on_after_a_stage_that_nothing_explains():
     assert [each.bugs for each in diagnosis.explanations] == [("out_proj-transposed",)]
 
 
-def test_what_nothing_explains_is_told_with_where_and_by_what_law():
+def test_unexplained_q_has_place_and_law():
+    """A factor of 1.25 on one head of q has its place and law, also in the JSON."""
     problem, values = right(GQA)
     q = values["q"].copy()
     q[:, 3] *= np.float32(1.25)
@@ -319,7 +332,8 @@ def test_what_nothing_explains_is_told_with_where_and_by_what_law():
 # ---- assert_parity and the command line ------------------------------------------------------------------------------
 
 
-def test_assert_parity_warns_of_a_convention_and_passes():
+def test_assert_parity_warns_of_convention():
+    """q with other axes passes with a ConventionWarning, and fails with diagnose=False."""
     problem, values = right(GQA)
     told = RECORDED["(B, T, N, H)"](values)
     with pytest.warns(parity.ConventionWarning, match=r"q has axes \(B, T, N, H\)"):
@@ -331,7 +345,8 @@ def test_assert_parity_warns_of_a_convention_and_passes():
         parity.assert_parity(values, problem=problem)
 
 
-def test_the_first_of_two_bugs_leads_where_axes_differ_too():
+def test_first_of_two_bugs_is_the_headline():
+    """The message begins with the first of two bugs, although stages have other axes."""
     names = ("fused-qkv-read-per-head", "out_proj-bias-missing")
     case = Case("ci", AttentionSpec(32, 4), "no groups", seq_len=6, is_causal=True)
     known = {each.name: each for each in reversed(bugs_for(case))}
@@ -345,7 +360,8 @@ def test_the_first_of_two_bugs_leads_where_axes_differ_too():
     assert diagnosis.likely_bug == names[0]
 
 
-def test_what_passes_in_another_form_has_the_distance_of_ours():
+def test_conventions_have_ratios_below_one():
+    """Stages in another form pass with a ratio of at most 1 and the form as the reason."""
     problem, values = right(GQA)
     _, before = right(GQA, "float32", BEFORE_ROPE)
     values = {**kept(values, RECORDED["(B, T, N, H)"]), "q": before["q"], "scores": values["scores"]}
@@ -357,7 +373,8 @@ def test_what_passes_in_another_form_has_the_distance_of_ours():
     assert {each.stage for each in judged if each.reason} == set(diagnosis.conventions)
 
 
-def test_what_is_recorded_alike_in_all_steps_is_a_line():
+def test_equal_conventions_share_a_line():
+    """The same convention in all steps takes one line of the message."""
     problem, values = right(CACHED)
     turned = {name: x.swapaxes(1, 2) for name, x in values.items() if stage_named(name).quantity == "cache.values"}
     diagnosis = diagnose({**values, **turned}, problem)
@@ -365,7 +382,8 @@ def test_what_is_recorded_alike_in_all_steps_is_a_line():
     assert len(str(diagnosis).splitlines()) == 2
 
 
-def test_a_message_names_some_stages_and_counts_the_others():
+def test_message_names_eight_other_stages():
+    """The line of stages that also differ names eight of them."""
     problem, values = right(CACHED)
     wrong = {name: x + 1 if x.dtype == np.float32 else x for name, x in values.items()}
     comparisons = compare_arrays(wrong, problem=problem)
@@ -373,7 +391,8 @@ def test_a_message_names_some_stages_and_counts_the_others():
     assert sum(each.stage in line.replace(",", "").split() for each in comparisons) == 8
 
 
-def test_assert_parity_may_leave_the_diagnosis_out():
+def test_assert_parity_without_diagnosis():
+    """With diagnose=False, the message is a shorter part of the full one."""
     problem, values = right(GQA)
     with pytest.raises(AssertionError) as whole:
         parity.assert_parity(values["output"] * 1.5, problem=problem)
@@ -400,7 +419,8 @@ class Encoder(torch.nn.Module):
 """
 
 
-def test_the_command_says_that_it_took_a_function_for_causal(tmp_path, monkeypatch, capsys):
+def test_command_reports_assumed_causality(tmp_path, monkeypatch, capsys):
+    """The command reports that it assumes a causal function, and the result with --no-causal."""
     spec = AttentionSpec(32, 4)
     weights = parity.random_weights(spec)
     save_weights(tmp_path / "w.safetensors", weights, spec)
@@ -428,7 +448,8 @@ def test_the_command_says_that_it_took_a_function_for_causal(tmp_path, monkeypat
     "name",
     ["rope-gqa", "latent-yarn", "gate", "fused-qkv-cross", "decode-gqa-rope"],
 )
-def test_projections_that_are_remembered_are_those_of_each_layer(name):
+def test_remembered_projections_are_exact(name):
+    """With remembered projections, the stages of each bug are exactly the same."""
     case = CASES[name]
     problem = make_problem(case, "float32")
     base = remembering()

@@ -1,4 +1,4 @@
-"""Verdicts on large layers in 16 bits: bugs that show only far away, small errors, and bugs that cannot show."""
+"""Verdicts on large layers in 16 bits: bugs that show only at distant tokens, small errors, and hidden bugs."""
 
 import re
 from dataclasses import replace
@@ -31,7 +31,7 @@ FAR = Case("far", LLAMA, "a layer whose scaling shows far from the first token",
 
 
 def stages_with(problem, name, stages):
-    """Some stages of the reference in the problem's dtype, with a known bug in it."""
+    """Return some stages of the reference with a known bug, in the problem's dtype."""
     made = [bug for bug in bugs_for(problem.case) if bug.name == name][:1]
     assert made
     values = wrong_layer(problem, problem.dtype, made).forward()
@@ -47,15 +47,16 @@ def far():
 
 @sample(1)
 @pytest.mark.parametrize("stages", [("output",), ("q",), ("q", "k", "v", "output")], ids="+".join)
-def test_more_stages_never_name_less(far, stages):
+def test_scaling_bug_is_named_from_any_stage(far, stages):
+    """Missing RoPE scaling is named from the output, from q and from several stages."""
     observed = stages_with(far, "rope-scaling-missing", stages)
     diagnosis = parity.diagnose(observed, far)
     assert named_bugs(diagnosis) == ["rope-scaling-missing"]
     assert diagnosis.stage == stages[0]
 
 
-def test_a_message_has_one_ratio(far):
-    """That of the whole stage, also if the bug was found in a sample."""
+def test_message_has_one_ratio(far):
+    """The only ratio of q in a message is that of the whole stage, even after sampling."""
     observed = stages_with(far, "rope-scaling-missing", ("q", "k", "v", "output"))
     with pytest.raises(AssertionError) as raised:
         parity.assert_parity(observed, problem=far)
@@ -65,8 +66,8 @@ def test_a_message_has_one_ratio(far):
     assert ratio == pytest.approx(error / allowed, rel=0.1)
 
 
-def test_a_note_about_the_output_is_of_the_whole(far):
-    """Each difference is a note if, and only if, the whole output is within its budget."""
+def test_output_note_is_of_whole_output(far):
+    """A difference has the note that the output agrees only if the whole output does."""
     observed = stages_with(far, "rope-scaling-missing", ("q", "k", "v", "output"))
     reference = Reference(far, stages=frozenset(observed))
     right = reference.same_precision(local=False)["output"]
@@ -79,7 +80,7 @@ def test_a_note_about_the_output_is_of_the_whole(far):
 
 @pytest.fixture(scope="module")
 def plain():
-    """A large problem for which few bugs are known, so that a search for all of them is short."""
+    """Return a large problem with few known bugs, so that a complete search is short."""
     spec = AttentionSpec(256, 4, qkv_bias=False, out_bias=False)
     problem = make_problem(Case("plain", spec, "", batch=1, seq_len=200, is_causal=True), "bfloat16")
     assert is_large(problem)
@@ -88,7 +89,8 @@ def plain():
 
 @sample(1)
 @pytest.mark.parametrize("stage", ["q", "output"])
-def test_an_unknown_error_has_its_place(plain, stage):
+def test_unknown_error_has_a_place(plain, stage):
+    """One wrong element of q or the output is unknown, with its position and its size."""
     right = Reference(plain, stages=frozenset({"q", "output"})).same_precision(local=False)
     observed = {name: right[name].copy() for name in ("q", "output")}
     index = (0, 3, 187, 11) if stage == "q" else (0, 187, 11)
@@ -100,8 +102,8 @@ def test_an_unknown_error_has_its_place(plain, stage):
     assert "rounding" not in str(diagnosis)
 
 
-def test_an_error_just_over_the_budget_is_unknown(plain):
-    """The budget is the definition of rounding, so what exceeds it is none."""
+def test_error_over_budget_is_unknown(plain):
+    """An output error of 1 to 3 times its budget is unknown: it is not rounding."""
     reference = Reference(plain, stages=frozenset({"output"}))
     expected = reference.accumulated["output"]
     noise = reference.same_precision(local=False)["output"].astype(np.float64) - expected
@@ -123,8 +125,8 @@ NORMED = AttentionSpec(
 @sample(2)
 @pytest.mark.parametrize("stages", [("output",), ("q", "k", "v", "output")], ids="+".join)
 @pytest.mark.parametrize("size", ["small", "large"])
-def test_a_small_eps_outside_is_named(size, stages):
-    """It changes values by 1e-5 of their size, which a loss of precision in a projection could, but does not."""
+def test_eps_outside_norm_is_named(size, stages):
+    """An eps outside the root is named, though lost precision could have the same small size."""
     spec = NORMED if size == "small" else replace(NORMED, d_model=256, head_dim=64)
     case = Case("eps", spec, "", batch=1, seq_len=40 if size == "small" else 300, is_causal=True)
     problem = make_problem(case, "float32")
@@ -135,8 +137,8 @@ def test_a_small_eps_outside_is_named(size, stages):
 
 @sample(1)
 @pytest.mark.parametrize("size", [3e-6, 1e-4])
-def test_the_size_of_an_error_is_no_evidence(size):
-    """Noise as large as that of a projection in 16 bits is unknown: no projection in 16 bits has these values."""
+def test_noise_is_not_lost_precision(size):
+    """Noise as large as that of a 16-bit projection is unknown, not lost precision."""
     problem = make_problem(Case("noise", NORMED, "", batch=1, seq_len=40, is_causal=True), "float32")
     expected = Reference(problem).accumulated["output"]
     noise = np.random.default_rng(0).standard_normal(expected.shape)
@@ -150,7 +152,7 @@ def test_the_size_of_an_error_is_no_evidence(size):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rounded_frequencies_are_named(dtype):
-    """q and k turn alike, so the output agrees in bfloat16, and q is wrong by its own size."""
+    """RoPE frequencies in bfloat16 are named, though the output agrees in bfloat16."""
     spec = AttentionSpec(64, 4, num_kv_heads=2, qkv_bias=False, out_bias=False, rope=Rope(1000000.0))
     case = Case("rounded", spec, "", batch=1, seq_len=24, is_causal=True, first_position=4000)
     problem = make_problem(case, dtype)
@@ -162,8 +164,8 @@ def test_rounded_frequencies_are_named(dtype):
         parity.assert_parity(observed, problem=problem)
 
 
-def test_a_rotation_without_a_name_is_no_convention():
-    """q and k turned by one more angle give the right scores, and are wrong all the same."""
+def test_extra_rotation_is_wrong():
+    """The same extra rotation of q and k is wrong at q, although the output agrees."""
     spec = AttentionSpec(32, 4, rope=Rope(10000.0))
     problem = make_problem(Case("turned", spec, "", batch=1, seq_len=12, is_causal=True), "float32")
     values = wrong_layer(problem, "float32", ()).forward()
@@ -184,8 +186,8 @@ def test_a_rotation_without_a_name_is_no_convention():
 @sample(2)
 @pytest.mark.parametrize("size", ["small", "large"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_bugs_that_a_dtype_hides_are_listed(dtype, size):
-    """A window of one key too many changes less than bfloat16 rounds, in the output of enough tokens."""
+def test_bugs_hidden_by_dtype_are_listed(dtype, size):
+    """A window one key too wide is named in float32, and listed as hidden in bfloat16."""
     width, tokens = (32, 400) if size == "small" else (256, 600)
     spec = AttentionSpec(width, 2, num_kv_heads=1, window_size=tokens - 10, rope=Rope(10000.0))
     problem = make_problem(Case("window", spec, "", batch=1, seq_len=tokens, is_causal=True), dtype)
@@ -214,7 +216,8 @@ def test_bugs_that_a_dtype_hides_are_listed(dtype, size):
         (0.25, 0.25, ("0.25", "0.25")),
     ],
 )
-def test_a_wrong_number_differs_in_print(number, right, texts):
+def test_printed_numbers_differ(number, right, texts):
+    """A wrong number and the right one are printed with enough digits to differ."""
     assert readable_apart(number, right) == texts
 
 
@@ -227,15 +230,16 @@ def test_a_wrong_number_differs_in_print(number, right, texts):
         (AttentionSpec(96, 2, head_dim=32, rope=Rope(10000.0)), 0.77, ""),
     ],
 )
-def test_a_theta_may_be_an_exponent(spec, power, form):
+def test_theta_fits_another_exponent(spec, power, form):
+    """A theta that is equivalent to another exponent of RoPE has its formula; others have none."""
     expected = f", or the exponent {form} instead of 2 i / d" if form else ""
     assert as_exponent(10000.0**power, spec) == expected
 
 
 @sample(1)
 @pytest.mark.parametrize("stage", ["q", "output"])
-def test_an_exponent_over_d_model_is_told(stage):
-    """A theta of 21.54 is no theta: the exponents are divided by d_model, and the fix is about them."""
+def test_exponent_over_d_model_is_named(stage):
+    """Exponents over d_model, which look like a theta of 21.54, have a fix for the exponents."""
     spec = AttentionSpec(48, 3, qkv_bias=False, out_bias=False, rope=Rope(10000.0))
     problem = make_problem(Case("exponent", spec, "", batch=1, seq_len=16, is_causal=True), "float32")
     other = replace(spec, rope=Rope(10000.0 ** (16 / 48)))
@@ -247,7 +251,8 @@ def test_an_exponent_over_d_model_is_told(stage):
     assert "set RoPE's theta" not in text
 
 
-def test_a_theta_that_is_not_round_has_no_fix():
+def test_odd_theta_has_no_fix():
+    """A theta of 1234.56 is reported with its page but without a fix."""
     spec = AttentionSpec(32, 4, qkv_bias=False, out_bias=False, rope=Rope(10000.0))
     problem = make_problem(Case("odd", spec, "", batch=1, seq_len=16, is_causal=True), "float32")
     wrong = replace(problem, case=replace(problem.case, spec=replace(spec, rope=Rope(1234.56))))
@@ -256,7 +261,7 @@ def test_a_theta_that_is_not_round_has_no_fix():
     assert (diagnosis.fix, diagnosis.more) == ("", "mha-parity bugs rope-theta")
 
 
-def test_a_scale_with_a_factor_has_its_own_number():
+def test_scale_fix_has_the_right_number():
     """With latents and YaRN the scale is not 1 / sqrt(head_dim), and the fix has the right number."""
     from mha_spec import YarnScaling
 
@@ -271,8 +276,8 @@ def test_a_scale_with_a_factor_has_its_own_number():
     assert f"1 / sqrt(H) times {scaling.score_factor:.4g}" in diagnosis.explanations[0].about
 
 
-def test_a_length_that_scaling_needs_is_sampled_whole():
-    """Dynamic NTK depends on the length, so single tokens are no layer, and rows have all keys."""
+def test_missing_dynamic_scaling_is_named():
+    """Missing dynamic scaling, which depends on the length, is named in a large layer."""
     rope = Rope(10000.0, scaling=DynamicScaling(4.0, 128))
     case = replace(FAR, spec=replace(LLAMA, rope=rope), seq_len=300)
     problem = make_problem(case, "bfloat16")
@@ -298,7 +303,7 @@ SERVED = Case(
 
 
 def served(problem, *, mask_of_longest=False):
-    """A server in NumPy that writes padding to its cache, and overwrites it in the next steps."""
+    """Return the stages of a NumPy server that writes padding to its cache and overwrites it in the next steps."""
     case, width, group = problem.case, 8, 4
     weights = {name: x.astype(np.float64) for name, x in problem.weights.items()}
     frequencies = 10000.0 ** (-np.arange(0, width, 2) / width)
@@ -342,7 +347,8 @@ def served(problem, *, mask_of_longest=False):
 
 @pytest.mark.parametrize("stages", ["all", "output"])
 @pytest.mark.filterwarnings("error")
-def test_a_server_that_caches_padding_is_right(stages):
+def test_cached_padding_is_right(stages):
+    """A server that caches padding and overwrites it later passes without a warning."""
     problem = make_problem(SERVED, "float32")
     observed = served(problem)
     if stages == "output":
@@ -351,7 +357,8 @@ def test_a_server_that_caches_padding_is_right(stages):
     assert parity.diagnose(observed, problem).kind == "none"
 
 
-def test_padding_is_not_blamed_for_a_wrong_mask():
+def test_mask_of_longest_is_located():
+    """Masks by the longest length are wrong from step 1 on, in sequence 1, with a law."""
     problem = make_problem(SERVED, "float32")
     diagnosis = parity.diagnose(served(problem, mask_of_longest=True), problem)
     assert diagnosis.stage == "step1.mask"
@@ -365,7 +372,7 @@ def test_padding_is_not_blamed_for_a_wrong_mask():
 
 
 def at_size(dtype="float32", **fields):
-    """A large problem with shared heads, and the right stages in its dtype."""
+    """Return a large problem with grouped heads, and its correct stages in its dtype."""
     spec = AttentionSpec(256, 16, num_kv_heads=4, head_dim=16, **{"rope": Rope(10000.0), **fields})
     problem = make_problem(Case("whole", spec, "", batch=1, seq_len=TOKENS, is_causal=True), dtype)
     assert is_large(problem)
@@ -375,11 +382,12 @@ def at_size(dtype="float32", **fields):
 
 
 TOKENS = 200
-"""More than a sample has."""
+"""More tokens than a sample has."""
 
 
 @pytest.mark.parametrize("cut", [np.s_[:, :150], np.s_[:0], np.s_[..., :128], np.s_[:, :-1]], ids=str)
-def test_a_large_array_of_a_wrong_shape_differs(cut):
+def test_wrong_shape_at_size_fails(cut):
+    """A large output of a wrong shape fails, with the shape in the message."""
     problem, values = at_size()
     with pytest.raises(AssertionError, match="has shape"):
         parity.assert_parity(values["output"][cut], problem=problem)
@@ -387,8 +395,8 @@ def test_a_large_array_of_a_wrong_shape_differs(cut):
 
 @sample(1)
 @pytest.mark.parametrize(("name", "position"), [("v", 191), ("q", 191), ("scores", 7)])
-def test_a_recorded_form_hides_no_wrong_token(name, position):
-    """Repeated heads, flat heads and masked scores are conventions, and one wrong token in them is not."""
+def test_convention_hides_no_wrong_token(name, position):
+    """Repeated heads, flat heads and masked scores pass; one wrong token in them fails."""
     problem, values = at_size(rope=None)
     if name == "v":
         form = values["v"].repeat(4, axis=1)
@@ -406,7 +414,8 @@ def test_a_recorded_form_hides_no_wrong_token(name, position):
         parity.assert_parity({name: wrong, "output": values["output"]}, problem=problem)
 
 
-def test_stages_before_rope_are_right_at_size():
+def test_q_k_before_rope_pass_at_size():
+    """q and k of a large layer recorded before RoPE pass with a ConventionWarning."""
     problem, values = at_size()
     unrotated = wrong_layer(problem, "float32", [b for b in bugs_for(problem.case) if b.name == "rope-missing"]).qkv({})
     observed = {**values, "q": unrotated["q"], "k": unrotated["k"]}
@@ -414,14 +423,16 @@ def test_stages_before_rope_are_right_at_size():
         parity.assert_parity(observed, problem=problem)
 
 
-def test_scores_of_16_bits_are_right_at_size():
+def test_bfloat16_scores_pass_at_size():
+    """Scores of a large layer kept in bfloat16 are a choice, not an error."""
     problem, values = at_size("bfloat16")
     observed = {**values, "scores": values["scores"].astype(values["q"].dtype)}
     diagnosis = parity.diagnose(observed, problem)
     assert (diagnosis.kind, diagnosis.choice) == ("none", "scores are kept in bfloat16")
 
 
-def test_keys_of_another_layer_are_sampled():
+def test_shared_kv_layer_is_sampled():
+    """In a large layer with shared_kv, an output shifted by one token is wrong."""
     spec = AttentionSpec(256, 16, num_kv_heads=4, head_dim=16, rope=Rope(10000.0), shared_kv=True)
     problem = make_problem(Case("lent", spec, "", batch=1, seq_len=TOKENS, is_causal=True), "float32")
     assert is_large(problem)

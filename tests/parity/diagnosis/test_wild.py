@@ -1,6 +1,6 @@
-"""Twenty ports of tests/wild, as different as they come: right ones raise no alarm, and a bug of each kind is named.
+"""Twenty diverse ports of tests/wild: correct ones raise no alarm, and one bug of each kind is named.
 
-`make nightly` has all of them, and audits them by plain arithmetic.
+`make nightly` runs all of them, and audits them by plain arithmetic.
 """
 
 import pytest
@@ -37,7 +37,7 @@ RIGHT_IN_OTHER_FORMS = (
 
 @pytest.mark.parametrize("name", A_BUG_OF_EACH_KIND)
 def test_bug_is_named_and_port_is_clean(name):
-    """The port is right without its edit, and the edit is caught and has the right name."""
+    """Without its edit the port raises no alarm; with it, the bug is caught and named correctly."""
     bug = BUGS[name]
     right = parity.diagnose(bug.right(), bug.problem)
     assert right.kind in ("none", "convention"), right.text
@@ -48,10 +48,11 @@ def test_bug_is_named_and_port_is_clean(name):
 
 @pytest.mark.parametrize("name", RIGHT_IN_OTHER_FORMS)
 def test_other_forms_raise_no_alarm(name):
-    """16 bits and other records of the same layer."""
+    """Correct ports in 16 bits or recorded in other forms raise no alarm."""
     assert is_clean(judge(Job(name)))
 
 
-def test_each_kind_of_bug_is_there():
+def test_each_bug_kind_has_one_example():
+    """`A_BUG_OF_EACH_KIND` has exactly one bug of each kind in `BUGS`."""
     kinds = {bug.kind for bug in BUGS.values()}
     assert sorted(BUGS[name].kind for name in A_BUG_OF_EACH_KIND) == sorted(kinds)

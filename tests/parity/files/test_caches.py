@@ -1,4 +1,4 @@
-"""Caches as files: any sibling's in, any sibling's out, bit for bit."""
+"""Caches as files: saved from one framework and loaded in any other, bit for bit."""
 
 import ml_dtypes
 import numpy as np
@@ -29,7 +29,8 @@ def parts(sibling, cache):
 @sample(jax=1)
 @pytest.mark.parametrize("to", ["jax", "torch"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_cache_goes_from_any_sibling_to_any_other(sibling, to, dtype, rng, tmp_path):
+def test_cache_loads_in_either_framework(sibling, to, dtype, rng, tmp_path):
+    """A cache saved from one framework loads in JAX and PyTorch with the same dtypes and bytes."""
     cache = filled(sibling, rng, DTYPES[dtype])
     save_cache(tmp_path / "cache.safetensors", cache)
     found = load_cache(tmp_path / "cache.safetensors", to)
@@ -41,7 +42,8 @@ def test_a_cache_goes_from_any_sibling_to_any_other(sibling, to, dtype, rng, tmp
 
 
 @sample(jax=0)
-def test_decoding_goes_on_with_a_cache_that_was_read(sibling, rng, tmp_path):
+def test_decoding_continues_with_read_cache(sibling, rng, tmp_path):
+    """Decoding a token gives the same output with the cache and with its saved copy."""
     module = sibling.module("MultiHeadAttentionWithCache", AttentionSpec(16, 4))
     prompt, token = (sibling.array(rng.standard_normal((2, n, 16)).astype(np.float32)) for n in (3, 1))
     _, cache = module(prompt, module.init_cache(2, 5))
@@ -51,20 +53,23 @@ def test_decoding_goes_on_with_a_cache_that_was_read(sibling, rng, tmp_path):
     np.testing.assert_array_equal(sibling.numpy(output), sibling.numpy(expected))
 
 
-def test_values_of_another_width_are_kept(tmp_path):
+def test_cache_keeps_the_width_of_values(tmp_path):
+    """Values of 6 features keep their width next to keys of 4."""
     save_cache(tmp_path / "cache.safetensors", mha_torch.init_cache(1, 2, 3, 4, value_head_dim=6))
     found = load_cache(tmp_path / "cache.safetensors", "torch")
     assert (found.keys.shape, found.values.shape) == ((1, 2, 3, 4), (1, 2, 3, 6))
 
 
-def test_the_bytes_depend_on_the_cache_alone(sibling, rng, tmp_path):
+def test_cache_file_is_deterministic(sibling, rng, tmp_path):
+    """Saving a cache twice writes the same bytes."""
     cache = filled(sibling, rng)
     for name in "ab":
         save_cache(tmp_path / name, cache)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
-def test_float64_is_not_narrowed_in_silence(tmp_path):
+def test_float64_cache_raises_in_jax(tmp_path):
+    """Loading a float64 cache in JAX without x64 raises an error."""
     cache = mha_torch.init_cache(1, 2, 3, 4, dtype=torch.float64)
     save_cache(tmp_path / "cache.safetensors", cache)
     with refuses("JAX", "64"):
@@ -86,21 +91,24 @@ def test_float64_is_not_narrowed_in_silence(tmp_path):
         ({"more": np.zeros(1)}, refuses("…/c")),
     ],
 )
-def test_a_file_that_is_no_cache_is_refused(changes, refusal, sibling, rng, tmp_path):
+def test_invalid_cache_file_raises(changes, refusal, sibling, rng, tmp_path):
+    """Wrong lengths, shapes, dtypes or names in a cache file raise an error with its path."""
     tensors = parts(sibling, filled(sibling, rng)) | changes
     save_tensors(tmp_path / "c", tensors, {"format": "1", "kind": "cache"})
     with refusal:
         load_cache(tmp_path / "c", sibling.name)
 
 
-def test_weights_are_no_cache(tmp_path):
+def test_weights_file_as_cache_raises(tmp_path):
+    """Loading a file of weights as a cache raises an error with its path."""
     spec = parity.AttentionSpec(8, 2)
     parity.save_weights(tmp_path / "w", parity.random_weights(spec), spec)
     with refuses("…/w"):
         load_cache(tmp_path / "w", "torch")
 
 
-def test_what_is_no_cache_is_refused_and_nothing_written(tmp_path):
+def test_saving_a_dict_as_cache_raises(tmp_path):
+    """Saving a dictionary as a cache raises a TypeError and writes nothing."""
     with refuses_type("cache", "dict"):
         save_cache(tmp_path / "c", {})
     assert list(tmp_path.iterdir()) == []
@@ -113,12 +121,14 @@ def test_what_is_no_cache_is_refused_and_nothing_written(tmp_path):
         ("numpy", refuses("framework", framework="numpy")),
     ],
 )
-def test_frameworks_without_such_a_cache_are_refused_by_name(framework, refusal, tmp_path):
+def test_cache_in_other_frameworks_raises(framework, refusal, tmp_path):
+    """Loading a cache for `tt` or `numpy` raises an error with the framework."""
     with refusal:
         load_cache(tmp_path / "c", framework)
 
 
-def test_a_cache_file_is_an_ordinary_safetensors_file(sibling, rng, tmp_path):
+def test_cache_file_is_a_tensor_file(sibling, rng, tmp_path):
+    """A cache file has the tensors keys, values and lengths, and its kind in the metadata."""
     save_cache(tmp_path / "c", filled(sibling, rng))
     tensors, metadata = load_tensors(tmp_path / "c")
     assert (sorted(tensors), metadata["kind"]) == (["keys", "lengths", "values"], "cache")

@@ -1,4 +1,4 @@
-"""Files of named tensors: bit for bit, in bounded memory, whole or not there, and safe to open whoever wrote them."""
+"""Files of named tensors: exact, written whole or not at all, and always safe to open."""
 
 import hashlib
 import io
@@ -54,7 +54,7 @@ def dtype_of(name):
 
 
 def some_tensors(dtype="float32", *, empty=True):
-    """Arrays of every kind that files get wrong: without axes, empty, transposed, reversed, of any bits."""
+    """Arrays that formats get wrong: scalar, empty, transposed, reversed, with arbitrary bits."""
     rng = np.random.default_rng(0)
     dtype = dtype_of(dtype)
 
@@ -62,7 +62,7 @@ def some_tensors(dtype="float32", *, empty=True):
         if dtype.kind == "b":
             return rng.random(shape) < 0.5
         count = int(np.prod(shape, dtype=int)) * dtype.itemsize
-        return rng.integers(0, 256, count, dtype=np.uint8).view(dtype).reshape(shape)  # NaNs of many kinds among them
+        return rng.integers(0, 256, count, dtype=np.uint8).view(dtype).reshape(shape)  # including NaNs of many kinds
 
     tensors = {
         "layers.0.q_proj.weight": draw(6, 4),
@@ -91,7 +91,7 @@ def same_tensors(found, expected):
 
 
 def refusal(path):
-    """What opening and reading all raises, or nothing."""
+    """Return the error of opening a file and reading all tensors, or None."""
     try:
         read_tensors(path)
     except (ValueError, OSError) as error:
@@ -100,7 +100,7 @@ def refusal(path):
 
 
 def refuses_to_open(path, expected=""):
-    """Opening and reading all raises one line that can be shown."""
+    """Check that opening and reading raises an error of one printable line, and return the line."""
     error = str(refusal(path))
     assert error != "None"
     assert error.isprintable()
@@ -114,7 +114,8 @@ def refuses_to_open(path, expected=""):
 @sample(8)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_tensors_survive_a_file_bit_for_bit(tmp_path, suffix, dtype):
+def test_tensors_round_trip_bit_for_bit(tmp_path, suffix, dtype):
+    """Tensors and metadata round-trip in six dtypes and five formats, and the hash verifies."""
     tensors = some_tensors(dtype, empty=suffix != ".orbax")
     path = tmp_path / f"w{suffix}"
     assert write(path, tensors, {"spec": "ein Maß, 测量\n"}) == path
@@ -131,7 +132,8 @@ def test_tensors_survive_a_file_bit_for_bit(tmp_path, suffix, dtype):
 @sample(8)
 @pytest.mark.parametrize("dtype", OTHER_DTYPES)
 @pytest.mark.parametrize("suffix", FILES)
-def test_other_dtypes_survive_too(tmp_path, suffix, dtype):
+def test_other_dtypes_round_trip(tmp_path, suffix, dtype):
+    """Tensors of eight more dtypes round-trip in formats of one file, bit for bit."""
     tensors = some_tensors(dtype)
     write(tmp_path / f"w{suffix}", tensors)
     assert same_tensors(read_tensors(tmp_path / f"w{suffix}"), tensors)
@@ -139,14 +141,16 @@ def test_other_dtypes_survive_too(tmp_path, suffix, dtype):
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2])
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt", ".msgpack"])
-def test_float8_survives_where_a_format_has_it(tmp_path, suffix, dtype):
+def test_float8_round_trips_if_supported(tmp_path, suffix, dtype):
+    """float8 tensors round-trip in safetensors, torch and msgpack files, bit for bit."""
     tensors = {"w": np.arange(256, dtype=np.uint8).view(dtype).reshape(16, 16)}
     write(tmp_path / f"w{suffix}", tensors)
     assert same_tensors(read_tensors(tmp_path / f"w{suffix}"), tensors)
 
 
 @pytest.mark.parametrize("suffix", FILES)
-def test_a_file_of_no_tensors_survives(tmp_path, suffix):
+def test_file_without_tensors_round_trips(tmp_path, suffix):
+    """A file without tensors keeps its metadata."""
     write(tmp_path / f"w{suffix}", {}, {"a": "b"})
     with open_tensors(tmp_path / f"w{suffix}") as file:
         assert not file.infos
@@ -154,14 +158,16 @@ def test_a_file_of_no_tensors_survives(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("suffix", FILES)
-def test_the_bytes_depend_on_nothing_but_the_content(tmp_path, suffix):
+def test_files_are_deterministic(tmp_path, suffix):
+    """Writing the same tensors and metadata twice writes the same bytes."""
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         write(tmp_path / name / f"w{suffix}", some_tensors(), {"a": "b"})
     assert (tmp_path / "a" / f"w{suffix}").read_bytes() == (tmp_path / "b" / f"w{suffix}").read_bytes()
 
 
-def test_the_hash_is_of_the_tensors_and_not_of_the_format_or_their_order(tmp_path):
+def test_hash_ignores_format_and_order(tmp_path):
+    """The hash of tensors is the same in five formats and in either order."""
     tensors = some_tensors(empty=False)
     hashes = set()
     for suffix in SUFFIXES:
@@ -173,7 +179,8 @@ def test_the_hash_is_of_the_tensors_and_not_of_the_format_or_their_order(tmp_pat
 
 
 @pytest.mark.parametrize("change", ["name", "dtype", "shape", "value"])
-def test_the_hash_is_another_when_anything_is(tmp_path, change):
+def test_hash_depends_on_each_property(tmp_path, change):
+    """The hash changes with a name, a dtype, a shape or a value."""
     tensors = {"a": np.zeros((2, 3), np.float32), "b": np.zeros(4, np.float32)}
     write(tmp_path / "a.npz", tensors)
     changed = {
@@ -187,7 +194,8 @@ def test_the_hash_is_another_when_anything_is(tmp_path, change):
         assert a.metadata["sha256"] != b.metadata["sha256"]
 
 
-def test_one_file_is_copied_into_another_in_one_line(tmp_path):
+def test_file_is_copied_to_another_format(tmp_path):
+    """One call of write_tensors copies an npz file to a safetensors file, bit for bit."""
     tensors = some_tensors("bfloat16")
     write(tmp_path / "a.npz", tensors, {"a": "b"})
     with open_tensors(tmp_path / "a.npz") as file:
@@ -196,7 +204,8 @@ def test_one_file_is_copied_into_another_in_one_line(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", FILES)
-def test_a_file_can_be_written_onto_itself(tmp_path, suffix):
+def test_file_can_be_written_onto_itself(tmp_path, suffix):
+    """A file may be replaced by its own tensors while it is open."""
     path = tmp_path / f"w{suffix}"
     write(path, some_tensors())
     with open_tensors(path) as file:
@@ -204,7 +213,8 @@ def test_a_file_can_be_written_onto_itself(tmp_path, suffix):
     assert same_tensors(read_tensors(path), some_tensors())
 
 
-def test_what_was_read_is_writable_and_outlives_the_file(tmp_path):
+def test_read_array_outlives_its_file(tmp_path):
+    """An array is writable after its file is closed; reading from the closed file raises."""
     for suffix in SUFFIXES:
         write(tmp_path / f"w{suffix}", {"a": np.ones(3)})
         with open_tensors(tmp_path / f"w{suffix}") as file:
@@ -215,17 +225,18 @@ def test_what_was_read_is_writable_and_outlives_the_file(tmp_path):
     assert array.tolist() == [2.0, 1.0, 1.0]
 
 
-def test_a_name_that_is_not_there_is_told(tmp_path):
+def test_reading_an_unknown_name_raises(tmp_path):
+    """Reading a name that is not in the file raises an error with the name."""
     write(tmp_path / "w.npz", {"a": np.ones(3)})
     with open_tensors(tmp_path / "w.npz") as file, refuses("name", name="b"):
         file.read("b")
 
 
-# ---- Files of others -------------------------------------------------------------------------------------------------
+# ---- Files of other libraries ----------------------------------------------------------------------------------------
 
 
 def state_dict(tensors):
-    """The same as torch tensors."""
+    """The same values as torch tensors."""
     bits = {"bfloat16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn}
     return {
         name: torch.from_numpy(np.array(tensor).view(f"u{tensor.itemsize}")).view(bits[tensor.dtype.name])
@@ -236,7 +247,8 @@ def state_dict(tensors):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_safetensors_of_the_library_are_read(tmp_path, dtype):
+def test_reads_safetensors_of_its_library(tmp_path, dtype):
+    """Files of the safetensors library are read bit for bit."""
     tensors = some_tensors(dtype)
     contiguous = {name: tensor.contiguous() for name, tensor in state_dict(tensors).items()}
     safetensors.torch.save_file(contiguous, tmp_path / "w.safetensors", {"format": "pt"})
@@ -249,7 +261,8 @@ def bytes_of(tensor):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_safetensors_are_read_by_the_library(tmp_path, dtype):
+def test_safetensors_library_reads_ours(tmp_path, dtype):
+    """The safetensors library reads tensors and metadata of our files bit for bit."""
     tensors = some_tensors(dtype)
     write(tmp_path / "w.safetensors", tensors, {"format": "pt"})
     found = safetensors.torch.load_file(tmp_path / "w.safetensors")
@@ -263,7 +276,8 @@ def test_safetensors_are_read_by_the_library(tmp_path, dtype):
         assert all(same_array(file.get_tensor(name), tensor) for name, tensor in tensors.items())
 
 
-def test_arrays_of_mixed_dtypes_are_aligned_in_safetensors(tmp_path):
+def test_safetensors_data_are_aligned(tmp_path):
+    """Tensors of mixed dtypes begin at multiples of their item size in safetensors files."""
     tensors = {"a": np.ones(3, bool), "b": np.ones(3, np.float64), "c": np.ones(3, np.float16), "d": np.ones(1, bool)}
     write(tmp_path / "w.safetensors", tensors)
     data = (tmp_path / "w.safetensors").read_bytes()
@@ -276,14 +290,16 @@ def test_arrays_of_mixed_dtypes_are_aligned_in_safetensors(tmp_path):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-def test_npz_of_numpy_are_read(tmp_path, dtype, save):
+def test_reads_npz_of_numpy(tmp_path, dtype, save):
+    """Compressed and uncompressed npz files of NumPy are read bit for bit."""
     tensors = some_tensors(dtype)
     save(tmp_path / "w.npz", **tensors)
     assert same_tensors(read_tensors(tmp_path / "w.npz"), tensors)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_npz_are_read_by_numpy(tmp_path, dtype):
+def test_numpy_reads_our_npz(tmp_path, dtype):
+    """NumPy reads names, in order, and bytes of our npz files."""
     tensors = some_tensors(dtype)
     write(tmp_path / "w.npz", tensors)
     with np.load(tmp_path / "w.npz") as found:
@@ -291,23 +307,26 @@ def test_npz_are_read_by_numpy(tmp_path, dtype):
         assert all(found[name].tobytes() == tensor.tobytes() for name, tensor in tensors.items())
 
 
-def test_names_that_flax_joins_with_slashes_are_read_with_dots(tmp_path):
+def test_flax_slashes_are_read_as_dots(tmp_path):
+    """Slashes in names become dots, unless names would collide or we wrote the file."""
     tree = {"encoder": {"layer_0": {"kernel": np.ones((2, 3))}}, "step": np.ones(1)}
     np.savez(tmp_path / "w.npz", **flax.traverse_util.flatten_dict(tree, sep="/"))
     assert same_tensors(read_tensors(tmp_path / "w.npz"), flatten(tree))
     np.savez(tmp_path / "v.npz", **{"a/b": np.ones(1), "a.b": np.ones(2)})
-    assert list(read_tensors(tmp_path / "v.npz")) == ["a/b", "a.b"]  # else two would have one name
+    assert list(read_tensors(tmp_path / "v.npz")) == ["a/b", "a.b"]  # otherwise both would have one name
     write(tmp_path / "u.npz", {"a/b": np.ones(1)})
     assert list(read_tensors(tmp_path / "u.npz")) == ["a/b"]
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_a_suffix_in_capitals_is_the_same(tmp_path, suffix):
+def test_suffix_may_be_in_capitals(tmp_path, suffix):
+    """A suffix in capitals denotes the same format."""
     write(tmp_path / f"w{suffix.upper()}", some_tensors(empty=False))
     assert same_tensors(read_tensors(tmp_path / f"w{suffix.upper()}"), some_tensors(empty=False))
 
 
-def test_arrays_in_fortran_order_and_of_the_other_byte_order_are_read(tmp_path):
+def test_fortran_and_big_endian_npz_are_read(tmp_path):
+    """npz arrays in Fortran order and of big-endian numbers are read in C order."""
     array = np.arange(6, dtype=np.float32).reshape(2, 3)
     np.savez(tmp_path / "w.npz", fortran=np.asfortranarray(array), big=array.astype(">f4"), both=array.astype(">f4").T)
     found = read_tensors(tmp_path / "w.npz")
@@ -316,7 +335,8 @@ def test_arrays_in_fortran_order_and_of_the_other_byte_order_are_read(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_torch_files_are_read(tmp_path, dtype):
+def test_reads_torch_files(tmp_path, dtype):
+    """Files of torch.save are read bit for bit."""
     tensors = some_tensors(dtype)
     torch.save(state_dict(tensors), tmp_path / "w.pt")
     assert same_tensors(read_tensors(tmp_path / "w.pt"), tensors)
@@ -325,7 +345,8 @@ def test_torch_files_are_read(tmp_path, dtype):
 @sample(8)
 @pytest.mark.parametrize("mmap", [False, True])
 @pytest.mark.parametrize("dtype", [*DTYPES, *OTHER_DTYPES])
-def test_torch_files_are_read_by_torch(tmp_path, dtype, mmap):
+def test_torch_reads_our_files(tmp_path, dtype, mmap):
+    """torch.load reads our files, also with mmap, with equal names, dtypes, shapes and bytes."""
     tensors = some_tensors(dtype)
     write(tmp_path / "w.pt", tensors, {"a": "b"})
     found = torch.load(tmp_path / "w.pt", weights_only=True, mmap=mmap)
@@ -340,7 +361,8 @@ def test_torch_files_are_read_by_torch(tmp_path, dtype, mmap):
     )
 
 
-def test_torch_maps_tensors_where_they_are_aligned(tmp_path):
+def test_torch_file_data_are_aligned(tmp_path):
+    """Tensors in our torch archives begin at multiples of ALIGNMENT, and checksums are right."""
     write(tmp_path / "w.pt", some_tensors())
     with (tmp_path / "w.pt").open("rb") as file, zipfile.ZipFile(file) as archive:
         assert archive.testzip() is None
@@ -351,7 +373,8 @@ def test_torch_maps_tensors_where_they_are_aligned(tmp_path):
                 assert begin % ALIGNMENT == 0
 
 
-def test_a_checkpoint_of_torch_is_flattened_and_the_rest_listed(tmp_path):
+def test_torch_checkpoint_is_flattened(tmp_path):
+    """Nested tensors of a torch checkpoint are read by dotted names; other values are listed."""
     tied = torch.arange(6.0).reshape(2, 3)
     checkpoint = {
         "model": {"a": tied, "tied": tied, "slice": tied[:, 1:], "parameter": torch.nn.Parameter(tied.T)},
@@ -377,14 +400,16 @@ def test_a_checkpoint_of_torch_is_flattened_and_the_rest_listed(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_msgpack_of_flax_is_read(tmp_path, dtype):
+def test_reads_msgpack_of_flax(tmp_path, dtype):
+    """msgpack files of Flax are read bit for bit."""
     tensors = some_tensors(dtype)
     (tmp_path / "w.msgpack").write_bytes(flax.serialization.msgpack_serialize(nested(tensors)))
     assert same_tensors(read_tensors(tmp_path / "w.msgpack"), tensors)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_msgpack_is_read_by_flax(tmp_path, dtype):
+def test_flax_reads_our_msgpack(tmp_path, dtype):
+    """Flax restores our msgpack files, with and without a target, bit for bit."""
     tensors = some_tensors(dtype)
     write(tmp_path / "w.msgpack", tensors, {"a": "b"})
     found = flax.serialization.msgpack_restore((tmp_path / "w.msgpack").read_bytes())
@@ -401,7 +426,8 @@ def nested(tensors):
     return filled(nest(tensors))
 
 
-def test_large_arrays_are_divided_as_flax_divides_them(tmp_path, monkeypatch):
+def test_large_arrays_are_split_as_in_flax(tmp_path, monkeypatch):
+    """Arrays above Flax's limit are split in both directions, and read bit for bit."""
     tensors = {"a.b": np.arange(100.0).reshape(4, 25), "c": np.arange(3, dtype=np.int32)}
     monkeypatch.setattr(msgpack_format, "MAX_CHUNK", 96)
     monkeypatch.setattr(flax.serialization, "MAX_CHUNK_SIZE", 96)
@@ -413,7 +439,8 @@ def test_large_arrays_are_divided_as_flax_divides_them(tmp_path, monkeypatch):
     assert same_array(found["a"]["b"], tensors["a.b"])
 
 
-def test_what_is_no_array_in_msgpack_is_listed(tmp_path):
+def test_other_msgpack_values_are_listed(tmp_path):
+    """Values of a msgpack file that are not arrays are listed as ignored."""
     tree = {
         "step": 3,
         "big": -(2**40),
@@ -433,7 +460,8 @@ def test_what_is_no_array_in_msgpack_is_listed(tmp_path):
         assert file.read("scalar") == np.float32(2.0)
 
 
-def test_orbax_checkpoints_are_read(tmp_path):
+def test_reads_orbax_checkpoints(tmp_path):
+    """Nested arrays of an Orbax checkpoint are read by dotted names; a number is listed."""
     tree = {"a": [jnp.ones(2), {"b": jnp.ones((2, 3), jnp.bfloat16)}], "step": 3, "x.y": np.arange(3)}
     with ocp.PyTreeCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "checkpoint", tree)
@@ -444,7 +472,8 @@ def test_orbax_checkpoints_are_read(tmp_path):
     assert same_tensors(read_tensors(tmp_path / "checkpoint"), expected)
 
 
-def test_float64_of_jax_is_read_where_jax_has_none(tmp_path):
+def test_float64_orbax_is_read_without_x64(tmp_path):
+    """An Orbax checkpoint of float64 is read as NumPy float64, although x64 is off in JAX."""
     with jax.enable_x64(True), ocp.PyTreeCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "checkpoint", {"a": jnp.full(3, 1 / 3, jnp.float64)})
     found = read_tensors(tmp_path / "checkpoint")
@@ -452,21 +481,24 @@ def test_float64_of_jax_is_read_where_jax_has_none(tmp_path):
     assert isinstance(found["a"], np.ndarray)
 
 
-def test_orbax_checkpoints_are_read_by_orbax(tmp_path):
+def test_orbax_reads_our_checkpoints(tmp_path):
+    """Orbax restores our checkpoints bit for bit."""
     tensors = some_tensors(empty=False)
     write(tmp_path / "w.orbax", tensors)
     with ocp.PyTreeCheckpointer() as checkpointer:
         assert same_tensors(flatten(checkpointer.restore(tmp_path / "w.orbax")), tensors)
 
 
-def test_a_step_of_a_checkpoint_manager_is_read(tmp_path):
+def test_reads_checkpoint_manager_step(tmp_path):
+    """One step in the folder of an Orbax CheckpointManager is read, without its item's name."""
     with ocp.CheckpointManager(tmp_path) as manager:
         manager.save(3, args=ocp.args.Composite(state=ocp.args.StandardSave({"w": jnp.ones(3)})))
         manager.wait_until_finished()
     assert same_tensors(read_tensors(tmp_path / "3"), {"w": np.ones(3, np.float32)})
 
 
-def test_the_level_that_nnx_adds_is_left_out(tmp_path):
+def test_nnx_value_level_is_omitted(tmp_path):
+    """Names of an NNX state end in bias or kernel, without the level that NNX adds."""
     state = nnx.state(nnx.MultiHeadAttention(2, 8, rngs=nnx.Rngs(0)))
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "checkpoint", state)
@@ -474,7 +506,8 @@ def test_the_level_that_nnx_adds_is_left_out(tmp_path):
     assert sorted(read_tensors(tmp_path / "checkpoint")) == names
 
 
-def test_names_that_cannot_be_nested_are_refused(tmp_path):
+def test_names_that_cannot_nest_raise(tmp_path):
+    """Names such as a and a.b raise an error in msgpack files, and nothing is written."""
     for names in (["a", "a.b"], ["a.b", "a"], ["a.value"]):
         with pytest.raises(ValueError, match="got a"):
             write(tmp_path / "w.msgpack", {name: np.ones(1) for name in names})
@@ -507,7 +540,8 @@ def write_gguf(path, tensors, quantised=()):
     writer.close()
 
 
-def test_gguf_is_read_with_the_shapes_of_numpy(tmp_path):
+def test_gguf_is_read_with_numpy_shapes(tmp_path):
+    """GGUF tensors are read with NumPy's order of axes, and metadata as text."""
     rng = np.random.default_rng(0)
     tensors = {
         "blk.0.attn_q.weight": rng.standard_normal((6, 4)).astype(np.float32),
@@ -526,12 +560,13 @@ def test_gguf_is_read_with_the_shapes_of_numpy(tmp_path):
             "llama.block_count": "2",
             "llama.eps": "0.5",
             "flag": "True",
-            "scores": "a list of 2",  # which is passed over
+            "scores": "a list of 2",  # lists are not read
             "tokens": "a list of 3",
         }
 
 
-def test_the_types_of_gguf_are_those_of_its_package():
+def test_gguf_types_match_its_package():
+    """The table of GGUF types equals the gguf package's, up to our last type."""
     known = {kind.value: kind.name for kind in gguf.GGMLQuantizationType}
     ours = {value: name for value, name in enumerate(gguf_format.TYPES) if name}
     assert ours == {value: name for value, name in known.items() if value < len(gguf_format.TYPES)}
@@ -541,7 +576,8 @@ def test_the_types_of_gguf_are_those_of_its_package():
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
-def test_shards_are_those_of_hugging_face(tmp_path, suffix):
+def test_shards_match_hugging_face(tmp_path, suffix):
+    """Shards, index and total size equal huggingface_hub's, and all tensors are read back."""
     tensors = {f"layer.{i}.weight": np.full((i + 1, 8), i, np.float32) for i in range(12)}
     written = write(tmp_path / f"model{suffix}", tensors, {"format": "pt"}, max_shard_bytes=500)
     theirs = huggingface_hub.split_torch_state_dict_into_shards(
@@ -561,12 +597,14 @@ def test_shards_are_those_of_hugging_face(tmp_path, suffix):
         assert same_tensors(read_tensors(path), tensors)
 
 
-def test_what_fits_into_one_shard_is_one_file(tmp_path):
+def test_single_shard_is_a_plain_file(tmp_path):
+    """Tensors that fit into one shard are written as one file without an index."""
     assert write(tmp_path / "w.safetensors", some_tensors(), max_shard_bytes=10**6) == tmp_path / "w.safetensors"
     assert os.listdir(tmp_path) == ["w.safetensors"]
 
 
-def test_shards_are_divided_anew(tmp_path):
+def test_shards_can_be_redivided(tmp_path):
+    """Some tensors of safetensors shards are written as smaller torch shards."""
     write(tmp_path / "w.safetensors", some_tensors(), {"a": "b"}, max_shard_bytes=100)
     with open_tensors(tmp_path / "w.safetensors.index.json") as file:
         assert file.metadata.keys() == {"a", "sha256"}
@@ -576,7 +614,8 @@ def test_shards_are_divided_anew(tmp_path):
     assert same_tensors(read_tensors(tmp_path / "v.bin.index.json"), tensors)
 
 
-def test_a_folder_of_shards_is_read_without_an_index(tmp_path):
+def test_shards_are_read_without_an_index(tmp_path):
+    """A folder of shards without an index is read; a missing shard raises an error."""
     tensors = some_tensors()
     write(tmp_path / "w.safetensors", tensors, max_shard_bytes=100).unlink()
     assert same_tensors(read_tensors(tmp_path), tensors)
@@ -584,14 +623,16 @@ def test_a_folder_of_shards_is_read_without_an_index(tmp_path):
     refuses_to_open(tmp_path, r"'w-00002-of-\d+\.safetensors")
 
 
-def test_torch_shards_are_read_from_their_folder(tmp_path):
+def test_torch_shards_are_read_from_folder(tmp_path):
+    """A folder of torch shards is read, although training_args.bin is in it."""
     tensors = some_tensors()
     write(tmp_path / "pytorch_model.bin", tensors, max_shard_bytes=100)
     torch.save({"not": "weights"}, tmp_path / "training_args.bin")
     assert same_tensors(read_tensors(tmp_path), tensors)
 
 
-def test_shards_may_be_links_as_in_the_cache_of_hugging_face(tmp_path):
+def test_shards_may_be_links(tmp_path):
+    """Shards and index may be links to files elsewhere, as in the cache of Hugging Face."""
     (tmp_path / "blobs").mkdir()
     (tmp_path / "snapshot").mkdir()
     tensors = some_tensors()
@@ -632,25 +673,29 @@ INDEX = "…/w.safetensors.index.json"
         (lambda index: index["weight_map"].update(two="w-00001-of-00003.safetensors"), refuses(INDEX, tensor="two")),
     ],
 )
-def test_a_hostile_index_is_refused(tmp_path, change, refusal):
+def test_hostile_index_raises(tmp_path, change, refusal):
+    """An index with paths outside its folder, wrong types or wrong tensors raises one line."""
     refuses_to_open(with_index(tmp_path, change), refusal)
 
 
 @pytest.mark.parametrize("text", ["", "[", "[" * 100_000, '{"weight_map": {"a": "b", "a": "c"}}', "\x00\xff", "7"])
-def test_a_damaged_index_is_refused(tmp_path, text):
+def test_damaged_index_raises(tmp_path, text):
+    """An index that is not valid JSON raises one line, also when its folder is opened."""
     (tmp_path / "w.safetensors.index.json").write_text(text)
     refuses_to_open(tmp_path / "w.safetensors.index.json")
     refuses_to_open(tmp_path)
 
 
-def test_a_tensor_in_two_shards_is_refused(tmp_path):
+def test_tensor_in_two_shards_raises(tmp_path):
+    """A tensor in two shards raises an error with its name and both files."""
     for i in (1, 2):
         write(tmp_path / f"w-0000{i}-of-00002.safetensors", {"a": np.ones(1)})
     shards = [f"w-0000{i}-of-00002.safetensors" for i in (1, 2)]
     refuses_to_open(tmp_path, refuses(str(tmp_path), tensor="a", shards=shards))
 
 
-def test_a_folder_of_two_checkpoints_is_refused(tmp_path):
+def test_folder_of_two_checkpoints_raises(tmp_path):
+    """A folder with a sharded and an unsharded checkpoint raises an error."""
     write(tmp_path / "w.safetensors", some_tensors(), max_shard_bytes=100)
     write(tmp_path / "w.safetensors", some_tensors())
     refuses_to_open(tmp_path, refuses(str(tmp_path), "w.safetensors.index.json"))
@@ -660,7 +705,7 @@ def test_a_folder_of_two_checkpoints_is_refused(tmp_path):
 
 
 def before(folder, suffix):
-    """Something that is there already, in each of the names that will be written."""
+    """Write old files with all names that will be written; return the folder's contents."""
     write(folder / f"w{suffix}", {"old": np.ones(1)})
     if suffix in (".safetensors", ".bin"):
         write(folder / f"w{suffix}", {"old": np.ones(1), "older": np.ones(1)}, max_shard_bytes=9)
@@ -676,7 +721,8 @@ def contents(folder):
 @pytest.mark.parametrize(
     ("suffix", "options"), [*((suffix, {}) for suffix in SUFFIXES), (".bin", {"max_shard_bytes": 9})]
 )
-def test_an_interrupted_write_leaves_the_old_and_nothing_else(tmp_path, suffix, options, error):
+def test_interrupted_write_keeps_old_files(tmp_path, suffix, options, error):
+    """An error or interrupt while tensors are read leaves the old files and no others."""
     old = before(tmp_path, suffix)
 
     def read(name):
@@ -689,11 +735,12 @@ def test_an_interrupted_write_leaves_the_old_and_nothing_else(tmp_path, suffix, 
     assert contents(tmp_path) == old
 
 
-# A folder is set aside and replaced; two shards and their index are.
+# A folder is set aside and replaced in 2 moves; two shards and their index need 6.
 @pytest.mark.parametrize(
     ("suffix", "count"), [*((".orbax", count) for count in range(2)), *((".safetensors", count) for count in range(6))]
 )
-def test_a_move_that_fails_half_way_is_undone(tmp_path, monkeypatch, suffix, count):
+def test_failed_move_restores_old_files(tmp_path, monkeypatch, suffix, count):
+    """If any move of a folder or of shards fails, the old files are restored."""
     old = before(tmp_path, suffix)
     moves, replace = itertools.count(), Path.replace
 
@@ -714,7 +761,8 @@ def test_a_move_that_fails_half_way_is_undone(tmp_path, monkeypatch, suffix, cou
 @pytest.mark.parametrize(
     ("suffix", "count"), [*((".orbax", count) for count in range(2)), *((".safetensors", count) for count in range(6))]
 )
-def test_an_interrupt_right_before_or_after_a_move_is_undone(tmp_path, monkeypatch, suffix, count, after):
+def test_interrupted_move_restores_old_files(tmp_path, monkeypatch, suffix, count, after):
+    """An interrupt right before or after any move restores the old files."""
     old = before(tmp_path, suffix)
     moves, replace = itertools.count(), Path.replace
 
@@ -733,7 +781,8 @@ def test_an_interrupt_right_before_or_after_a_move_is_undone(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("suffix", [".orbax", ".safetensors"])
-def test_an_interrupt_when_all_is_in_its_place_undoes_nothing(tmp_path, monkeypatch, suffix):
+def test_late_interrupt_keeps_new_files(tmp_path, monkeypatch, suffix):
+    """An interrupt after the last move keeps the new files and leaves no scratch folder."""
     before(tmp_path, suffix)
     replace = Path.replace
 
@@ -771,7 +820,8 @@ except OSError as error:
 @pytest.mark.costly("a process whose files have a limit")
 @sample(suffix=[".safetensors", ".npz"])
 @pytest.mark.parametrize("suffix", FILES)
-def test_a_full_disk_is_one_line(tmp_path, suffix):
+def test_full_disk_raises_one_error(tmp_path, suffix):
+    """Beyond a file size limit, writing raises one OSError with the path and leaves nothing."""
     path = tmp_path / f"w{suffix}"
     result = subprocess.run([sys.executable, "-c", FILL_THE_DISK, path], capture_output=True, text=True, check=True)
     assert result.stdout == f"[Errno 27] File too large: {str(path)!r}\n"
@@ -780,7 +830,8 @@ def test_a_full_disk_is_one_line(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("suffix", FILES)
-def test_a_write_that_does_not_read_back_is_an_error(tmp_path, monkeypatch, suffix):
+def test_damaged_write_keeps_old_files(tmp_path, monkeypatch, suffix):
+    """If the written file reads back differently, OSError is raised and old files are kept."""
     old = before(tmp_path, suffix)
     tensors = {"a": np.arange(1000.0), "b": np.arange(1000.0)}
 
@@ -797,7 +848,8 @@ def test_a_write_that_does_not_read_back_is_an_error(tmp_path, monkeypatch, suff
     assert contents(tmp_path) == old
 
 
-def test_a_flush_that_fails_is_an_error(tmp_path, monkeypatch):
+def test_failed_flush_keeps_old_files(tmp_path, monkeypatch):
+    """A failed fsync raises OSError and keeps the old files."""
     old = before(tmp_path, ".npz")
 
     def fail(descriptor):
@@ -809,8 +861,11 @@ def test_a_flush_that_fails_is_an_error(tmp_path, monkeypatch):
     assert contents(tmp_path) == old
 
 
-def test_a_flush_that_fails_while_tensors_are_written_is_an_error(tmp_path, monkeypatch):
-    """The system reports an error of the disk once, and then no more."""
+def test_failed_early_flush_raises(tmp_path, monkeypatch):
+    """A failed fsync while tensors are still read raises OSError and keeps the old files.
+
+    The system reports an error of the disk only once.
+    """
     old, failed, fsync = before(tmp_path, ".safetensors"), threading.Event(), os.fsync
 
     def fail_once(descriptor):
@@ -830,7 +885,8 @@ def test_a_flush_that_fails_while_tensors_are_written_is_an_error(tmp_path, monk
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_what_was_there_is_replaced(tmp_path, suffix):
+def test_old_files_are_replaced(tmp_path, suffix):
+    """A checkpoint is replaced in each format, and no file is left over."""
     before(tmp_path, suffix)
     tensors = some_tensors(empty=False)
     names = os.listdir(tmp_path)
@@ -839,7 +895,8 @@ def test_what_was_there_is_replaced(tmp_path, suffix):
     assert same_tensors(read_tensors(tmp_path / f"w{suffix}"), tensors)
 
 
-def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path):
+def test_writing_to_link_replaces_its_target(tmp_path):
+    """Writing to a link replaces the file that it points to and keeps the link."""
     write(tmp_path / "old.safetensors", {"old": np.ones(1)})
     (tmp_path / "old.safetensors").rename(tmp_path / "real")
     (tmp_path / "w.safetensors").symlink_to("real")
@@ -848,14 +905,16 @@ def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path):
     assert same_tensors(read_tensors(tmp_path / "real"), some_tensors())
 
 
-def test_a_file_may_be_read_by_others_as_the_umask_says(tmp_path):
+def test_file_mode_follows_the_umask(tmp_path):
+    """A written file has the same mode as any new file."""
     write(tmp_path / "w.safetensors", some_tensors())
     (tmp_path / "plain").touch()
     assert (tmp_path / "w.safetensors").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
 @pytest.mark.parametrize("size", [0, 1, 8, 10, 16, 1001])
-def test_a_hash_does_not_depend_on_the_pieces_that_are_read(tmp_path, monkeypatch, size):
+def test_hash_does_not_depend_on_pieces(tmp_path, monkeypatch, size):
+    """The hash of arrays of any size is the same if they are read in pieces of 8 bytes."""
     monkeypatch.setattr("parity.files.tensor_file.PIECE", 8)
     array = np.arange(size, dtype=np.uint8)
     write(tmp_path / "w.safetensors", {"a": array})
@@ -866,17 +925,19 @@ def test_a_hash_does_not_depend_on_the_pieces_that_are_read(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("size", [0, 1, 8, 17, 1001])
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
-def test_a_tensor_of_a_file_is_copied_piece_by_piece(tmp_path, monkeypatch, suffix, size):
+def test_tensor_is_copied_in_pieces(tmp_path, monkeypatch, suffix, size):
+    """A tensor of a file is copied in pieces of 8 bytes, without reading it as a whole."""
     monkeypatch.setattr("parity.files.tensor_file.PIECE", 8)
     array = np.random.default_rng(0).standard_normal(size).astype(np.float32)
     write(tmp_path / "w.safetensors", {"a": array, "b": array[::-1]})
     with open_tensors(tmp_path / "w.safetensors") as file:
-        monkeypatch.setattr(file, "read", None)  # which holds a whole tensor
+        monkeypatch.setattr(file, "read", None)  # which would load a whole tensor
         write_tensors(tmp_path / f"copy{suffix}", file.infos, file.tensor)
     assert same_tensors(read_tensors(tmp_path / f"copy{suffix}"), {"a": array, "b": array[::-1]})
 
 
-def test_no_piece_is_overwritten_before_it_is_hashed(tmp_path, monkeypatch):
+def test_pieces_are_not_overwritten_early(tmp_path, monkeypatch):
+    """A copy is exact although hashing is slower than reading, in pieces of 8 bytes."""
     sha256 = hashlib.sha256
 
     class SlowHash:
@@ -898,7 +959,8 @@ def test_no_piece_is_overwritten_before_it_is_hashed(tmp_path, monkeypatch):
     assert same_tensors(read_tensors(tmp_path / "copy.safetensors"), tensors)
 
 
-def test_a_tensor_of_a_file_is_read_when_its_values_are_needed(tmp_path):
+def test_tensor_of_a_file_is_read_lazily(tmp_path):
+    """file.tensor has a shape and a dtype, and reads values only when they are needed."""
     write(tmp_path / "w.npz", some_tensors())
     with open_tensors(tmp_path / "w.npz") as file:
         late = {name: file.tensor(name) for name in file.infos}
@@ -911,7 +973,8 @@ def test_a_tensor_of_a_file_is_read_when_its_values_are_needed(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", FILES)
-def test_a_changed_byte_is_found(tmp_path, suffix):
+def test_verify_detects_a_changed_byte(tmp_path, suffix):
+    """verify raises an error about sha256 or CRC-32 if one bit of a tensor was changed."""
     path = tmp_path / f"w{suffix}"
     write(path, {"a": np.arange(1000.0)})
     data = bytearray(path.read_bytes())
@@ -921,17 +984,18 @@ def test_a_changed_byte_is_found(tmp_path, suffix):
         file.verify()
 
 
-def test_a_file_without_a_hash_cannot_be_verified(tmp_path):
+def test_verify_requires_a_hash(tmp_path):
+    """verify raises an error for a file without a hash."""
     np.savez(tmp_path / "w.npz", a=np.ones(1))
     with open_tensors(tmp_path / "w.npz") as file, refuses("…/w.npz", "[]"):
         file.verify()
 
 
-# ---- What is there already -------------------------------------------------------------------------------------------
+# ---- Existing files --------------------------------------------------------------------------------------------------
 
 
 def manager_root(path):
-    """What a checkpoint manager leaves: a folder of steps, and notes of a person's."""
+    """The folder of a checkpoint manager: one for each step, and a person's notes."""
     (path / "1000").mkdir(parents=True)
     (path / "1000" / "weights").write_text("precious")
     (path / "NOTES.md").write_text("precious")
@@ -958,7 +1022,8 @@ def checkpoint_with(name):
     ],
     ids=["manager", "folder", "notes", "step", "inside", "link"],
 )
-def test_a_folder_is_not_replaced_unless_it_is_a_checkpoint_and_nothing_else(tmp_path, make, named):
+def test_folder_with_other_files_is_kept(tmp_path, make, named):
+    """A folder with anything other than an Orbax checkpoint raises an error and is kept."""
     make(tmp_path / "run.orbax")
     old = contents(tmp_path)
     with refuses("…/run.orbax", named):
@@ -967,7 +1032,8 @@ def test_a_folder_is_not_replaced_unless_it_is_a_checkpoint_and_nothing_else(tmp
 
 
 @pytest.mark.parametrize("kind", ["ours", "orbax's", "empty"])
-def test_a_folder_that_is_a_checkpoint_is_replaced(tmp_path, kind):
+def test_checkpoint_folder_is_replaced(tmp_path, kind):
+    """An empty folder, or one with only an Orbax checkpoint, ours or Orbax's, is replaced."""
     path = tmp_path / "w.orbax"
     if kind == "ours":
         write(path, {"old": np.ones(1)})
@@ -981,7 +1047,8 @@ def test_a_folder_that_is_a_checkpoint_is_replaced(tmp_path, kind):
     assert os.listdir(tmp_path) == ["w.orbax"]
 
 
-def test_what_comes_into_a_folder_during_the_write_is_not_removed(tmp_path):
+def test_file_added_during_a_write_is_kept(tmp_path):
+    """A file added to the old folder during a write raises an error and is kept."""
     write(tmp_path / "w.orbax", {"old": np.ones(1)})
 
     def read(name):
@@ -995,7 +1062,8 @@ def test_what_comes_into_a_folder_during_the_write_is_not_removed(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", FILES)
-def test_a_file_of_another_format_is_not_replaced(tmp_path, suffix):
+def test_file_of_another_format_is_kept(tmp_path, suffix):
+    """A target that is not a file of its format raises an error and is kept."""
     (tmp_path / f"w{suffix}").write_text("Dear diary")
     with refuses(f"…/w{suffix}", "begins with b'Dear"):
         write(tmp_path / f"w{suffix}", some_tensors())
@@ -1003,21 +1071,25 @@ def test_a_file_of_another_format_is_not_replaced(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("suffix", FILES)
-def test_an_empty_file_is_replaced(tmp_path, suffix):
+def test_empty_file_is_replaced(tmp_path, suffix):
+    """An empty target is replaced in each format of one file."""
     (tmp_path / f"w{suffix}").touch()
     write(tmp_path / f"w{suffix}", some_tensors())
     assert same_tensors(read_tensors(tmp_path / f"w{suffix}"), some_tensors())
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_nothing_is_replaced_where_that_is_not_wanted(tmp_path, suffix):
+def test_overwrite_false_keeps_old_files(tmp_path, suffix):
+    """overwrite=False raises FileExistsError and keeps the old files in each format."""
     old = before(tmp_path, suffix)
     with pytest.raises(FileExistsError, match=r"exists; pass --force to replace it"):
         write(tmp_path / f"w{suffix}", {"a": np.ones(1)}, overwrite=False)
     assert contents(tmp_path) == old
 
 
-def test_what_comes_during_the_write_is_not_replaced_either(tmp_path):
+def test_file_created_during_write_is_kept(tmp_path):
+    """With overwrite=False, a file created during the write raises an error and is kept."""
+
     def read(name):
         write(tmp_path / "w.npz", {"of another": np.ones(1)})
         return np.ones(1)
@@ -1028,7 +1100,8 @@ def test_what_comes_during_the_write_is_not_replaced_either(tmp_path):
     assert os.listdir(tmp_path) == ["w.npz"]
 
 
-def test_shards_of_another_count_go_with_their_index(tmp_path):
+def test_old_shards_are_removed(tmp_path):
+    """Two new shards replace four old ones; a file of another checkpoint is kept."""
     (tmp_path / "v-00001-of-00009.safetensors").write_text("another checkpoint's")
     tensors = {name: np.ones(1) for name in "abcd"}
     write(tmp_path / "w.safetensors", tensors, max_shard_bytes=9)
@@ -1039,7 +1112,8 @@ def test_shards_of_another_count_go_with_their_index(tmp_path):
     assert same_tensors(read_tensors(tmp_path / "w.safetensors.index.json"), tensors)
 
 
-def test_shards_of_which_no_index_tells_are_not_replaced(tmp_path):
+def test_shards_not_in_an_index_are_kept(tmp_path):
+    """Existing shards that no index lists raise an error and are kept."""
     write(tmp_path / "w-00001-of-00002.safetensors", {"precious": np.ones(1)})
     old = contents(tmp_path)
     with refuses("…/w-00001-of-00002.safetensors"):
@@ -1051,7 +1125,8 @@ def test_shards_of_which_no_index_tells_are_not_replaced(tmp_path):
 
 
 @pytest.mark.parametrize("same", ["itself", "dot", "link", "hard link"])
-def test_the_source_is_no_target(tmp_path, monkeypatch, same):
+def test_writing_onto_the_source_raises(tmp_path, monkeypatch, same):
+    """Writing onto the source, also by another path or a link, raises and changes nothing."""
     monkeypatch.chdir(tmp_path)
     source, target = Path("a.npz"), Path("b.npz")
     write(source, some_tensors())
@@ -1069,7 +1144,8 @@ def test_the_source_is_no_target(tmp_path, monkeypatch, same):
     assert contents(tmp_path) == old
 
 
-def test_a_shard_that_is_read_is_no_target(tmp_path):
+def test_writing_onto_a_source_shard_raises(tmp_path):
+    """Writing onto a shard of the source raises an error; writing next to it works."""
     index = write(tmp_path / "w.safetensors", {"a": np.ones(1), "b": np.ones(1)}, max_shard_bytes=9)
     for source in (index, tmp_path / "w-00002-of-00002.safetensors"):
         with refuses("the target", path=..., source=source):
@@ -1079,7 +1155,8 @@ def test_a_shard_that_is_read_is_no_target(tmp_path):
     write(tmp_path / "v.safetensors", {"c": np.ones(1)}, source=index)
 
 
-def test_a_folder_that_is_read_is_no_target_and_holds_none(tmp_path):
+def test_target_in_source_folder_raises(tmp_path):
+    """Writing onto the source folder or into it raises an error."""
     write(tmp_path / "w.orbax", {"a": np.ones(1)})
     for target in ("w.orbax", "w.orbax/b.npz", "w.orbax/d/b.npz"):
         with refuses("the target", path=..., source=...):
@@ -1117,14 +1194,15 @@ write_tensors(path, {"new": ((2,), float)}, die if when == "read" else lambda na
     ("when", "suffix"),
     [("read", ".safetensors"), ("read", ".orbax"), ("move", ".safetensors"), ("move", ".orbax")],
 )
-def test_what_a_killed_process_left_goes_with_the_next_write(tmp_path, suffix, when):
+def test_next_write_cleans_up_after_kill(tmp_path, suffix, when):
+    """The next write restores the old files and removes the scratch folder of a killed process."""
     path = tmp_path / f"w{suffix}"
     write(path, {"old": np.ones(1)})
     killed = subprocess.run([sys.executable, "-c", WRITE_AND_DIE, path, when], check=False)
     assert killed.returncode == -9
     (left,) = (name for name in os.listdir(tmp_path) if name != path.name)
     assert left.endswith(SCRATCH)
-    # Killed between two moves, it had set the old folder aside, which comes back before anything else happens.
+    # If it was killed between two moves, the old folder was set aside; it is restored before anything else.
     with pytest.raises(ValueError, match="no more"):
         write_tensors(path, {"new": ((1,), float)}, no_more)
     assert list(read_tensors(path)) == ["old"]
@@ -1135,7 +1213,8 @@ def no_more(name):
     raise ValueError("no more")
 
 
-def test_the_scratch_folder_of_a_process_that_still_writes_stays(tmp_path):
+def test_scratch_folder_in_use_is_kept(tmp_path):
+    """A write of the same path during another one does not remove its scratch folder."""
     path = tmp_path / "w.npz"
 
     def read(name):
@@ -1147,11 +1226,12 @@ def test_the_scratch_folder_of_a_process_that_still_writes_stays(tmp_path):
     assert os.listdir(tmp_path) == ["w.npz"]
 
 
-# ---- What cannot be written ------------------------------------------------------------------------------------------
+# ---- Errors of writing -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["w", "w.gguf", "w.h5", "w.safetensors.index.json"])
-def test_a_suffix_that_is_not_known_is_refused(tmp_path, name):
+def test_unknown_suffix_raises(tmp_path, name):
+    """Writing to a suffix that is not supported raises an error with the path."""
     with refuses(str(tmp_path / name)):
         write(tmp_path / name, some_tensors())
     assert os.listdir(tmp_path) == []
@@ -1169,40 +1249,46 @@ def test_a_suffix_that_is_not_known_is_refused(tmp_path, name):
         (".orbax", np.zeros((0, 3))),
     ],
 )
-def test_what_a_format_cannot_hold_is_refused(tmp_path, suffix, array):
+def test_array_unsupported_by_format_raises(tmp_path, suffix, array):
+    """An array that the format cannot hold raises an error, and nothing is written."""
     with refuses("tensors" if suffix == ".orbax" else f"…/w{suffix}"):
         write(tmp_path / f"w{suffix}", {"a": array})
     assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("array", [np.ones(3), np.ones((1, 2)), np.ones(2, np.float32), [1.0], "text"])
-def test_another_tensor_than_was_announced_is_refused(tmp_path, array):
+def test_unannounced_tensor_raises(tmp_path, array):
+    """A tensor without the announced shape and dtype raises an error, and nothing is written."""
     with refuses("a"):
         write_tensors(tmp_path / "w.npz", {"a": ((2,), float)}, lambda name: array)
     assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("name", ["__metadata__", "__metadata__.a", "a\nb", "a\0", "\ud800", "\x1b[2J"])
-def test_names_that_no_tensor_may_have_are_refused(tmp_path, name):
+def test_invalid_tensor_name_raises(tmp_path, name):
+    """Reserved names and names with control characters raise an error that is printable."""
     with refuses("names", names=name) as refusal:
         write(tmp_path / "w.safetensors", {name: np.ones(1)})
     assert str(refusal.value).isprintable()
 
 
 @pytest.mark.parametrize(("metadata", "error"), [({"a": 1}, TypeError), ({"a": "\ud800"}, ValueError)])
-def test_metadata_that_is_no_text_is_refused(tmp_path, metadata, error):
+def test_non_text_metadata_raise(tmp_path, metadata, error):
+    """Metadata that are not valid text raise an error, and nothing is written."""
     with pytest.raises(error):
         write(tmp_path / "w.npz", some_tensors(), metadata)
     assert os.listdir(tmp_path) == []
 
 
-def test_metadata_that_a_zip_archive_cannot_hold_are_refused(tmp_path):
+def test_oversized_npz_metadata_raise(tmp_path):
+    """Metadata of 70,000 characters raise an error in npz files."""
     with refuses("metadata", "more"):
         write(tmp_path / "w.npz", some_tensors(), {"a": "b" * 70_000})
 
 
 @pytest.mark.parametrize("shape", [(2.0,), ("2",), (None,)])
-def test_a_shape_that_is_none_is_refused(tmp_path, shape):
+def test_invalid_shape_raises(tmp_path, shape):
+    """A shape of floats or strings raises a TypeError, and a negative one an error."""
     with pytest.raises(TypeError, match="as an integer"):
         write_tensors(tmp_path / "w.npz", {"a": (shape, float)}, lambda name: np.ones(2))
     with refuses("a shape", "(-2,)"):
@@ -1210,18 +1296,21 @@ def test_a_shape_that_is_none_is_refused(tmp_path, shape):
 
 
 @pytest.mark.parametrize("bad", [{"max_shard_bytes": 0}, {"max_shard_bytes": -1}])
-def test_a_shard_must_have_some_bytes(tmp_path, bad):
+def test_shard_size_must_be_positive(tmp_path, bad):
+    """max_shard_bytes of 0 or -1 raises an error."""
     with refuses("max_shard_bytes", max_shard_bytes=...):
         write(tmp_path / "w.safetensors", some_tensors(), **bad)
 
 
-def test_only_some_formats_have_shards(tmp_path):
+def test_sharding_an_npz_file_raises(tmp_path):
+    """max_shard_bytes raises an error for npz files."""
     with refuses("max_shard_bytes"):
         write(tmp_path / "w.npz", some_tensors(), max_shard_bytes=100)
 
 
 @pytest.mark.parametrize("target", ["folder", "pipe", "loop", "device"])
-def test_a_target_that_is_something_else_is_refused(tmp_path, target):
+def test_special_target_raises(tmp_path, target):
+    """Writing onto a folder, a pipe, a circular link or a device raises and adds no file."""
     path = tmp_path / "w.safetensors"
     something_else(path, target)
     with pytest.raises((ValueError, OSError), match=r"w\.safetensors"):
@@ -1283,10 +1372,12 @@ print((peak - base) / size, of_all / size)
 @pytest.mark.costly("the memory of a process")
 @pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_memory_holds_about_one_tensor_of_a_file_of_ten(tmp_path):
+def test_copying_memory_is_bounded(tmp_path):
+    """Copying ten tensors needs the memory of less than two, or three with mapped files."""
+
     def convert(source, target):
         program = [sys.executable, "-c", CONVERT, source, tmp_path / target]
-        # Else glibc keeps a freed tensor or not by what else lies in its heap: 1.0 or 2.0 tensors for the same code.
+        # Otherwise glibc may keep a freed tensor, depending on its heap: 1.0 or 2.0 tensors for the same code.
         own = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1048576"}
         result = subprocess.run(program, capture_output=True, text=True, check=False, env=own)
         assert result.returncode == 0, result.stderr
@@ -1297,7 +1388,7 @@ def test_memory_holds_about_one_tensor_of_a_file_of_ten(tmp_path):
         used[target] = convert(source, target)
         source = tmp_path / target
     assert max(anonymous for anonymous, _ in used.values()) < 2.0, used
-    # torch maps the file that it reads, and the one that it reads back: these pages are not ours.
+    # torch maps the files that it reads and reads back: their pages count here, so it is left out.
     assert max(peak for target, (_, peak) in used.items() if target in ("w.safetensors", "w.npz", "w.msgpack")) < 3.0, (
         used
     )
@@ -1314,7 +1405,8 @@ def test_memory_holds_about_one_tensor_of_a_file_of_ten(tmp_path):
 @pytest.mark.parametrize(
     "data", [b"", b"\0", bytes(4096), b"\xff" * 64, b"PK\3\4" + bytes(100), b"GGUF", b"\x81" * 999]
 )
-def test_a_file_of_another_kind_is_refused(tmp_path, name, data):
+def test_file_of_other_bytes_raises(tmp_path, name, data):
+    """A file whose bytes do not belong to its suffix raises one line with the path."""
     (tmp_path / name).write_bytes(data)
     assert str(tmp_path / name) in refuses_to_open(tmp_path / name)
 
@@ -1322,18 +1414,21 @@ def test_a_file_of_another_kind_is_refused(tmp_path, name, data):
 @sample(8)
 @pytest.mark.parametrize("kind", ["folder", "pipe", "loop", "device"])
 @pytest.mark.parametrize("name", ["w.safetensors", "w.npz", "w.pt", "w.gguf", "w.safetensors.index.json"])
-def test_what_is_no_file_is_refused_at_once(tmp_path, name, kind):
+def test_opening_a_special_file_raises(tmp_path, name, kind):
+    """Opening a folder, a pipe, a circular link or a device raises one line."""
     something_else(tmp_path / name, kind)
     refuses_to_open(tmp_path / name)
 
 
-def test_a_path_that_is_not_there_is_an_os_error(tmp_path):
+def test_missing_file_raises_os_error(tmp_path):
+    """Opening a missing file raises an OSError with its name."""
     with pytest.raises(OSError, match="nowhere"):
         open_tensors(tmp_path / "nowhere.safetensors")
 
 
 @pytest.mark.parametrize("suffix", [*FILES, ".gguf"])
-def test_a_file_cut_off_anywhere_is_refused(tmp_path, suffix):
+def test_truncated_file_raises(tmp_path, suffix):
+    """A file truncated at any of about 60 lengths raises one line."""
     path = tmp_path / f"w{suffix}"
     if suffix == ".gguf":
         write_gguf(path, {"a": np.arange(8, dtype=np.float32)})
@@ -1396,7 +1491,8 @@ def entry(shape=(2,), dtype="F32", offsets=(0, 8)):
         safetensors_file({"\x1b[2J": entry()}, bytes(8)),
     ],
 )  # fmt: skip
-def test_a_hostile_safetensors_file_is_refused(tmp_path, data):
+def test_hostile_safetensors_raise(tmp_path, data):
+    """Safetensors files with wrong lengths, offsets, shapes, dtypes or names raise one line."""
     (tmp_path / "w.safetensors").write_bytes(data)
     refuses_to_open(tmp_path / "w.safetensors")
 
@@ -1448,30 +1544,35 @@ def npz(*members, compression=zipfile.ZIP_STORED):
         npz(("a.npy", npy((2,), data=bytes(8))), compression=zipfile.ZIP_LZMA),
     ],
 )
-def test_a_hostile_npz_is_refused(tmp_path, data):
+def test_hostile_npz_raises(tmp_path, data):
+    """npz files with wrong shapes, dtypes, headers or compression raise one line."""
     (tmp_path / "w.npz").write_bytes(data)
     refuses_to_open(tmp_path / "w.npz")
 
 
-def test_the_same_name_twice_in_json_is_refused():
+def test_duplicate_json_name_raises():
+    """A name that occurs twice in JSON raises an error with the name."""
     with refuses("names", "b twice"):
         parse_json(b'{"a": 1, "b": 2, "b": 3}')
 
 
-def test_the_same_member_twice_is_refused(tmp_path):
+def test_duplicate_npz_member_raises(tmp_path):
+    """An npz file with the same member twice raises one line with its name."""
     with pytest.warns(UserWarning, match="Duplicate name"):
         data = npz(("a.npy", npy((0,))), ("a.npy", npy((0,))))
     (tmp_path / "w.npz").write_bytes(data)
     refuses_to_open(tmp_path / "w.npz", "a.npy twice")
 
 
-def test_a_zip_bomb_is_refused(tmp_path):
+def test_zip_bomb_raises(tmp_path):
+    """An npz file that is compressed more than 100-fold raises one line."""
     np.savez_compressed(tmp_path / "w.npz", a=np.zeros(10**7))
     assert (tmp_path / "w.npz").stat().st_size < 10**5
     refuses_to_open(tmp_path / "w.npz", "100-fold")
 
 
-def test_zeros_among_weights_are_no_bomb(tmp_path):
+def test_zeros_among_weights_are_read(tmp_path):
+    """Many zeros next to random weights in a compressed npz file are read bit for bit."""
     rng = np.random.default_rng(0)
     tensors = {"zeros": np.zeros(10**7, np.float32), "weights": rng.random(10**6)}
     np.savez_compressed(tmp_path / "w.npz", **tensors)
@@ -1479,7 +1580,8 @@ def test_zeros_among_weights_are_no_bomb(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["../x", "/tmp/x", "..\\x", "a/../../x"])
-def test_a_name_is_no_path(tmp_path, name):
+def test_tensor_name_is_not_a_path(tmp_path, name):
+    """Tensor names that look like paths are read unchanged and create no file."""
     (tmp_path / "w.npz").write_bytes(npz((f"{name}.npy", npy((2,), data=bytes(8)))))
     assert list(read_tensors(tmp_path / "w.npz")) == [name]
     assert os.listdir(tmp_path) == ["w.npz"]
@@ -1498,14 +1600,16 @@ class Payload:
         return open, (str(self.path), "w")
 
 
-def test_the_payload_works(tmp_path):  # the control of the tests below
+def test_payload_runs_when_unpickled(tmp_path):  # the control of the tests below
+    """Unpickling the payload creates a file: the control of the tests below."""
     pickle.loads(pickle.dumps(Payload(tmp_path / "harm"))).close()
     assert (tmp_path / "harm").exists()
 
 
 @pytest.mark.parametrize("name", ["w.pt", "w.bin", "w.pth", "w"])
 @pytest.mark.parametrize("how", ["archive", "legacy", "pickle"])
-def test_nothing_in_a_file_of_torch_is_executed(tmp_path, name, how):
+def test_torch_payload_is_not_executed(tmp_path, name, how):
+    """A torch file with a payload raises one line in each of its formats, and creates no file."""
     content = {"w": torch.ones(2), "x": Payload(tmp_path / "harm")}
     if how == "pickle":
         (tmp_path / name).write_bytes(pickle.dumps(content, protocol=2))
@@ -1515,7 +1619,8 @@ def test_nothing_in_a_file_of_torch_is_executed(tmp_path, name, how):
     assert os.listdir(tmp_path) == [name]
 
 
-def test_a_file_of_torch_from_before_archives_is_read(tmp_path):
+def test_legacy_torch_file_is_read(tmp_path):
+    """torch's format before zip archives is read bit for bit; truncated, it raises one line."""
     tensors = {"a.weight": torch.randn(3, 2), "a.bias": torch.randn(3).bfloat16()}
     torch.save(tensors, tmp_path / "old.bin", _use_new_zipfile_serialization=False)
     with open_tensors(tmp_path / "old.bin") as file:
@@ -1529,7 +1634,8 @@ def test_a_file_of_torch_from_before_archives_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-def test_nothing_in_an_npz_is_executed(tmp_path, save):
+def test_npz_payload_is_not_executed(tmp_path, save):
+    """An npz file with a pickled payload raises one line and creates no file."""
     save(tmp_path / "w.npz", a=np.array([Payload(tmp_path / "harm")], dtype=object))
     refuses_to_open(tmp_path / "w.npz")
     assert os.listdir(tmp_path) == ["w.npz"]
@@ -1584,12 +1690,14 @@ def deep():
         lambda: torch_file({"a": torch.ones(2)}, **{"constants.pkl": b""}),
     ],
 )
-def test_a_hostile_file_of_torch_is_refused(tmp_path, data):
+def test_hostile_torch_file_raises(tmp_path, data):
+    """Cyclic, exponential, deep, ambiguous or inconsistent torch files raise one line."""
     (tmp_path / "w.pt").write_bytes(data())
     refuses_to_open(tmp_path / "w.pt")
 
 
-def test_a_compressed_file_of_torch_is_refused(tmp_path):
+def test_compressed_torch_file_raises(tmp_path):
+    """A torch archive with compressed members raises one line."""
     members = [("archive/data.pkl", b""), ("archive/version", b"3\n")]
     (tmp_path / "w.pt").write_bytes(npz(*members, compression=zipfile.ZIP_DEFLATED))
     refuses_to_open(tmp_path / "w.pt", refuses("members of an archive of torch's"))
@@ -1631,7 +1739,8 @@ def array(*values):
         msgpack.packb({msgpack_format.CHUNKED: True}),
     ],
 )
-def test_a_hostile_msgpack_file_is_refused(tmp_path, data):
+def test_hostile_msgpack_raises(tmp_path, data):
+    """Deep, truncated or inconsistent msgpack files raise one line."""
     (tmp_path / "w.msgpack").write_bytes(data)
     refuses_to_open(tmp_path / "w.msgpack")
 
@@ -1685,7 +1794,8 @@ def gguf_value(kind, data, key=b"k"):
         gguf_file([], [gguf_tensor(b"a\n")]),
     ],
 )
-def test_a_hostile_gguf_file_is_refused(tmp_path, data):
+def test_hostile_gguf_raises(tmp_path, data):
+    """GGUF files with wrong counts, types, offsets, shapes or names raise one line."""
     (tmp_path / "w.gguf").write_bytes(data)
     refuses_to_open(tmp_path / "w.gguf")
 
@@ -1743,7 +1853,8 @@ def damaged(data, rng):
 
 
 @pytest.mark.parametrize("suffix", [*FILES, ".gguf", ".index.json"])
-def test_a_damaged_file_loads_or_is_refused_in_one_line(tmp_path, suffix):
+def test_damaged_file_loads_or_raises(tmp_path, suffix):
+    """Each of 250 randomly damaged files loads or raises one line; more than 125 raise."""
     rng = random.Random(0)
     wholes = seeds(tmp_path, suffix)
     refused = 0
@@ -1757,7 +1868,7 @@ def test_a_damaged_file_loads_or_is_refused_in_one_line(tmp_path, suffix):
 
 
 def damage_a_checkpoint(folder):
-    """How often a checkpoint was refused that was damaged 60 times."""
+    """Damage a checkpoint 60 times; return how often it raised an error."""
     rng = random.Random(0)
     write(folder / "w.orbax", some_tensors(empty=False), {"a": "b"})
     wholes = {path: path.read_bytes() for path in (folder / "w.orbax").rglob("*") if path.is_file()}
@@ -1774,8 +1885,9 @@ def damage_a_checkpoint(folder):
 
 @pytest.mark.costly("threads of a library that outlive the test")
 @pytest.mark.thorough
-def test_a_damaged_orbax_checkpoint_loads_or_is_refused_in_one_line(tmp_path):
-    # In a process of its own, for the library's threads go on to complain when all is over.
+def test_damaged_orbax_loads_or_raises(tmp_path):
+    """Each of 60 damaged Orbax checkpoints loads or raises one line; more than 10 raise."""
+    # In a process of its own, because threads of the library still print errors after the test.
     program = (
         "import pathlib, runpy, sys\n"
         "damage = runpy.run_path(sys.argv[1])['damage_a_checkpoint']\n"
@@ -1789,13 +1901,14 @@ def test_a_damaged_orbax_checkpoint_loads_or_is_refused_in_one_line(tmp_path):
     assert int(result.stdout) > 10
 
 
-# ---- What is not installed -------------------------------------------------------------------------------------------
+# ---- Missing libraries -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("suffix", "module"), [(".pt", "torch"), (".msgpack", "msgpack"), (".orbax", "orbax.checkpoint")]
 )
-def test_a_library_that_is_missing_is_told(tmp_path, monkeypatch, suffix, module):
+def test_missing_library_raises(tmp_path, monkeypatch, suffix, module):
+    """Without its library, opening or writing a format raises an ImportError that names it."""
     write(tmp_path / f"w{suffix}", {"a": np.ones(1)})
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ImportError, match=rf"w{suffix} needs {module.split('.')[0]}"):

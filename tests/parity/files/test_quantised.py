@@ -1,4 +1,4 @@
-"""Quantised tensors of GGUF files: read as what the gguf package says that their blocks stand for, bit for bit."""
+"""Quantized tensors of GGUF files: their blocks are read as by the gguf package, bit for bit."""
 
 import json
 import sys
@@ -21,7 +21,7 @@ from parity.files import open_tensors, write_tensors
 from parity.files.gguf import BLOCKS, PLAIN, VALUES_AT_ONCE
 
 KINDS = gguf.GGMLQuantizationType
-ROUNDED = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]  # those that the package quantises
+ROUNDED = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]  # types to which the package quantizes
 every_kind = pytest.mark.parametrize("kind", BLOCKS)
 
 SPEC = AttentionSpec(64, 4, num_kv_heads=2, head_dim=16, qkv_bias=False, out_bias=False, rope=Rope(500.0))
@@ -30,7 +30,7 @@ LAYERS = ["--from", "gguf.LLaMA", "--prefix", PREFIX]
 
 
 def write_gguf(path, tensors, kinds=()):
-    """A file, whose tensors are quantised where a type is said, or are the bytes of one."""
+    """Write a file; tensors in `kinds` are quantized, or are already bytes of that type."""
     kinds = dict(kinds)
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_embedding_length(SPEC.d_model)
@@ -52,7 +52,7 @@ def write_gguf(path, tensors, kinds=()):
 
 
 def any_blocks(kind, *shape):
-    """Bytes of blocks of any values, scales that are NaN among them, and what the package says they stand for."""
+    """Random bytes of blocks, including scales that are NaN, and the package's values for them."""
     values, length = BLOCKS[kind]
     raw = np.random.default_rng(0).integers(0, 256, (*shape[:-1], shape[-1] // values * length), dtype=np.uint8)
     with np.errstate(all="ignore"):
@@ -63,10 +63,11 @@ def is_same(found, expected):
     return found.dtype == expected.dtype and found.shape == expected.shape and found.tobytes() == expected.tobytes()
 
 
-# ---- What is read ----------------------------------------------------------------------------------------------------
+# ---- Reading ---------------------------------------------------------------------------------------------------------
 
 
-def test_blocks_are_as_large_as_those_of_the_package():
+def test_block_sizes_match_gguf_package():
+    """Sizes of blocks equal the gguf package's, and divide VALUES_AT_ONCE."""
     assert {kind: gguf.GGML_QUANT_SIZES[KINDS[kind]] for kind in BLOCKS} == BLOCKS
     assert all(VALUES_AT_ONCE % values == 0 for values, _ in BLOCKS.values())
 
@@ -74,7 +75,8 @@ def test_blocks_are_as_large_as_those_of_the_package():
 @sample(12)
 @every_kind
 @pytest.mark.parametrize("at_once", [512, VALUES_AT_ONCE])
-def test_any_blocks_are_read_as_the_package_reads_them(tmp_path, monkeypatch, kind, at_once):
+def test_random_blocks_match_gguf_package(tmp_path, monkeypatch, kind, at_once):
+    """Random blocks of each type are read as by the gguf package, bit for bit."""
     monkeypatch.setattr(gguf_format, "VALUES_AT_ONCE", at_once)
     raw, expected = any_blocks(kind, 3, 5, 768)
     path = write_gguf(tmp_path / "w.gguf", {"before": np.ones(3, np.float32), "x": raw}, {"x": kind})
@@ -87,16 +89,18 @@ def test_any_blocks_are_read_as_the_package_reads_them(tmp_path, monkeypatch, ki
 
 
 @pytest.mark.parametrize("kind", ROUNDED)
-def test_what_the_package_quantised_is_read_to_within_a_step(tmp_path, kind):
+def test_quantization_error_is_below_a_step(tmp_path, kind):
+    """Values that the gguf package quantized are read to within one quantization step."""
     x = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
     with open_tensors(write_gguf(tmp_path / "w.gguf", {"x": x}, {"x": kind})) as file:
         found = file.read("x")
     assert is_same(found, gguf.quants.dequantize(gguf.quants.quantize(x, KINDS[kind]), KINDS[kind]))
-    step = 2 * np.abs(x).max() / (2 ** int(kind[1]) - 1)  # of a block as wide as all values
+    step = 2 * np.abs(x).max() / (2 ** int(kind[1]) - 1)  # for a block that spans all values
     assert 0 < np.abs(found - x).max() <= step
 
 
-def test_a_large_tensor_takes_no_more_memory_than_itself_and_some_blocks(tmp_path):
+def test_dequantization_memory_is_bounded(tmp_path):
+    """Reading 2 million Q4_K values peaks at their float32 size plus 32 * VALUES_AT_ONCE bytes."""
     raw, expected = any_blocks("Q4_K", 1024, 2048)
     path = write_gguf(tmp_path / "w.gguf", {"x": raw}, {"x": "Q4_K"})
     with open_tensors(path) as file:
@@ -105,13 +109,14 @@ def test_a_large_tensor_takes_no_more_memory_than_itself_and_some_blocks(tmp_pat
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
     assert is_same(found, expected)
-    assert peak < found.nbytes + 32 * VALUES_AT_ONCE  # of blocks at once a few float32 arrays
+    assert peak < found.nbytes + 32 * VALUES_AT_ONCE  # a few float32 arrays for the blocks that are read at once
 
 
-# ---- What is refused -------------------------------------------------------------------------------------------------
+# ---- Errors ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_type_that_is_not_read_is_named_when_it_is_read(tmp_path):
+def test_unsupported_type_raises_when_read(tmp_path):
+    """A file with an IQ4_NL tensor opens; reading or copying the tensor raises with its type."""
     raw = np.zeros((4, 18), np.uint8)
     path = write_gguf(tmp_path / "w.gguf", {"x": raw, "plain": np.ones(3, np.float32)}, {"x": "IQ4_NL"})
     with open_tensors(path) as file:
@@ -126,7 +131,8 @@ def test_a_type_that_is_not_read_is_named_when_it_is_read(tmp_path):
 
 
 @every_kind
-def test_blocks_that_are_cut_off_are_refused(tmp_path, kind):
+def test_truncated_blocks_raise(tmp_path, kind):
+    """A file may lack its final padding, but one byte less raises an error with the tensor."""
     raw, _ = any_blocks(kind, 4, 256)
     path = write_gguf(tmp_path / "w.gguf", {"x": raw}, {"x": kind})
     begin = path.stat().st_size - -(-raw.size // 32) * 32  # the file ends in padding
@@ -138,7 +144,8 @@ def test_blocks_that_are_cut_off_are_refused(tmp_path, kind):
         open_tensors(path)
 
 
-def test_a_row_of_half_a_block_is_refused(tmp_path):
+def test_row_of_half_a_block_raises(tmp_path):
+    """A Q8_0 tensor with rows of 16 values, half a block, raises an error with its shape."""
     path = write_gguf(tmp_path / "w.gguf", {"x": np.zeros((4, 34), np.uint8)}, {"x": "Q8_0"})
     data = path.read_bytes()
     assert data.count((32).to_bytes(8, "little")) == 1
@@ -147,7 +154,8 @@ def test_a_row_of_half_a_block_is_refused(tmp_path):
         open_tensors(path)
 
 
-def test_without_the_package_files_are_opened_and_plain_tensors_read(tmp_path, monkeypatch, capsys):
+def test_gguf_opens_without_its_package(tmp_path, monkeypatch, capsys):
+    """Without the gguf package, files open and plain tensors load; others raise ImportError."""
     raw, _ = any_blocks("Q6_K", 2, 256)
     path = write_gguf(tmp_path / "w.gguf", {"x": raw, "plain": np.ones(3, np.float32)}, {"x": "Q6_K"})
     monkeypatch.setitem(sys.modules, "gguf", None)
@@ -164,7 +172,7 @@ def test_without_the_package_files_are_opened_and_plain_tensors_read(tmp_path, m
 
 @pytest.fixture
 def model(request, tmp_path):
-    """Two layers of which one tensor in four is of another type, and the layers that they were made from."""
+    """Two layers with one tensor of four in another type, and the original layers."""
     kind = getattr(request, "param", "Q4_0")
     weights = [random_weights(SPEC, seed=i) for i in range(2)]
     tensors = {"token_embd.weight": np.ones((4, 64), np.float32), "output.weight": np.ones((4, 64), np.float32)}
@@ -180,15 +188,17 @@ def model(request, tmp_path):
     return SimpleNamespace(path=str(path), origin=str(origin), tensors=tensors, kinds=kinds, folder=tmp_path)
 
 
-def test_a_layer_of_several_quantised_types_is_one_of_float32(model):
+def test_quantized_layer_loads_as_float32(model):
+    """A layer of Q4_0 and Q8_0 tensors loads as float32, with the gguf package's values."""
     found, spec = load(model.path, "gguf.LLaMA", prefix="blk.1")
     assert spec == SPEC
-    name = "blk.1.attn_v.weight"  # whose rows are in the order of the canonical ones
+    name = "blk.1.attn_v.weight"  # its rows are in canonical order
     expected = gguf.quants.dequantize(gguf.quants.quantize(model.tensors[name], KINDS.Q8_0), KINDS.Q8_0)
     assert is_same(found["v_proj.weight"], expected)
 
 
-def test_inspect_names_the_types(model, capsys):
+def test_inspect_names_quantized_types(model, capsys):
+    """`inspect` names the quantized type of each tensor in its text and its JSON report."""
     report = model.folder / "r.json"
     assert main(["inspect", model.path, "--json", str(report)]) == 0
     out = " ".join(capsys.readouterr().out.split())
@@ -200,7 +210,8 @@ def test_inspect_names_the_types(model, capsys):
 
 
 @pytest.mark.parametrize(("rest", "count"), [("keep", 9), ("drop", 8)])
-def test_converted_layers_are_float32_and_convert_says_so(model, capsys, rest, count):
+def test_convert_warns_of_dequantization(model, capsys, rest, count):
+    """`convert` writes quantized tensors as float32, warns, and lists them in its report."""
     target = model.folder / "b.safetensors"
     arguments = ["convert", model.path, str(target), *LAYERS, "--to", "transformers.LLaMA", "--to-prefix", TO_PREFIX]
     report = model.folder / "r.json"
@@ -217,7 +228,8 @@ def test_converted_layers_are_float32_and_convert_says_so(model, capsys, rest, c
     assert "2 the same, bit for bit" in capsys.readouterr().out
 
 
-def test_nothing_is_written_in_quantised_types(model, capsys):
+def test_convert_to_gguf_exits_with_2(model, capsys):
+    """Converting to a GGUF file exits with 2 and writes nothing."""
     target = model.folder / "b.gguf"
     assert main(["convert", model.path, str(target), *LAYERS, "--to", "gguf.LLaMA"]) == 2
     assert "GGUF files are only read" in capsys.readouterr().err
@@ -230,7 +242,8 @@ def test_nothing_is_written_in_quantised_types(model, capsys):
     [(kind, place % 2 == 0) for place, kind in enumerate(ROUNDED)],
     indirect=["model"],
 )
-def test_a_quantised_layer_is_not_the_same_as_its_origin_and_verify_says_why(model, is_first, capsys):
+def test_verify_reports_quantized_weights(model, is_first, capsys):
+    """`verify` of a quantized model and its origin fails at q and warns of quantization."""
     files = [(model.path, "gguf.LLaMA", PREFIX), (model.origin, "transformers.LLaMA", TO_PREFIX)]
     (one, one_layout, one_prefix), (other, other_layout, other_prefix) = files if is_first else files[::-1]
     arguments = ["verify", one, other, "--from", one_layout, "--from", other_layout, "--prefix", one_prefix]

@@ -1,4 +1,4 @@
-"""A report replaces an earlier report, and no other file: not of a model, nor one that its command writes."""
+"""A report replaces only an earlier report, no file of a model or of its own command."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CONVERT = ("--to", "mha_torch", "--rest", "drop")
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of a model in the current folder."""
+    """A folder with a model, in the current folder."""
     folder = tmp_path / "model"
     folder.mkdir()
     spec = AttentionSpec(32, 4, num_kv_heads=2, qkv_bias=False, out_bias=False, rope=Rope(10000.0))
@@ -84,21 +84,25 @@ def refuses_report(command: list[str], flag: str, capsys: pytest.CaptureFixture[
         ("layouts", "--json"),
     ],
 )
-def test_no_report_replaces_a_file_of_a_model(model, capsys, command, flag, name):
+def test_report_cannot_replace_model_files(model, capsys, command, flag, name):
+    """A report onto a file of a model exits with 2 and one line, and changes no file."""
     refuses_report([*command.split(), flag, f"model/{name}"], flag, capsys)
 
 
-def test_no_report_replaces_a_module_of_a_user(model, capsys):
+def test_report_cannot_replace_user_module(model, capsys):
+    """A report onto the module that is tested exits with 2 and one line, and changes no file."""
     Path("own.py").write_text("def attention(q, k, v): ...\n")
     refuses_report(["conformance", "own:attention", "--json", "own.py"], "--json", capsys)
 
 
 @pytest.mark.parametrize("report", ["new.safetensors", "model/new.bin"])
-def test_no_report_has_the_suffix_of_tensors(model, capsys, report):
+def test_report_with_tensor_suffix_raises(model, capsys, report):
+    """A report with the suffix of a tensor file exits with 2 and one line."""
     refuses_report(["inspect", "model", "--json", report], "--json", capsys)
 
 
-def test_a_report_into_the_folder_read_is_replaced(model, monkeypatch):
+def test_report_in_model_folder_is_replaced(model, monkeypatch):
+    """A report in the model's folder replaces an earlier one and changes no other file."""
     monkeypatch.chdir(model)
     before = contents_of(Path())
     for _ in range(2):
@@ -107,7 +111,8 @@ def test_a_report_into_the_folder_read_is_replaced(model, monkeypatch):
     assert contents_of(Path()).items() >= before.items()
 
 
-def test_each_form_of_report_replaces_itself(tmp_path, monkeypatch):
+def test_each_report_format_replaces_itself(tmp_path, monkeypatch):
+    """JSON, JUnit and HTML reports replace empty files, and then earlier reports."""
     monkeypatch.chdir(tmp_path)
     forms = {"--json": "r.json", "--junit": "r.xml", "--html": "r.html"}
     options = [word for pair in forms.items() for word in pair]
@@ -121,7 +126,8 @@ def test_each_form_of_report_replaces_itself(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "report", ["q.safetensors.index.json", "q-00001-of-00003.safetensors", "model/../q-00009-of-00009.safetensors"]
 )
-def test_a_report_is_no_file_of_a_set_of_shards(model, capsys, report):
+def test_report_cannot_replace_shards(model, capsys, report):
+    """A report with the name of an index or shard that `convert` may write exits with 2."""
     sharded = ["convert", "model", "q.safetensors", *CONVERT, "--max-shard-gib", "0.000005"]
     refuses_report([*sharded, "--json", report], "--json", capsys)
     assert main(sharded) == 0
@@ -131,19 +137,22 @@ def test_a_report_is_no_file_of_a_set_of_shards(model, capsys, report):
 
 
 @pytest.mark.parametrize("report", ["ranks/r.json", "ranks/consolidated.00.pth"])
-def test_a_report_is_no_file_of_a_folder_of_ranks(model, capsys, report):
+def test_report_in_folder_of_ranks_raises(model, capsys, report):
+    """A report in the folder into which `convert` writes ranks exits with 2."""
     Path("ranks").mkdir()
     command = ["convert", "model", "ranks", "--to", "meta.LLaMA", "--rest", "drop", "--ranks", "2"]
     refuses_report([*command, "--json", report], "--json", capsys)
 
 
 @pytest.mark.parametrize("report", ["test_b.py", "b_trace.npz"])
-def test_a_report_is_no_file_that_write_writes(model, capsys, report):
+def test_report_cannot_replace_written_code(model, capsys, report):
+    """A report with the name of a test or trace that `write` writes exits with 2."""
     command = ["write", "model", "--to", "torch", "-o", "b.py", "--test", "trace", "--force"]
     refuses_report([*command, "--json", report], "--json", capsys)
 
 
-def test_write_does_not_replace_what_it_reads(model, capsys):
+def test_write_cannot_replace_its_source(model, capsys):
+    """`write --force` exits with 2 if its trace has the name of the model that it reads."""
     assert main(["convert", "model", "b_trace.npz", *CONVERT]) == 0
     capsys.readouterr()
     command = ["write", "b_trace.npz", "--to", "torch", "-o", "b.py", "--test", "trace", "--force"]
@@ -151,13 +160,15 @@ def test_write_does_not_replace_what_it_reads(model, capsys):
 
 
 @pytest.mark.parametrize("output", ["c.py/", "c.py/.", "missing/../c.py", "missing/c.py"])
-def test_code_is_not_written_to_the_name_of_a_folder(model, capsys, output):
+def test_code_needs_the_name_of_a_file(model, capsys, output):
+    """`write` exits with 2 if the output ends like a folder or is in a missing folder."""
     refuses_report(["write", "model", "--to", "torch", "-o", output], "--output", capsys)
 
 
 @pytest.mark.parametrize("others", [[], ["--dry-run"]])
 @pytest.mark.parametrize("output", ["o.safetensors/", "o.npz/.", "missing/../o.safetensors"])
-def test_weights_are_not_written_to_such_a_name(model, capsys, output, others):
+def test_weights_need_the_name_of_a_file(model, capsys, output, others):
+    """`convert` exits with 2 if the output ends like a folder or passes through a missing one."""
     before = contents_of(Path())
     assert main(["convert", "model", output, *CONVERT, *others]) == 2
     line = capsys.readouterr().err
@@ -166,7 +177,8 @@ def test_weights_are_not_written_to_such_a_name(model, capsys, output, others):
     assert contents_of(Path()) == before
 
 
-def test_a_file_is_not_written_to_such_a_name(tmp_path):
+def test_write_whole_needs_a_file_name(tmp_path):
+    """write_whole raises OSError for a path like a folder's or through a missing one."""
     for name in ("a/", "missing/../a"):
         with pytest.raises(OSError, match=name):
             write_whole(f"{tmp_path}/{name}", b"")
@@ -175,7 +187,10 @@ def test_a_file_is_not_written_to_such_a_name(tmp_path):
 
 @pytest.mark.costly("a process that would wait for its own lock")
 def test_ranks_fill_the_current_folder(model):
-    """In a process of its own, which would wait for its own lock for ever."""
+    """`convert --ranks 2` to `.` fills the current folder, which remains the same folder.
+
+    It runs in a process of its own, which could wait for its own lock forever.
+    """
     empty = Path("empty")
     empty.mkdir()
     place = empty.stat().st_ino
@@ -188,14 +203,16 @@ def test_ranks_fill_the_current_folder(model):
     assert sorted(os.listdir()) == ["empty", "model"]
 
 
-def test_ranks_are_not_written_beyond_a_missing_folder(model, capsys):
+def test_ranks_in_missing_folder_raise(model, capsys):
+    """`convert --ranks` through a missing folder exits with 2 and changes no file."""
     before = contents_of(Path())
     assert main(["convert", "model", "missing/../new", "--to", "meta.LLaMA", "--rest", "drop", "--ranks", "2"]) == 2
     assert capsys.readouterr().err.startswith("mha-parity: error: missing/../new: ")
     assert contents_of(Path()) == before
 
 
-def test_a_plugin_report_replaces_no_other_file(tmp_path):
+def test_plugin_report_keeps_other_files(tmp_path):
+    """`--parity-report` onto a JSON file that is not a report raises an error."""
     from parity.reporting.earlier import check_report
 
     (tmp_path / "package.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""Paths in every spelling, and small files that are no files, have no end or hold what no program wrote."""
+"""Paths in every spelling, and small files that are special, endless or malformed."""
 
 import os
 import shutil
@@ -45,7 +45,8 @@ def model(tmp_path_factory):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_folder_works_in_each_spelling(model, command, tmp_path, monkeypatch, capsys):
-    # All commands use the reader of `inspect`; `convert` and `write` also compare paths with those that they write.
+    """Commands accept each spelling of a folder's path, and write an output if requested."""
+    # All commands use the reader of `inspect`; `convert` and `write` also compare paths with the paths that they write.
     spellings = SPELLINGS if command.startswith("inspect") else [("here/model", "."), ("here", "link/")]
     if "{out}" in command:
         spellings = [*spellings, ("here", "model/sub/.."), ("here/model", "../model")]
@@ -59,6 +60,7 @@ def test_folder_works_in_each_spelling(model, command, tmp_path, monkeypatch, ca
 
 
 def test_output_into_the_current_folder(model, tmp_path, monkeypatch):
+    """`convert` writes model.safetensors into the current folder under three of its spellings."""
     for number, target in enumerate((".", "./", "sub/..")):
         folder = tmp_path / str(number)
         (folder / "sub").mkdir(parents=True)
@@ -68,26 +70,29 @@ def test_output_into_the_current_folder(model, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("words", ["write . --to torch --layers 0 --output .", "inspect . --json ."])
-def test_folder_is_no_output_file(model, monkeypatch, capsys, words):
+def test_folder_as_output_file_raises(model, monkeypatch, capsys, words):
+    """A folder as the output file of `write` or of a report exits with 2."""
     monkeypatch.chdir(model / "here" / "model")
     assert main(words.split()) == 2
     assert "Is a directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_empty_name_is_no_folder(model, monkeypatch, capsys, command, tmp_path):
+def test_empty_folder_name_raises(model, monkeypatch, capsys, command, tmp_path):
+    """An empty path to a folder exits with 2 in each command, which calls it an empty name."""
     monkeypatch.chdir(model / "here" / "model")
     words = ["" if word == "FOLDER" else word.format(out=tmp_path) for word in command.split()]
     assert main(words) == 2
     assert "an empty name" in capsys.readouterr().err
 
 
-def test_root_folder_has_no_tensors():
+def test_opening_the_root_folder_raises():
+    """Opening the folder / as a checkpoint raises an error."""
     with refuses("/"):
         open_tensors("/")
 
 
-# ---- What is no small file -------------------------------------------------------------------------------------------
+# ---- Special and malformed files -------------------------------------------------------------------------------------
 
 
 def make_socket(path):
@@ -133,7 +138,7 @@ def make(kind, path):
 
 
 def one_line(capsys, *words):
-    """Return the line with which a command refuses, in a short time."""
+    """Return the only line of a command's error, which must appear within 20 seconds."""
     with within(20):
         status = main([str(word) for word in words])
     (line,) = capsys.readouterr().err.splitlines()
@@ -144,7 +149,8 @@ def one_line(capsys, *words):
 
 
 @pytest.mark.parametrize("kind", [*SPECIAL, *MALFORMED])
-def test_special_config_is_refused_in_a_line(tmp_path, capsys, kind):
+def test_unusable_config_raises_one_line(tmp_path, capsys, kind):
+    """A special or malformed config.json exits with 2 and one line in each command."""
     folder = tmp_path / "model"
     make_model(folder)
     (folder / "config.json").unlink()
@@ -163,7 +169,8 @@ def test_special_config_is_refused_in_a_line(tmp_path, capsys, kind):
 
 
 @pytest.mark.parametrize("kind", [*SPECIAL, *MALFORMED])
-def test_special_index_is_refused_in_a_line(tmp_path, capsys, kind):
+def test_unusable_index_raises_one_line(tmp_path, capsys, kind):
+    """A special or malformed index of shards exits with 2 and one line that names it."""
     index = tmp_path / "model.safetensors.index.json"
     make(kind, index)
     for path in (tmp_path, index):
@@ -171,7 +178,8 @@ def test_special_index_is_refused_in_a_line(tmp_path, capsys, kind):
 
 
 @pytest.mark.parametrize("kind", [kind for kind in SPECIAL if kind != "large"])
-def test_special_user_file_is_refused_in_a_line(tmp_path, capsys, kind):
+def test_special_argument_raises_one_line(tmp_path, capsys, kind):
+    """A pipe, device, folder or broken link as an argument exits with 2 and one line."""
     make_model(tmp_path / "model")
     make(kind, tmp_path / "special")
     of_layer = ("--prefix", "model.layers.0.self_attn")
@@ -188,14 +196,17 @@ def test_special_user_file_is_refused_in_a_line(tmp_path, capsys, kind):
 
 
 @pytest.mark.parametrize("kind", ["pipe", "endless", "folder", "socket"])
-def test_folders_for_transformers_hold_only_files(tmp_path, capsys, kind):
+def test_special_file_raises_in_transformers(tmp_path, capsys, kind):
+    """A special generation_config.json exits with 2 and one line with `--against transformers`."""
     folder = tmp_path / "model"
     make_model(folder)
     make(kind, folder / "generation_config.json")
     assert "generation_config.json" in one_line(capsys, "run", "--model", folder, "--against", "transformers")
 
 
-def test_unreadable_config_is_not_a_missing_one(tmp_path, capsys, monkeypatch):
+def test_unreadable_config_is_reported(tmp_path, capsys, monkeypatch):
+    """A config.json without permission to read is reported as such, not as missing."""
+
     def forbidden(path, *rest):
         if str(path).endswith("config.json"):
             raise PermissionError(13, "Permission denied", str(path))
@@ -209,6 +220,7 @@ def test_unreadable_config_is_not_a_missing_one(tmp_path, capsys, monkeypatch):
 
 
 def test_small_files_have_a_limit(tmp_path):
+    """A file of exactly the size limit is read; one byte more raises an error."""
     path = tmp_path / "file"
     path.write_bytes(b"x" * 10)
     assert read_small(path, 10) == b"x" * 10
@@ -219,7 +231,8 @@ def test_small_files_have_a_limit(tmp_path):
         read_text(path)
 
 
-def test_file_that_becomes_a_pipe_does_not_wait(tmp_path, monkeypatch):
+def test_file_replaced_by_a_pipe_raises(tmp_path, monkeypatch):
+    """A path that becomes a pipe after its check raises an error instead of waiting."""
     (tmp_path / "file").touch()
     os.mkfifo(tmp_path / "pipe")
     is_file = os.stat(tmp_path / "file")
@@ -228,7 +241,8 @@ def test_file_that_becomes_a_pipe_does_not_wait(tmp_path, monkeypatch):
         read_small(tmp_path / "pipe")
 
 
-def test_text_may_begin_with_a_mark(tmp_path):
+def test_text_may_have_a_byte_order_mark(tmp_path):
+    """A byte order mark is removed from text; a byte that is not UTF-8 raises with its position."""
     (tmp_path / "labels").write_bytes(b"\xef\xbb\xbfone\ntwo\n")
     assert read_text(tmp_path / "labels").splitlines() == ["one", "two"]
     (tmp_path / "labels").write_bytes(b"one\n\xff")
@@ -236,12 +250,14 @@ def test_text_may_begin_with_a_mark(tmp_path):
         read_text(tmp_path / "labels")
 
 
-def test_broken_links_do_not_hide_a_model(tmp_path):
+def test_broken_links_are_tolerated(tmp_path):
+    """A broken link among the small files of a model raises no error."""
     (tmp_path / "tokenizer.json").symlink_to("nowhere")
     check_small_files(tmp_path)
 
 
-def test_json_has_limits():
+def test_json_beyond_limits_raises():
+    """Deep nesting, long integers and repeated names in JSON raise; NaN and Infinity are read."""
     assert parse_json(b'{"a": [1, NaN, Infinity]}')["a"][0] == 1
     with refuses("JSON"):
         parse_json(b"[" * 100_000)
@@ -251,7 +267,8 @@ def test_json_has_limits():
         parse_json(b'{"a": 1, "b": {"a": 1, "a": 1}}')
 
 
-def test_json_refusals_name_the_file(tmp_path):
+def test_json_errors_name_the_file(tmp_path):
+    """Errors of nested or truncated JSON contain the path of the file."""
     (tmp_path / "x.json").write_bytes(b"[" * 100_000)
     with refuses("JSON", where=str(tmp_path / "x.json")):
         read_json(tmp_path / "x.json")

@@ -40,7 +40,8 @@ def write_command(layer: Path, output: Path, *options: str) -> int:
 
 @pytest.mark.parametrize("are_there", [False, True])
 @pytest.mark.parametrize("culprit", NAMES)
-def test_a_full_disk_leaves_no_part_of_a_set(layer, tmp_path, monkeypatch, capsys, culprit, are_there):
+def test_full_disk_leaves_no_partial_set(layer, tmp_path, monkeypatch, capsys, culprit, are_there):
+    """If writing one of three files fails, the error names it and the folder is unchanged."""
     folder = tmp_path / "written"
     folder.mkdir()
     if are_there:
@@ -60,8 +61,8 @@ def test_a_full_disk_leaves_no_part_of_a_set(layer, tmp_path, monkeypatch, capsy
 
 
 @pytest.mark.parametrize("count", range(9))
-def test_a_set_that_is_moved_half_way_is_undone(tmp_path, monkeypatch, count):
-    """In two folders: one of the files is a link. Each of the nine moves fails in turn."""
+def test_partly_moved_set_is_undone(tmp_path, monkeypatch, count):
+    """If one of seven moves fails, both folders of a set, one behind a link, are restored."""
     folder, other = tmp_path / "written", tmp_path / "other"
     for each in (folder, other):
         each.mkdir()
@@ -90,7 +91,8 @@ def test_a_set_that_is_moved_half_way_is_undone(tmp_path, monkeypatch, count):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_one_file_that_exists_keeps_all_unwritten(layer, tmp_path, capsys, name):
+def test_existing_file_blocks_the_whole_set(layer, tmp_path, capsys, name):
+    """If one of three files exists, `write` without `--force` exits with 2 and writes none."""
     folder = tmp_path / "written"
     folder.mkdir()
     (folder / name).write_bytes(b"precious")
@@ -100,7 +102,8 @@ def test_one_file_that_exists_keeps_all_unwritten(layer, tmp_path, capsys, name)
     assert contents_of(folder) == {name: b"precious"}
 
 
-def test_paths_that_are_no_separate_files_are_refused(tmp_path):
+def test_set_requires_separate_files(tmp_path):
+    """A set with a folder, a pipe or two paths to the same file raises and writes nothing."""
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "a")
     os.mkfifo(tmp_path / "pipe")
@@ -132,7 +135,8 @@ for command in (written, converted, shards, traces, report):
 
 
 @pytest.mark.costly("a process whose files have a limit")
-def test_a_file_that_is_too_large_is_named(layer, tmp_path):
+def test_too_large_output_is_named(layer, tmp_path):
+    """Beyond a file size limit, five commands exit with 2, name the file and leave none."""
     folder = tmp_path / "written"
     folder.mkdir()
     command = [sys.executable, "-c", LIMITED, str(layer), str(folder)]
@@ -149,7 +153,8 @@ def test_a_file_that_is_too_large_is_named(layer, tmp_path):
 
 
 @pytest.mark.costly("a process whose disk is full")
-def test_a_full_standard_output_is_named(layer):
+def test_full_standard_output_is_reported(layer):
+    """`write` to a full standard output exits with 2 and one line."""
     command = [sys.executable, "-m", "parity", "write", str(layer), "--to", "torch"]
     with open("/dev/full", "w") as full:
         result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
@@ -157,7 +162,9 @@ def test_a_full_standard_output_is_named(layer):
     assert result.returncode == 2
 
 
-def test_an_error_of_a_reader_keeps_its_own_name(tmp_path):
+def test_error_of_a_reader_keeps_its_path(tmp_path):
+    """An OSError of the source keeps its path when tensors are written."""
+
     def read(name: str) -> np.ndarray:
         raise OSError(5, "Input/output error", "the source")
 

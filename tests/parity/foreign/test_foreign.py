@@ -1,4 +1,4 @@
-"""Layers of other libraries: made of a specification, filled, read, and judged by the float64 reference."""
+"""Layers of other libraries: made from a specification, filled, read, and compared with the float64 reference."""
 
 import subprocess
 import sys
@@ -32,7 +32,7 @@ with pytest.MonkeyPatch.context() as _environment, tempfile.TemporaryDirectory()
     import keras
 
 SQUARE = AttentionSpec(24, 4)
-CROSS = AttentionSpec(10, 4, head_dim=3, d_in=18, d_kv=15)  # nothing equals anything
+CROSS = AttentionSpec(10, 4, head_dim=3, d_in=18, d_kv=15)  # all sizes differ
 GROUPED = AttentionSpec(18, 6, num_kv_heads=2, head_dim=4, d_kv=15)
 NO_BIASES = {"qkv_bias": False, "out_bias": False}
 
@@ -57,17 +57,17 @@ every_library = pytest.mark.parametrize(
 
 
 def made(name, spec, dtype="float32", **options):
-    """A layer of the library, with its own weights."""
+    """Return a layer of the library, with its own weights."""
     return load_adapter(name).make(spec, dtype, **options)
 
 
 def as_given(name, x):
-    """An array as the library takes it; Keras runs on torch here."""
+    """Return an array of the library's framework; Keras runs on torch here."""
     return (to_torch if name.startswith(("torch", "keras")) else to_jax)(x)
 
 
 def output_of(name, layer, problem, hidden=None, **options):
-    """What a layer gives for the inputs of a problem; `hidden` is (B or 1, 1, T, S), True = masked."""
+    """Return the output of a layer for the inputs of a problem; `hidden` is (B or 1, 1, T, S), True = masked."""
     adapter = load_adapter(name)
     if hidden is not None:
         options["mask"] = as_given(name, hidden if adapter.mask_true == "hides" else ~hidden)
@@ -85,12 +85,14 @@ def problem_of(spec, **case):
 
 
 def test_every_layer_is_tested():
+    """SPECS has an entry for each layer that has an adapter, in the same order."""
     assert list(SPECS) == list(LAYERS)
 
 
 @sample(8)
 @every_layer
-def test_a_filled_layer_gives_what_the_reference_gives(name, spec):
+def test_filled_layer_matches_reference(name, spec):
+    """A layer of another library, filled with our weights, has the output of the reference."""
     problem = problem_of(spec, seq_len_k=9)
     layer = parity.load_into(made(name, spec), problem.weights, problem.spec)
     parity.assert_parity(output_of(name, layer, problem), problem=problem, stage="module.output")
@@ -98,7 +100,10 @@ def test_a_filled_layer_gives_what_the_reference_gives(name, spec):
 
 @sample(8)
 @every_layer
-def test_a_mask_hides_in_a_filled_layer_what_it_hides_in_the_reference(name, spec):
+def test_masked_layer_matches_reference(name, spec):
+    """With a mask of padding, a filled layer has the output
+    of the reference; without it, it does not.
+    """
     problem = problem_of(spec, seq_len_k=9, key_padding_lengths=(9, 4))
     layer = parity.load_into(made(name, spec), problem.weights, problem.spec)
     hidden = np.broadcast_to((np.arange(9) >= np.array([[9], [4]]))[:, None, None], (2, 1, 7, 9))
@@ -109,7 +114,10 @@ def test_a_mask_hides_in_a_filled_layer_what_it_hides_in_the_reference(name, spe
 
 @sample(8)
 @every_layer
-def test_a_filled_layer_is_causal_by_a_mask_and_by_its_flag(name, spec):
+def test_causal_layer_matches_reference(name, spec):
+    """A filled layer has the causal output of the reference, by
+    a mask, and in Keras and nnx by its flag.
+    """
     problem = problem_of(replace(spec, d_kv=spec.d_in), is_causal=True)
     layer = parity.load_into(made(name, problem.case.spec), problem.weights, problem.spec)
     causal = ~np.tri(7, dtype=bool)[None, None]
@@ -119,7 +127,8 @@ def test_a_filled_layer_is_causal_by_a_mask_and_by_its_flag(name, spec):
         parity.assert_parity(output, problem=problem, stage="module.output")
 
 
-def test_a_layer_of_torch_may_have_the_batch_second():
+def test_torch_layer_with_batch_second():
+    """A layer of torch with the batch as its second axis has the output of the reference."""
     problem = problem_of(SQUARE, seq_len_k=9)
     name = "torch.nn.MultiheadAttention"
     layer = parity.load_into(torch.nn.MultiheadAttention(24, 4), problem.weights, problem.spec)
@@ -129,6 +138,7 @@ def test_a_layer_of_torch_may_have_the_batch_second():
 @sample(8)
 @every_layer
 def test_weights_come_back_bit_for_bit(name, spec):
+    """Weights that fill a layer are read from it bit for bit."""
     weights = random_weights(spec, seed=1)
     assert bits_of(parity.weights_of(parity.load_into(made(name, spec), weights, spec))) == bits_of(weights)
 
@@ -136,7 +146,8 @@ def test_weights_come_back_bit_for_bit(name, spec):
 @sample(dtype=["bfloat16"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @every_library
-def test_weights_of_half_precision_come_back_bit_for_bit(name, spec, dtype):
+def test_half_precision_weights_come_back(name, spec, dtype):
+    """Weights in bfloat16 and float16 that fill a layer are read from it bit for bit."""
     weights = {key: x.astype(dtype_named(dtype)) for key, x in random_weights(spec, seed=1).items()}
     layer = parity.load_into(made(name, spec, dtype), weights, spec)
     assert bits_of(parity.weights_of(layer)) == bits_of(weights)
@@ -144,13 +155,15 @@ def test_weights_of_half_precision_come_back_bit_for_bit(name, spec, dtype):
 
 @sample(8)
 @every_layer
-def test_the_specification_comes_back(name, spec):
+def test_specification_comes_back(name, spec):
+    """The specification read from a layer is the one it was made from, including dropout."""
     spec = replace(spec, dropout=0.25)
     assert parity.spec_of(made(name, spec)) == spec
 
 
 @every_library
-def test_a_layer_takes_the_weights_of_a_module_and_gives_them_to_one(name, spec):
+def test_layer_exchanges_weights_with_module(name, spec):
+    """Weights go from a module of ours to another library's layer and back, bit for bit."""
     source = mha_torch.MultiHeadAttention(spec)
     layer = parity.load_into(made(name, spec), source)
     target = parity.load_into(mha_torch.MultiHeadAttention(spec), layer)
@@ -158,7 +171,10 @@ def test_a_layer_takes_the_weights_of_a_module_and_gives_them_to_one(name, spec)
 
 
 @pytest.mark.parametrize("name", ["flax.linen.MultiHeadDotProductAttention", "equinox.nn.MultiheadAttention"])
-def test_what_cannot_change_stays_as_it_was(name):
+def test_immutable_layer_is_copied(name):
+    """Filling a linen or Equinox layer returns a new layer of
+    its type and leaves the original unchanged.
+    """
     layer = made(name, CROSS)
     before = bits_of(parity.weights_of(layer))
     filled = parity.load_into(layer, random_weights(CROSS, seed=1), CROSS)
@@ -168,7 +184,8 @@ def test_what_cannot_change_stays_as_it_was(name):
     assert bits_of(parity.weights_of(filled)) == bits_of(random_weights(CROSS, seed=1))
 
 
-def test_a_filled_module_of_linen_gives_its_parameters():
+def test_filled_linen_module_has_params():
+    """Parameters of a filled linen module have the original structure and produce its output."""
     weights = random_weights(CROSS)
     module = flax.linen.MultiHeadAttention(4, qkv_features=12, out_features=10)  # by its other name
     x, key = jnp.ones((1, 2, 18)), jnp.ones((1, 3, 15))
@@ -180,7 +197,8 @@ def test_a_filled_module_of_linen_gives_its_parameters():
     assert (module.apply({"params": params}, x, key) != module.apply(variables, x, key)).any()
 
 
-def test_a_layer_inside_a_model_of_keras_is_reached():
+def test_layer_in_keras_model_is_filled():
+    """A layer inside a Keras model is filled."""
     x = keras.Input((7, 24))
     layer = keras.layers.MultiHeadAttention(4, 6)
     keras.Sequential([x, keras.layers.Dense(24)]).name = "outer"
@@ -189,7 +207,8 @@ def test_a_layer_inside_a_model_of_keras_is_reached():
     assert bits_of(parity.weights_of(layer)) == bits_of(random_weights(SQUARE))
 
 
-def test_a_layer_is_saved_with_its_specification(tmp_path):
+def test_layer_is_saved_with_its_spec(tmp_path):
+    """A saved layer is loaded with its specification and its weights, bit for bit."""
     layer = parity.load_into(made("equinox.nn.MultiheadAttention", CROSS), random_weights(CROSS), CROSS)
     parity.save(tmp_path / "a.npz", layer)
     weights, spec = parity.load(tmp_path / "a.npz")
@@ -197,12 +216,13 @@ def test_a_layer_is_saved_with_its_specification(tmp_path):
     assert bits_of(weights) == bits_of(random_weights(CROSS))
 
 
-# ---- What is refused -------------------------------------------------------------------------------------------------
+# ---- Unsupported layers and weights ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("changed", [{"rope": Rope(10000.0)}, {"output_dropout": 0.1}], ids=["rope", "output_dropout"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_what_no_library_computes_is_not_made(name, changed):
+def test_fields_without_support_raise(name, changed):
+    """RoPE and output dropout raise an error for the layers of all libraries."""
     with refuses("the spec of a …Attention", changed):
         made(name, replace(SQUARE, **changed))
 
@@ -224,7 +244,8 @@ def test_what_no_library_computes_is_not_made(name, changed):
         ("equinox.nn.MultiheadAttention", GROUPED, refuses("the layer")),
     ],
 )
-def test_what_a_library_cannot_compute_is_not_made(name, spec, refusal):
+def test_unsupported_spec_raises(name, spec, refusal):
+    """A specification that a library does not support raises an error."""
     with refusal:
         made(name, spec)
 
@@ -242,8 +263,10 @@ def lacking(weights):
 
 
 @every_library
-def test_weights_of_other_heads_are_refused(name, spec):
-    """The shapes of torch, equinox and canonical weights do not show the heads."""
+def test_weights_of_other_heads_raise(name, spec):
+    """Weights of other heads with the same shapes, in which heads do not show, raise an error with
+    and without their specification, and the layer does not change.
+    """
     layer = made(name, spec)
     before = bits_of(parity.weights_of(layer))
     heads, size = spec.num_heads // 2, 2 * spec.head_dim
@@ -272,7 +295,10 @@ def spoiled(weights):
     ],
 )
 @every_library
-def test_weights_that_do_not_fit_are_refused_and_nothing_changes(name, spec, change, refusal):
+def test_invalid_weights_change_nothing(name, spec, change, refusal):
+    """Weights of a wrong shape or dtype, missing ones and NaN raise
+    an error, and the layer does not change.
+    """
     layer = made(name, spec)
     before = bits_of(parity.weights_of(layer))
     with refusal:
@@ -281,7 +307,8 @@ def test_weights_that_do_not_fit_are_refused_and_nothing_changes(name, spec, cha
 
 
 @every_library
-def test_a_layer_of_other_heads_is_refused_and_nothing_changes(name, spec):
+def test_wrong_heads_change_nothing(name, spec):
+    """A specification with other heads raises an error, and the layer does not change."""
     layer, other = made(name, spec), replace(spec, num_heads=2, num_kv_heads=2, head_dim=2 * spec.head_dim)
     before = bits_of(parity.weights_of(layer))
     with refuses("the module", "num_heads=4"):
@@ -334,7 +361,10 @@ def built(layer):
         ),
     ],
 )
-def test_a_layer_that_no_specification_describes_is_refused(make, refusal):
+def test_undescribed_layer_raises(make, refusal):
+    """A layer that no specification describes raises an error in
+    `spec_of`, `weights_of` and `load_into`.
+    """
     layer = make()
     for function in (
         parity.spec_of,
@@ -345,7 +375,8 @@ def test_a_layer_that_no_specification_describes_is_refused(make, refusal):
             function(layer)
 
 
-def test_a_projection_of_flax_that_is_wrapped_is_named():
+def test_wrapped_flax_projection_raises():
+    """A projection of nnx inside LoRA raises an error that names its kernel."""
     module = made("flax.nnx.MultiHeadAttention", SQUARE)
     module.query = nnx.LoRA(24, 2, 24, base_module=module.query, rngs=nnx.Rngs(0))
     with refuses("tensors", "query.kernel"):
@@ -355,19 +386,22 @@ def test_a_projection_of_flax_that_is_wrapped_is_named():
 @pytest.mark.parametrize(
     "make", [lambda: torch.nn.Linear(3, 3), lambda: equinox.nn.Linear(3, 3, key=jax.random.key(0)), lambda: 3]
 )
-def test_other_modules_are_refused_with_those_that_are_known(make):
+def test_unknown_module_raises_type_error(make):
+    """A module that is not attention, or a number, raises a `TypeError`."""
     with refuses_type("module"):
         parity.weights_of(make())
 
 
 def test_an_unknown_layer_has_no_adapter():
+    """The adapter of an unknown layer raises an error that names the layer."""
     with refuses("a layer", "'nope'"):
         load_adapter("nope")
 
 
 @pytest.mark.costly("modules that a new process imports")
 @pytest.mark.thorough
-def test_only_the_library_of_a_module_is_imported():
+def test_only_own_library_is_imported():
+    """Reading and filling a layer of torch imports neither JAX, Flax, Keras nor Equinox."""
     program = """
 import sys
 import torch

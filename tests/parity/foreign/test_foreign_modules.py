@@ -1,4 +1,4 @@
-"""Tests that converted weights, run in the modules their layouts are named after, match the float64 reference.
+"""Converted weights, in the modules that their layouts are named after, match the float64 reference.
 
 The modules are the libraries' own, tiny and random, and nothing is downloaded. Their parameters are read and filled
 strictly by their own names, which also proves the names in the tables.
@@ -125,7 +125,7 @@ class Foreign:
 
     @property
     def case(self) -> Case:
-        """The case it runs."""
+        """Return the case it runs."""
         keys = 9 if self.is_cross else None
         return Case(self.layout, self.spec, "converted", seq_len=7, seq_len_k=keys, is_causal=self.is_causal)
 
@@ -484,7 +484,7 @@ def filled(foreign, weights, layout=None):
 
 @pytest.fixture
 def own(foreign, rng):
-    """The module with random parameters, biases included, under its own names and shapes."""
+    """Return the module with random parameters, biases included, under its own names and shapes."""
     module = foreign.make(foreign.spec)
     drawn = {
         name: rng.standard_normal(x.shape).astype(np.float32) * np.float32(0.3 if x.ndim > 1 else 1.0)
@@ -495,7 +495,8 @@ def own(foreign, rng):
 
 @sample(8)
 @every_module
-def test_module_with_canonical_weights_matches_reference(foreign):
+def test_filled_module_matches_reference(foreign):
+    """A module filled with converted canonical weights has the output of the reference."""
     weights = random_weights(foreign.spec, seed=1)
     module = filled(foreign, weights)
     result = verdict(foreign, weights, lambda inputs: output_of(foreign, module, inputs))
@@ -504,7 +505,8 @@ def test_module_with_canonical_weights_matches_reference(foreign):
 
 @sample(8)
 @every_module
-def test_reference_with_module_weights_matches_module(foreign, own):
+def test_module_weights_match_in_reference(foreign, own):
+    """The reference with weights read from a random module has the module's output."""
     weights, _ = to_canonical(foreign.library.read(own), LAYOUTS[foreign.layout], **undetermined_fields(foreign.spec))
     result = verdict(foreign, weights, lambda inputs: output_of(foreign, own, inputs))
     assert result.passed, str(result)
@@ -512,14 +514,18 @@ def test_reference_with_module_weights_matches_module(foreign, own):
 
 @sample(8)
 @every_module
-def test_spec_read_from_module_matches_original(foreign, own):
+def test_spec_is_read_from_module(foreign, own):
+    """The specification read from a module's parameters is
+    the original one, except for fused storage.
+    """
     _, spec = to_canonical(foreign.library.read(own), LAYOUTS[foreign.layout], **undetermined_fields(foreign.spec))
     assert spec == replace(foreign.spec, fused_qkv=False)
 
 
 @sample(8)
 @every_module
-def test_module_weights_round_trip_bit_for_bit(foreign, own):
+def test_module_weights_round_trip(foreign, own):
+    """A module's parameters survive conversion to canonical weights and back, bit for bit."""
     tensors = foreign.library.read(own)
     weights, spec = to_canonical(tensors, LAYOUTS[foreign.layout], **undetermined_fields(foreign.spec))
     back = foreign.others_of(own) | from_canonical(weights, spec, LAYOUTS[foreign.layout])
@@ -531,7 +537,10 @@ def test_module_weights_round_trip_bit_for_bit(foreign, own):
 @sample(8)
 @pytest.mark.parametrize("projection", ["q", "k", "v", "out"])
 @every_module
-def test_each_head_lands_where_the_module_expects_it(foreign, projection):
+def test_heads_land_where_module_expects(foreign, projection):
+    """Weights tagged by head are found where the module's
+    source code reads that head, and nowhere else.
+    """
     weights, tags = tagged(foreign.spec, projection)
     heads = foreign.heads(foreign.library.read(filled(foreign, weights)), foreign.spec)
     assert (heads.pop(projection) == tags).all()
@@ -566,6 +575,7 @@ WRONG = {
 
 @pytest.mark.parametrize(("name", "change"), WRONG.values(), ids=list(WRONG))
 def test_wrong_table_is_detected(name, change):
+    """A wrong table of a layout with fitting shapes exceeds the tolerance by a factor of 1000."""
     foreign = MODULES[name]
     weights = random_weights(foreign.spec, seed=1)
     module = filled(foreign, weights, replace(LAYOUTS[foreign.layout], **change))
@@ -577,12 +587,14 @@ def test_wrong_table_is_detected(name, change):
 
 
 def test_torch_key_and_value_biases_raise():
+    """Weights of torch's `add_bias_kv` raise an error that names them."""
     module = torch.nn.MultiheadAttention(24, 4, add_bias_kv=True)
     with refuses("tensors", "unknown names ['bias_k', 'bias_v']"):
         to_canonical(read_torch(module), LAYOUTS["torch.nn.MultiheadAttention"], num_heads=4)
 
 
-def test_torch_keys_and_values_of_different_widths_raise():
+def test_torch_unequal_kv_widths_raise():
+    """Keys and values of different input widths in torch raise an error about shapes."""
     module = torch.nn.MultiheadAttention(24, 4, kdim=15, vdim=9)
     with refuses("shapes"):
         to_canonical(read_torch(module), LAYOUTS["torch.nn.MultiheadAttention"], num_heads=4)
@@ -614,6 +626,7 @@ def test_torch_keys_and_values_of_different_widths_raise():
     ],
 )
 def test_unsupported_library_features_raise(name, options, refusal):
+    """Parameters of unsupported features in nnx, Keras and Equinox raise an error."""
     adapter = load_adapter(name)
     tensors = adapter.read(adapter.make(SQUARE, **options))
     with refusal:
@@ -660,7 +673,10 @@ def under(tensors, prefix):
 
 
 @pytest.mark.parametrize(("model", "config", "name"), FILES.values(), ids=list(FILES))
-def test_layer_in_checkpoint_is_found_by_one_layout_prefix(tmp_path, model, config, name):
+def test_checkpoint_layer_has_one_prefix(tmp_path, model, config, name):
+    """Exactly one prefix of a layout matches the second layer of
+    a checkpoint, whose sizes are then read.
+    """
     model(config).save_pretrained(tmp_path)
     tensors, _ = load_tensors(tmp_path / "model.safetensors")
     layout = LAYOUTS[name]
@@ -685,13 +701,17 @@ def test_layer_in_checkpoint_is_found_by_one_layout_prefix(tmp_path, model, conf
     ],
     ids=["vit", "vit-classes", "encoder", "decoder", "both"],
 )
-def test_every_attention_of_a_model_is_under_a_layout_prefix(model, kind, name):
+def test_prefixes_cover_all_attention(model, kind, name):
+    """Each attention module of a model is at a prefix of its layout."""
     places = {place for place, part in model.named_modules() if isinstance(part, kind)}
     assert places
     assert places <= {prefix.format(i=i) for prefix in LAYOUTS[name].prefixes for i in range(2)}
 
 
-def test_transformers_loads_vit_with_converted_weights(tmp_path):
+def test_transformers_loads_converted_vit(tmp_path):
+    """Transformers loads a ViT with converted weights without a
+    report, and its layer has them bit for bit.
+    """
     transformers.ViTModel(VIT).save_pretrained(tmp_path)
     tensors, metadata = load_tensors(tmp_path / "model.safetensors")
     spec = AttentionSpec(24, 6)

@@ -1,4 +1,4 @@
-"""Tests that implementations with copied weights match the attention layers of their frameworks."""
+"""Our layers, with copied weights, match the attention layers of their frameworks."""
 
 from functools import partial
 from typing import Any
@@ -71,6 +71,7 @@ of_flax = pytest.mark.parametrize("peer", [of_linen, of_nnx], ids=["linen", "nnx
 @every_path
 @every_spec
 def test_output_matches_torch(sibling, spec, weights, inputs, need_weights):
+    """Outputs with and without attention weights match torch's layer within 1e-6."""
     output, _ = ours(sibling, spec, weights, inputs, need_weights)
     expected, _ = of_torch(spec, weights, inputs)
     assert np.abs(output - expected).max() <= TOLERANCE
@@ -78,7 +79,8 @@ def test_output_matches_torch(sibling, spec, weights, inputs, need_weights):
 
 @sample(jax=1)
 @every_spec
-def test_attention_weights_per_head_match_torch(sibling, spec, weights, inputs):
+def test_attention_weights_match_torch(sibling, spec, weights, inputs):
+    """Attention weights per head match those of torch's layer within 1e-6."""
     _, attn_weights = ours(sibling, spec, weights, inputs)
     _, expected = of_torch(spec, weights, inputs, need_weights=True)
     assert np.abs(attn_weights - expected).max() <= TOLERANCE
@@ -88,6 +90,9 @@ def test_attention_weights_per_head_match_torch(sibling, spec, weights, inputs):
 @every_path
 @pytest.mark.parametrize("spec", [BIASES, SPECS["cross"]], ids=["self", "cross"])
 def test_output_with_padding_matches_torch(sibling, spec, weights, inputs, need_weights):
+    """Outputs with padding match torch's layer within 1e-6, for
+    self-attention and cross-attention.
+    """
     output, _ = ours(sibling, spec, weights, inputs, need_weights, mask=PADDING[:, None, None])
     expected, _ = of_torch(spec, weights, inputs, padding=PADDING)  # True also means masked there
     assert np.abs(output - expected).max() <= TOLERANCE
@@ -96,7 +101,8 @@ def test_output_with_padding_matches_torch(sibling, spec, weights, inputs, need_
 @sample(jax=1)
 @every_path
 @pytest.mark.parametrize("spec", [BIASES], ids=["biases"])
-def test_output_with_mask_per_head_matches_torch(sibling, spec, weights, inputs, need_weights):
+def test_mask_per_head_matches_torch(sibling, spec, weights, inputs, need_weights):
+    """Outputs with a random mask per head match torch's layer within 1e-6."""
     output, _ = ours(sibling, spec, weights, inputs, need_weights, mask=RANDOM_MASK)
     expected, _ = of_torch(spec, weights, inputs, mask=RANDOM_MASK)
     assert np.abs(output - expected).max() <= TOLERANCE
@@ -105,7 +111,8 @@ def test_output_with_mask_per_head_matches_torch(sibling, spec, weights, inputs,
 @sample(jax=1)
 @every_path
 @pytest.mark.parametrize("spec", [BIASES], ids=["biases"])
-def test_output_with_bias_per_head_matches_torch(sibling, spec, weights, inputs, need_weights, rng):
+def test_bias_per_head_matches_torch(sibling, spec, weights, inputs, need_weights, rng):
+    """Outputs with a bias per head match torch's layer with an additive mask within 1e-6."""
     bias = rng.standard_normal((2, 8, 7, 9)).astype(np.float32)
     output, _ = ours(sibling, spec, weights, inputs, need_weights, bias=bias)
     expected, _ = of_torch(spec, weights, inputs, mask=bias)
@@ -114,6 +121,7 @@ def test_output_with_bias_per_head_matches_torch(sibling, spec, weights, inputs,
 
 @pytest.mark.parametrize("spec", [BIASES], ids=["biases"])
 def test_causal_self_attention_matches_torch(sibling, spec, weights, inputs):
+    """Causal self-attention matches torch's layer with a causal mask within 1e-6."""
     query, _ = inputs
     module = parity.load_into(sibling.module("MultiHeadSelfAttention", spec), weights, spec)
 
@@ -131,6 +139,7 @@ def test_causal_self_attention_matches_torch(sibling, spec, weights, inputs):
 @every_path
 @every_spec
 def test_output_matches_flax(sibling, peer, spec, weights, inputs, need_weights):
+    """Outputs with and without attention weights match linen's and nnx's layers within 1e-6."""
     output, _ = ours(sibling, spec, weights, inputs, need_weights)
     expected, _ = peer(spec, weights, inputs)
     assert np.abs(output - expected).max() <= TOLERANCE
@@ -139,6 +148,7 @@ def test_output_matches_flax(sibling, peer, spec, weights, inputs, need_weights)
 @sample(jax=1)
 @every_spec
 def test_attention_weights_match_flax(sibling, spec, weights, inputs):
+    """Attention weights match those of linen's layer within 1e-6."""
     _, attn_weights = ours(sibling, spec, weights, inputs)
     _, expected = of_linen(spec, weights, inputs, need_weights=True)
     assert np.abs(attn_weights - expected).max() <= TOLERANCE
@@ -149,6 +159,9 @@ def test_attention_weights_match_flax(sibling, spec, weights, inputs):
 @every_path
 @pytest.mark.parametrize("spec", [BIASES], ids=["biases"])
 def test_output_with_mask_matches_flax(sibling, peer, spec, weights, inputs, need_weights):
+    """Outputs with a random mask match linen's and nnx's
+    layers, which show keys by True, within 1e-6.
+    """
     output, _ = ours(sibling, spec, weights, inputs, need_weights, mask=RANDOM_MASK)
     expected, _ = peer(spec, weights, inputs, mask=~RANDOM_MASK)  # True = attend there
     assert np.abs(output - expected).max() <= TOLERANCE
@@ -157,7 +170,10 @@ def test_output_with_mask_matches_flax(sibling, peer, spec, weights, inputs, nee
 @sample(jax=1)
 @every_path
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
-def test_output_with_grouped_heads_matches_flax(sibling, rng, num_kv_heads, need_weights):
+def test_grouped_heads_match_flax(sibling, rng, num_kv_heads, need_weights):
+    """Outputs with 1, 2 and 4 key/value heads match nnx's layer
+    within 1e-6 of the largest output.
+    """
     spec = parity.AttentionSpec(64, 8, num_kv_heads=num_kv_heads)
     weights = parity.random_weights(spec)
     query = rng.standard_normal((2, 7, 64)).astype(np.float32)
@@ -173,6 +189,7 @@ def test_output_with_grouped_heads_matches_flax(sibling, rng, num_kv_heads, need
 @of_flax
 @pytest.mark.parametrize("spec", [BIASES], ids=["biases"])
 def test_causal_self_attention_matches_flax(sibling, peer, spec, weights, inputs):
+    """Causal self-attention matches linen's and nnx's layers with a causal mask within 1e-6."""
     query, _ = inputs
     module = parity.load_into(sibling.module("MultiHeadSelfAttention", spec), weights, spec)
 
@@ -185,7 +202,8 @@ def test_causal_self_attention_matches_flax(sibling, peer, spec, weights, inputs
 @sample(jax=1)
 @of_flax
 @pytest.mark.parametrize("spec", [BIASES], ids=["biases"])
-def test_exchanged_projections_differ_from_flax(sibling, peer, spec, weights, inputs):  # control
+def test_exchanged_q_and_k_differ_from_flax(sibling, peer, spec, weights, inputs):  # control
+    """As a control, exchanged projections of q and k differ from Flax by more than 1e-4."""
     exchanged = {**weights, "q_proj.weight": weights["k_proj.weight"], "k_proj.weight": weights["q_proj.weight"]}
     output, _ = ours(sibling, spec, exchanged, inputs)
     expected, _ = peer(spec, weights, inputs)

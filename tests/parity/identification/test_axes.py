@@ -1,4 +1,4 @@
-"""Identification of layers whose RoPE has several axes: vision towers, and text with M-RoPE; and injected oddities."""
+"""Identification of RoPE on several axes, in vision towers and text with M-RoPE; and injected oddities."""
 
 from __future__ import annotations
 
@@ -16,18 +16,24 @@ from parity.identification import identify
 
 @sample(name=["qwen2_vl", "pixtral", "llama4"])
 @pytest.mark.parametrize("name", TOWERS)
-def test_a_tower_with_rope_on_axes_is_identified(name):
+def test_axial_rope_of_tower_is_identified(name):
+    """RoPE on several axes of a vision tower is identified
+    exactly, as non-causal, at integer positions.
+    """
     (layer,) = identify(*small_tower(name))
     assert layer.spec is not None, str(layer)
     assert layer.spec.rope == TOWERS[name][-1]
     assert layer.is_causal is False
-    assert layer.positions[0][1] in (3, 4, 5, 6)  # of 4 or 6 places; those of Llama 4 and Muse Spark begin at 1
+    assert layer.positions[0][1] in (3, 4, 5, 6)  # 4 or 6 positions; those of Llama 4 and Muse Spark start at 1
     assert "integers on each axis" in str(layer)
 
 
 @sample(name=["dinov3_vit"])
 @pytest.mark.parametrize("name", OTHERS)
-def test_a_tower_with_another_rotation_is_refused_by_name(name):
+def test_unsupported_tower_rope_is_rejected(name):
+    """No layer of a tower with a rotation that `Rope` cannot
+    describe has a spec; each names the reason.
+    """
     layers = identify(*small_tower(name))
     assert layers
     for layer in layers:
@@ -35,14 +41,18 @@ def test_a_tower_with_another_rotation_is_refused_by_name(name):
         assert OTHERS[name][-1] in layer.refusal
 
 
-def test_a_base_of_the_configuration_is_found():
+def test_configured_rope_base_is_found():
+    """A RoPE base of 512345, set in the configuration of a tower, is identified exactly."""
     parameters = {"rope_type": "axial", "rope_theta": 512345.0}
     (layer,) = identify(*small_tower("qwen2_vl", rope_parameters=parameters))
     assert layer.spec is not None, str(layer)
     assert layer.spec.rope == OWN.replace(theta=512345.0)
 
 
-def test_pictures_that_are_packed_are_segments():
+def test_packed_pictures_are_segments():
+    """Two packed pictures have the spec of one, and a tap
+    records them as segments of 24 and 16 tokens.
+    """
     model, inputs = small_tower("qwen2_vl")
     packed = {"hidden_states": torch.randn(40, 96), "grid_thw": torch.cat([GRID, torch.tensor([[1, 4, 4]])])}
     (layer,) = identify(model, packed)
@@ -56,7 +66,8 @@ def test_pictures_that_are_packed_are_segments():
 
 
 @pytest.mark.thorough
-def test_windows_are_segments_that_the_layer_is_told():
+def test_tower_windows_are_segments():
+    """Windows that the model passes to its layer set neither `window_size` nor `chunk_size`."""
     model, inputs = small_tower("qwen2_5_vl", window_size=16)
     (layer,) = identify(model, inputs)
     assert layer.spec is not None, str(layer)
@@ -65,7 +76,8 @@ def test_windows_are_segments_that_the_layer_is_told():
 
 
 @pytest.mark.parametrize("grid", [[1, 1, 24], [3, 1, 8], [24, 1, 1]])
-def test_an_axis_that_a_picture_does_not_show_is_refused(grid):
+def test_picture_of_one_row_or_column_fails(grid):
+    """A picture of height or width 1 does not show both axes, so its layer has no spec."""
     model, inputs = small_tower("qwen2_vl", spatial_merge_size=1)
     (layer,) = identify(model, {**inputs, "grid_thw": torch.tensor([grid])})
     assert layer.spec is None
@@ -77,7 +89,10 @@ def test_an_axis_that_a_picture_does_not_show_is_refused(grid):
 
 @sample(name=["qwen3_vl"])
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl"])
-def test_axes_of_text_are_identified_as_its_rules_say(name):
+def test_text_mrope_matches_rules(name):
+    """M-RoPE of Qwen-VL text models is identified as the rules
+    read it, also at positions from 20000 on.
+    """
     module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     config = getattr(module, f"{name.title().replace('_', '').replace('Vl', 'VL')}TextConfig")(
         **SIZES,
@@ -95,11 +110,11 @@ def test_axes_of_text_are_identified_as_its_rules_say(name):
     assert layer.positions[1][0] >= 20000
 
 
-# ---- Oddities that no field of a specification says ------------------------------------------------------------------
+# ---- Oddities that no field of a specification describes -------------------------------------------------------------
 
 
 def on_angles(change: Any) -> Any:
-    """Change the angles (T, pairs) that a tower turns pairs by."""
+    """Change the angles (T, pairs) by which a tower rotates pairs."""
 
     def inject(model: Any) -> None:
         (rotary,) = (each for each in model.modules() if "Rotary" in type(each).__name__)
@@ -117,7 +132,7 @@ def on_angles(change: Any) -> Any:
 
 
 def factors(angles: Any, **of_pairs: float) -> Any:
-    """Return a factor for each pair, 1 for those not named."""
+    """Return the angles multiplied by a factor per pair, 1 for pairs without one."""
     found = torch.ones(angles.shape[-1])
     for pair, factor in of_pairs.items():
         found[int(pair[1:])] = factor
@@ -125,7 +140,7 @@ def factors(angles: Any, **of_pairs: float) -> Any:
 
 
 def swapped(angles: Any) -> Any:
-    """Exchange every other pair of an axis with the one half of the pairs away."""
+    """Exchange every other pair with the pair that is half of all pairs away."""
     order = torch.arange(angles.shape[-1])
     order[1::2] = (order[1::2] + len(order) // 2) % len(order)
     return angles[..., order]
@@ -140,7 +155,7 @@ ODDITIES = {
     "a-token-between-two-places": on_angles(lambda angles: angles + 0.05 * (torch.arange(angles.shape[-1]) == 0)),
     "every-angle-a-tenth-larger": on_angles(lambda angles: 1.1 * angles),
 }
-"""Changes of the angles, each with what injects it."""
+"""Changes of the angles, each as a function that injects it."""
 
 
 INJECTED = [(oddity, name) for name in ("qwen2_vl", "pixtral", "llama4") for oddity in ODDITIES]
@@ -148,7 +163,8 @@ INJECTED = [(oddity, name) for name in ("qwen2_vl", "pixtral", "llama4") for odd
 
 @sample(where=lambda oddity, name: (oddity, name) in INJECTED[:4])
 @pytest.mark.parametrize(("oddity", "name"), INJECTED)
-def test_a_planted_oddity_of_axes_is_never_accepted(oddity, name):
+def test_injected_axis_oddity_is_rejected(oddity, name):
+    """A tower whose angles are changed on some axis or pair has no spec, and a reason."""
     model, inputs = small_tower(name)
     ODDITIES[oddity](model)
     (layer,) = identify(model, inputs)
@@ -156,7 +172,8 @@ def test_a_planted_oddity_of_axes_is_never_accepted(oddity, name):
     assert layer.refusal
 
 
-def test_keys_at_other_places_than_queries_are_never_accepted(monkeypatch):
+def test_shifted_key_positions_are_rejected(monkeypatch):
+    """A tower that rotates keys by the positions of the tokens before has no spec."""
     module = importlib.import_module("transformers.models.qwen2_vl.modeling_qwen2_vl")
     turned = module.apply_rotary_pos_emb_vision
 

@@ -1,4 +1,4 @@
-"""Attention in windows, some of which have a mask that their layer receives: identified, and oddities of it refused."""
+"""Attention in windows whose layer receives a mask: it is identified, and oddities of the mask are rejected."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEADS, WIDTH, TOKENS = 4, 8, 16
 
 
 class WindowAttention(nn.Module):
-    """Attention in windows (B * W, T, E), to whose scores a mask (W, T, T) is added, as a function has it."""
+    """Attention in windows (B * W, T, E); a function combines its scores with a mask (W, T, T)."""
 
     def __init__(self, change: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class WindowAttention(nn.Module):
 
 
 def mask_of_windows() -> Tensor:
-    """Return numbers to add, (3, T, T): the first window hides nothing, and the last one is not symmetric."""
+    """Return an additive mask (3, T, T): the first window hides nothing, and the last one is not symmetric."""
     mask = torch.zeros(3, TOKENS, TOKENS)
     mask[1, :6, 6:] = mask[1, 6:, :6] = mask[2, 3:, :2] = mask[2, :9, 12:] = -100.0
     return mask
@@ -55,7 +55,8 @@ def identified(change: Callable[..., Tensor]) -> Identification:
     return found
 
 
-def test_a_mask_of_windows_is_told_from_attention():
+def test_window_mask_is_evidence_not_spec():
+    """A mask that the layer receives is named in the evidence and adds nothing to the spec."""
     found = identified(lambda scores, mask: scores + mask)
     assert found.spec is not None, str(found)
     assert found.spec.given() == {"d_model": HEADS * WIDTH, "num_heads": HEADS}
@@ -65,7 +66,7 @@ def test_a_mask_of_windows_is_told_from_attention():
 
 
 def at_hidden(change: Callable[[Tensor], Any]) -> Callable[..., Tensor]:
-    """Return what changes scores of windows that hide keys, in addition to their mask."""
+    """Return a function that changes scores of windows that hide keys, and then adds the mask."""
 
     def changed(scores: Tensor, mask: Tensor) -> Tensor:
         return torch.where(mask.flatten(1).any(1)[:, None, None, None], change(scores), scores) + mask
@@ -87,12 +88,13 @@ ODDITIES: dict[str, Callable[..., Tensor]] = {
     "cap-of-masked-windows": at_hidden(lambda scores: 2.0 * torch.tanh(scores / 2.0)),
     "causal-beside-the-mask": lambda scores, mask: scores + mask - 100.0 * torch.ones(TOKENS, TOKENS).triu(1),
 }
-"""Layers whose scores are not products plus the mask that they receive."""
+"""Layers whose scores are not the products plus the mask that they receive."""
 
 
 @sample(6)
 @pytest.mark.parametrize("name", ODDITIES)
-def test_an_oddity_is_never_accepted(name):
+def test_window_mask_oddity_is_rejected(name):
+    """A layer that does not add exactly its mask to the scores has no spec, and a reason."""
     found = identified(ODDITIES[name])
     assert found.spec is None, str(found)
     assert found.refusal

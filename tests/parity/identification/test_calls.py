@@ -1,4 +1,4 @@
-"""Calls that verify an identified layer: behavior that depends on inputs in ways that no field has is refused."""
+"""Calls that verify an identified layer: it is rejected if it depends on inputs as no field describes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from parity.identification import identify
 
 
 class Attention(nn.Module):
-    """Causal attention of 4 heads, whose scores and output a function may change."""
+    """Causal attention of 4 heads, whose scores a function may change."""
 
     def __init__(self, change: Callable[..., Any]) -> None:
         super().__init__()
@@ -37,7 +37,8 @@ def numbers(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
-def test_the_layer_itself_is_identified():
+def test_unchanged_layer_is_identified():
+    """Attention without changes is identified from calls with 24 and with 13 tokens."""
     (found,) = identify(nn.Sequential(Attention(lambda scores, x: scores)).eval(), {"input": numbers(3, 24, 32)})
     assert found.spec is not None, found.refusal
     assert (found.num_tokens, found.fewest_tokens) == (24, 13)
@@ -48,17 +49,19 @@ HIDDEN = {
     "batch-size": lambda scores, x: scores * (2.0 if len(x) > 2 else 1.0),
     "scale-of-large-scores": lambda scores, x: scores * (0.9 if scores.abs().max() > 20 else 1.0),
 }
-"""Changes of scores that the inputs of one call do not show."""
+"""Changes of scores that the inputs of a single call do not show."""
 
 
 @pytest.mark.parametrize("name", HIDDEN)
-def test_a_dependence_on_lengths_or_sizes_is_refused(name):
+def test_input_dependence_is_rejected(name):
+    """A layer whose scores depend on the length, the batch size or their own size has no spec."""
     model = nn.Sequential(Attention(HIDDEN[name])).eval()
     (found,) = identify(model, {"input": numbers(3, 24, 32)})
     assert found.spec is None, str(found)
 
 
 def test_equal_tokens_show_no_attention():
+    """With equal tokens, and an implementation that returns no weights, no layer is identified."""
     model = small_model("llama")
     model.set_attn_implementation("sdpa")  # which returns no weights
     layers = identify(model, {"input_ids": torch.ones(2, 16, dtype=torch.long)})
@@ -68,7 +71,8 @@ def test_equal_tokens_show_no_attention():
         assert "differ between tokens" in layer.refusal
 
 
-def test_a_second_softmax_in_another_call_refuses_its_layer_alone():
+def test_second_softmax_rejects_one_layer():
+    """A layer with a second softmax for large inputs is rejected; the other is identified."""
     model = nn.Sequential(
         Attention(lambda scores, x: scores.softmax(-1) if scores.abs().max() > 20 else scores),
         Attention(lambda scores, x: scores),
@@ -79,7 +83,7 @@ def test_a_second_softmax_in_another_call_refuses_its_layer_alone():
 
 
 class Placed(nn.Module):
-    """Attention to patches, whose first feature is their place and whose others are their numbers, as in Pix2Struct."""
+    """Attention to patches whose first feature is their position and the rest their values, as in Pix2Struct."""
 
     def __init__(self, change: Callable[..., Any]) -> None:
         super().__init__()
@@ -93,19 +97,26 @@ def patches() -> torch.Tensor:
     return torch.cat([torch.arange(24.0).expand(3, 24)[..., None], numbers(3, 24, 32)], dim=-1)
 
 
-def test_inputs_that_hold_places_are_permuted():
+def test_positions_in_patches_are_identified():
+    """Attention to patches that contain their positions is identified;
+    with a bias from the input it is rejected.
+    """
     (found,) = identify(Placed(lambda scores, x: scores).eval(), {"patches": patches()})
     assert found.spec is not None, found.refusal
     (found,) = identify(Placed(lambda scores, x: scores + x[:, None, None, :, 0]).eval(), {"patches": patches()})
     assert found.spec is None
 
 
-def test_other_dtypes_are_refused_before_any_call():
+def test_float64_model_raises():
+    """A model in float64 raises an error that names `model`."""
     with refuses("model"):
         identify(small_model("llama").double(), inputs_of("llama"))
 
 
-def test_the_model_is_as_it_was():
+def test_identify_leaves_model_unchanged():
+    """After identification, a model with dynamic RoPE
+    returns the same output as before, bit for bit.
+    """
     config = LlamaConfig(
         hidden_size=32,
         num_attention_heads=4,

@@ -1,4 +1,4 @@
-"""Biases on a grid and norms of contexts of live models, identified by what they do; and oddities of them."""
+"""Grid biases and context norms of live models, identified by their behavior; and oddities of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KOSMOS = {"vocab_size": 97, "embed_dim": 32, "layers": 1, "ffn_dim": 32, "attent
 
 
 def model_of(name: str, **options: Any) -> Any:
-    """Return a small model with random weights, in evaluation."""
+    """Return a small model with random weights, in evaluation mode."""
     kind = transformers.models.kosmos2.modeling_kosmos2.Kosmos2TextModel if name == "kosmos" else None
     kind = kind or getattr(transformers, f"{name}Model")
     model = kind(kind.config_class(**options)).eval()
@@ -53,7 +53,10 @@ FOUND = {
 
 @sample(name=["BEiT", "Kosmos-2"])
 @pytest.mark.parametrize("name", FOUND)
-def test_a_feature_is_identified(name):
+def test_grid_bias_or_norm_is_identified(name):
+    """Grid biases and context norms are identified exactly, with parameters of the model as
+    weights; shifted windows of Swin have a mask as evidence.
+    """
     kind, options, fields = FOUND[name]
     model = model_of(kind, **options)
     found = identify(model, inputs_of(kind))
@@ -67,13 +70,13 @@ def test_a_feature_is_identified(name):
     for weight in weights:
         known = [x for path, x in parameters.items() if path.endswith(first.names[weight])]
         assert any((x.detach().numpy() == first.weights[weight]).all() for x in known)
-    if name == "Swin":  # windows that are shifted receive masks
+    if name == "Swin":  # shifted windows receive masks
         assert [layer.spec is not None for layer in found] == [True] * 3, "\n".join(map(str, found))
         assert any(each.field == "mask" for each in found[2].evidence)
 
 
 def changed(path: str, change: Any) -> Any:
-    """Return what changes the output of modules by the end of their names."""
+    """Return a function that changes the output of modules whose names end with `path`."""
 
     def inject(model: Any) -> None:
         for name, module in model.named_modules():
@@ -99,7 +102,8 @@ ODDITIES = {
 
 @sample(5)
 @pytest.mark.parametrize("name", list(ODDITIES))
-def test_a_planted_oddity_is_never_accepted(name):
+def test_injected_oddity_is_rejected(name):
+    """No layer with a changed bias or norm has a spec, and each has a reason."""
     kind = "Beit" if name.startswith("bias") else "BitNet"
     model = model_of(kind, **({**BEIT, "use_relative_position_bias": True} if kind == "Beit" else BITNET))
     ODDITIES[name](model)

@@ -1,4 +1,4 @@
-"""Attention layers of Flax models, identified by the program of their call; and injected oddities."""
+"""Attention layers of Flax models, identified from the program of their call; and injected oddities."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from parity.identification import Identification, identify
 
 @pytest.fixture(autouse=True)
 def promotion():
-    """Let layers add arrays of other ranks and dtypes, as those of users do."""
+    """Let layers add arrays of different ranks and dtypes, as users' layers do."""
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         yield
 
 
 def identified(model: Any, inputs: dict[str, Any], **options: Any) -> list[Identification]:
-    """Return what was identified, every layer of it."""
+    """Identify all layers of a model; each must have a spec and a share above 0."""
     found = identify(model, inputs, **options)
     assert all(layer.spec is not None for layer in found), "\n".join(map(str, found))
     assert all(layer.share is not None and 0.0 < layer.share <= 1.0 for layer in found)
@@ -45,7 +45,10 @@ CAUSAL = jnp.tril(jnp.ones((2, 1, 10, 10), bool))
 
 
 @pytest.mark.parametrize(("mask", "has_bias"), [(CAUSAL, True), (None, False)])
-def test_attention_of_nnx_is_identified(mask, has_bias):
+def test_nnx_attention_is_identified(mask, has_bias):
+    """`nnx.MultiHeadAttention` is identified with its biases, its
+    causality, and the name and values of weights.
+    """
     module = nnx.MultiHeadAttention(
         4, 32, use_bias=has_bias, bias_init=nnx.initializers.normal(0.3), decode=False, rngs=nnx.Rngs(0)
     )
@@ -58,7 +61,8 @@ def test_attention_of_nnx_is_identified(mask, has_bias):
     assert (layer.weights["k_proj.weight"] == kernel).all()
 
 
-def test_attention_of_nnx_to_another_sequence_is_identified():
+def test_nnx_cross_attention_is_identified():
+    """Cross-attention of nnx to width 24 is identified as non-causal, with `d_kv` 24."""
     module = nnx.MultiHeadAttention(4, 32, in_kv_features=24, decode=False, rngs=nnx.Rngs(0))
     (layer,) = identified(module, {"inputs_q": array(2, 10, 32), "inputs_k": array(2, 12, 24)})
     assert layer.spec is not None
@@ -66,7 +70,10 @@ def test_attention_of_nnx_to_another_sequence_is_identified():
     assert layer.is_causal is False
 
 
-def test_attention_of_linen_is_identified_if_it_is_bound():
+def test_bound_linen_attention_is_identified():
+    """An unbound linen block raises an error; a bound one is
+    identified, with paths such as `value/bias`.
+    """
     block, inputs = flax_layers.LinenBlock(), {"x": array(2, 10, 32), "mask": CAUSAL}
     with refuses("model", "unbound LinenBlock"):
         identify(block, inputs)
@@ -77,7 +84,7 @@ def test_attention_of_linen_is_identified_if_it_is_bound():
     assert layer.names["v_proj.bias"] == "value/bias"
 
 
-# ---- Layers written by hand ------------------------------------------------------------------------------------------
+# ---- Handwritten layers ----------------------------------------------------------------------------------------------
 
 BY_EINSUM = AttentionSpec(
     32,
@@ -97,7 +104,10 @@ BY_LIBRARY = AttentionSpec(
 PACKED = AttentionSpec(32, 4, num_kv_heads=2, qk_norm=Norm(over="width", eps=1e-5))
 
 
-def test_a_decoder_of_layers_written_by_hand_is_identified():
+def test_handwritten_layers_are_identified():
+    """Three handwritten layers of a decoder are identified in
+    order, with specs, positions and weight names.
+    """
     found = identified(Decoder(EinsumAttention, LibraryAttention, PackedAttention), tokens_of())
     assert [layer.name for layer in found] == ["layers.0.attn", "layers.1.attn", "layers.2.attn"]
     assert [unheld(layer.spec) for layer in found if layer.spec is not None] == [BY_EINSUM, BY_LIBRARY, PACKED]
@@ -107,7 +117,9 @@ def test_a_decoder_of_layers_written_by_hand_is_identified():
     assert found[0].names["q_norm.weight"] == "query_norm.scale"
 
 
-def test_a_gate_of_the_context_is_identified():
+def test_context_gate_is_identified():
+    """A sigmoid gate on the context is `Gate(bias=True)`, with the name of its bias."""
+
     class Gated(LibraryAttention):
         def __init__(self, rngs: nnx.Rngs):
             super().__init__(rngs)
@@ -122,7 +134,11 @@ def test_a_gate_of_the_context_is_identified():
     assert layer.names["gate_proj.bias"] == "gate.bias"
 
 
-def test_heads_that_share_keys_in_another_order_are_put_in_order():
+def test_tiled_key_heads_are_reordered():
+    """Query heads of tiled key heads are put in the order 0 2 1 3, in
+    weights and rows, which the report states.
+    """
+
     class Tiled(LibraryAttention):
         def attended(self, x: Any) -> Any:
             k, v = (jnp.tile(part(x), (1, 1, 2, 1)) for part in (self.key, self.value))
@@ -138,14 +154,17 @@ def test_heads_that_share_keys_in_another_order_are_put_in_order():
     assert "k_proj.weight" not in layer.rows
 
 
-def test_evidence_says_that_scores_were_seen():
+def test_evidence_of_scores_is_seen():
+    """The soft cap counts as seen, and the scale was found as a factor of the scores."""
     (layer,) = identified(Decoder(EinsumAttention), tokens_of())
     how = {each.field: each for each in layer.evidence}
     assert how["soft_cap"].is_seen
     assert how["scale"].how == "factor of the scores"
 
 
-def test_biases_of_distances_are_identified():
+def test_flax_alibi_is_identified():
+    """A bias of minus slope times distance on the scores is identified as `Alibi()`."""
+
     def biased(scores: Any) -> Any:
         distances = jnp.abs(jnp.arange(16)[:, None, None] - jnp.arange(16))
         return scores - distances * (2.0 ** -(2.0 * jnp.arange(1, 5)))[:, None]
@@ -154,13 +173,16 @@ def test_biases_of_distances_are_identified():
     assert layer.spec == BY_EINSUM.replace(soft_cap=None, alibi=Alibi())
 
 
-def test_layers_are_chosen_by_name_or_class():
+def test_layers_are_selected_by_pattern():
+    """`layers` selects layers by a pattern of their class, or by patterns of their names."""
     model = Decoder(LibraryAttention, PackedAttention)
     assert [layer.name for layer in identified(model, tokens_of(), layers="Packed*")] == ["layers.1.attn"]
     assert [layer.name for layer in identified(model, tokens_of(), layers=["layers.0*"])] == ["layers.0.attn"]
 
 
-def test_layers_of_a_loop_are_identified_each():
+def test_scanned_layers_are_identified():
+    """Both layers of an `nnx.scan` are identified, under different names."""
+
     class Loop(nnx.Module):
         def __init__(self):
             @nnx.vmap(in_axes=0)
@@ -181,12 +203,16 @@ def test_layers_of_a_loop_are_identified_each():
     assert len({layer.name for layer in found}) == 2
 
 
-def test_a_scale_that_is_applied_twice_is_the_square():
+def test_scale_applied_twice_is_squared():
+    """Queries and scores that are both multiplied by 0.25 have a scale of 0.0625."""
     (layer,) = identified(Decoder(EinsumAttention, scores=lambda scores: 0.25 * scores), tokens_of())
     assert layer.spec == BY_EINSUM.replace(scale=0.0625)
 
 
-def test_a_mask_that_counts_from_the_first_token_is_not_seen_far_away():
+def test_fixed_key_positions_are_seen_near():
+    """A mask whose keys always count from 0 is identified
+    at positions 0 to 15 alone, none far away.
+    """
     (layer,) = identified(Decoder(EinsumAttention, key_positions=lambda places: jnp.arange(16)[None]), tokens_of())
     assert layer.spec == BY_EINSUM
     assert layer.positions == ((0, 15),)
@@ -209,7 +235,10 @@ class Deciding(nnx.Module):
         return x if x.sum() > 0 else -x
 
 
-def test_what_is_not_supported_is_refused_by_name():
+def test_unsupported_flax_model_raises():
+    """Dropout in training, a condition on array values, and a model without attention raise errors;
+    the model with dropout is identified after `eval()`.
+    """
     inputs, model = {"x": array(2, 10, 32)}, Dropping()
     model.train()
     with refuses("model", "random numbers"):
@@ -222,7 +251,9 @@ def test_what_is_not_supported_is_refused_by_name():
     identified(model, inputs)
 
 
-def test_a_layer_with_sinks_is_refused():
+def test_flax_attention_sinks_are_rejected():
+    """A layer that appends zeros to its scores, as sinks do, is rejected, naming sinks."""
+
     def with_sinks(scores: Any) -> Any:
         return jnp.concatenate([scores, jnp.zeros((*scores.shape[:-1], 1))], axis=-1)
 
@@ -232,7 +263,8 @@ def test_a_layer_with_sinks_is_refused():
     assert "sinks" in layer.refusal
 
 
-def test_attention_in_bfloat16_is_refused():
+def test_bfloat16_attention_is_rejected():
+    """A layer that computes in bfloat16 is rejected, naming the dtype."""
     module = nnx.MultiHeadAttention(4, 32, dtype=jnp.bfloat16, decode=False, rngs=nnx.Rngs(0))
     (layer,) = identify(module, {"inputs_q": array(2, 10, 32)})
     assert layer.spec is None
@@ -240,14 +272,15 @@ def test_attention_in_bfloat16_is_refused():
 
 
 @pytest.mark.parametrize("shape", [(1, 16), (2, 7)])
-def test_too_few_tokens_are_refused(shape):
+def test_too_few_tokens_are_rejected(shape):
+    """One sequence of 16 tokens, or two of 7, are too few to identify a layer."""
     tokens = {name: x[: shape[0], : shape[1]] for name, x in tokens_of().items()}
     (layer,) = identify(Decoder(LibraryAttention), tokens)
     assert layer.spec is None
     assert layer.refusal
 
 
-# ---- Oddities that no field of a specification says ------------------------------------------------------------------
+# ---- Oddities that no field of a specification describes -------------------------------------------------------------
 
 
 def leaked(scores: Any) -> Any:
@@ -281,10 +314,10 @@ ODDITIES: dict[str, dict[str, Any]] = {
     "output-with-input": {"output": lambda output, x: output + 0.01 * x},
     "output-larger": {"output": lambda output, x: 1.001 * output},
 }
-"""Changes of a layer that no field says."""
+"""Changes of a layer that no field of a specification describes."""
 
 OUTSIDE = {"output-with-input", "output-larger"}
-"""Those that lie behind the output projection, and so outside of attention."""
+"""Changes after the output projection, and so outside of attention."""
 
 
 SHORT = ["half-of-the-pairs-faster", "mask-one-off", "cap-after-the-mask", "positions-only-near", "values-squared"]
@@ -292,7 +325,10 @@ SHORT = ["half-of-the-pairs-faster", "mask-one-off", "cap-after-the-mask", "posi
 
 @sample(name=[*SHORT, "values-clipped-if-large"])
 @pytest.mark.parametrize("name", list(ODDITIES))
-def test_a_planted_oddity_is_never_accepted(name):
+def test_injected_oddity_is_rejected(name):
+    """A layer with an oddity in attention has no spec, and a reason; oddities after the output
+    projection do not change the spec.
+    """
     (layer,) = identify(Decoder(EinsumAttention, **ODDITIES[name]), tokens_of())
     assert (layer.spec == BY_EINSUM) if name in OUTSIDE else (layer.spec is None and layer.refusal), str(layer)
 
@@ -309,7 +345,10 @@ def make():
 """
 
 
-def test_the_command_observes_a_live_flax_model(tmp_path, monkeypatch, capsys):
+def test_spec_command_observes_flax_model(tmp_path, monkeypatch, capsys):
+    """`mha-parity spec --live` prints the spec of a Flax model
+    and writes weight names to the JSON report.
+    """
     from parity.cli.main import main
 
     (tmp_path / "live_flax.py").write_text(LIVE)

@@ -1,4 +1,4 @@
-"""What a call passes to a layer besides its inputs is part of what is identified, or the layer is not identified."""
+"""Further arguments of a layer's call are part of the identification, or the layer is not identified."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ E = HEADS * WIDTH
 
 
 class OwnAttention(nn.Module):
-    """Attention that passes its further arguments to one function of the scores, and rotates queries and keys."""
+    """Attention that passes queries, keys, values and a further argument to one function."""
 
     def __init__(self, attend: Any) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class OwnAttention(nn.Module):
 
 
 class Caller(nn.Module):
-    """A model that passes something to its attention in each call."""
+    """A model that passes the same argument to its attention in each call."""
 
     def __init__(self, attend: Any, given: Any) -> None:
         super().__init__()
@@ -158,12 +158,15 @@ REPORTED: dict[str, tuple[Any, Any, AttentionSpec, bool, dict[str, str]]] = {
     "nothing-that-counts": (lambda q, k, v, _: scored(q, k, v), ENDS, PLAIN, False, {}),
     "chunks-of-its-own": (in_fixed_chunks, EQUAL_ENDS, PLAIN.replace(chunk_size=8), False, {}),
 }
-"""What a layer does with its argument, the argument, and what is reported."""
+"""The function of a layer, its argument, and the expected spec, causality and arguments by part."""
 
 
 @sample(12)
 @pytest.mark.parametrize("name", REPORTED)
-def test_what_a_call_passes_is_reported(name):
+def test_call_argument_is_reported(name):
+    """The report names the part of attention that an argument sets, such as segments, a mask, a
+    scale, a bias or positions; an argument without effect is left out.
+    """
     attend, given, spec, is_causal, from_call = REPORTED[name]
     x = torch.randn(2, TOKENS, E, generator=torch.Generator().manual_seed(1))
     (layer,) = identify(Caller(attend, given).eval(), {"x": x})
@@ -196,7 +199,8 @@ class AttentionByPlace(OwnAttention):
         return super().forward(x, more[0])
 
 
-def test_an_argument_without_a_name_is_found_by_place():
+def test_unnamed_argument_is_numbered():
+    """An argument in `*more` is reported by its index, as `more0`."""
     model = Caller(by_boundaries, ENDS)
     model.attention = AttentionByPlace(by_boundaries)
     (layer,) = identify(model.eval(), {"x": torch.randn(2, TOKENS, E)})
@@ -210,14 +214,16 @@ def strict_about_its_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tens
     return plus(q, k, v, mask)
 
 
-def test_an_argument_that_cannot_be_changed_is_told():
+def test_unchangeable_argument_is_unknown():
+    """A mask that raises an error when changed is reported as `unknown`."""
     model = Caller(strict_about_its_mask, torch.zeros(TOKENS, TOKENS)).eval()
     (layer,) = identify(model, {"x": torch.randn(2, TOKENS, E)})
     assert layer.from_call == {"unknown": "given"}
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_no_report_can_say_is_refused(name):
+def test_undescribed_argument_is_rejected(name):
+    """A layer whose use of an argument no report can describe has no spec, and a reason."""
     attend, given = REFUSED[name]
     x = torch.randn(2, TOKENS, E, generator=torch.Generator().manual_seed(1))
     (layer,) = identify(Caller(attend, given).eval(), {"x": x})
@@ -225,8 +231,8 @@ def test_what_no_report_can_say_is_refused(name):
     assert layer.refusal
 
 
-def test_a_report_without_its_segments_is_wrong():
-    """The same weights and inputs differ without segments: what the report must not hide."""
+def test_segments_are_needed_for_parity():
+    """With the reported segments, the reference agrees with the layer; without them it does not."""
     x = torch.randn(1, TOKENS, E, generator=torch.Generator().manual_seed(1))
     model = Caller(by_boundaries, ENDS).eval()
     (layer,) = identify(model, {"x": x})
@@ -278,7 +284,8 @@ def small_encoder(name: str) -> tuple[Any, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("name", ENCODERS)
-def test_an_audio_encoder_attends_within_segments(name):
+def test_audio_encoder_reports_segments(name):
+    """Audio encoders report segments from `cu_seqlens`, and a tap records more than one of them."""
     model, inputs = small_encoder(name)
     (layer,) = parity.layers_of(model, inputs)
     assert layer.spec is not None, str(layer)
@@ -289,7 +296,10 @@ def test_an_audio_encoder_attends_within_segments(name):
 
 
 @pytest.mark.parametrize("pictures", [1, 2])
-def test_a_vision_encoder_attends_within_pictures(pictures):
+def test_vision_encoder_reports_segments(pictures):
+    """Qwen2-VL's encoder reports segments and positions from
+    its arguments, for one picture and for two.
+    """
     model, _ = small_tower("qwen2_vl")
     inputs = {"hidden_states": torch.randn(24 * pictures, 96), "grid_thw": GRID.repeat(pictures, 1)}
     (layer,) = parity.layers_of(model, inputs)
@@ -324,7 +334,10 @@ class FlaxAttention(nnx.Module):
         ({}, False, {}),
     ],
 )
-def test_what_a_call_passes_in_flax_is_reported(given, is_causal, from_call):
+def test_flax_call_argument_is_reported(given, is_causal, from_call):
+    """The report names segments and masks that a call passes to a
+    Flax layer, and nothing if there are none.
+    """
     x = jax.random.normal(jax.random.key(0), (2, 16, E))
     with jax.numpy_rank_promotion("allow"):
         (layer,) = identify(FlaxAttention(), {"x": x, **given})

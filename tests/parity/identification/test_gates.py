@@ -1,4 +1,4 @@
-"""Gates whose bias is a parameter of their layer: identified, and oddities of them refused."""
+"""Gates whose bias is a parameter of their layer are identified, and oddities of them are rejected."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEADS, WIDTH = 4, 8
 
 
 class GatedAttention(nn.Module):
-    """Attention whose context is multiplied by what a function makes of gates (B, T, N, H) and of a parameter."""
+    """Attention whose context is multiplied by a function of gates (B, T, N, H) and of a parameter."""
 
     def __init__(self, opened: Callable[[Tensor, Tensor], Tensor], shape: tuple[int, ...], width: int) -> None:
         super().__init__()
@@ -46,7 +46,10 @@ def of_heads(gate: Tensor, bias: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("width", [WIDTH, 1])
-def test_a_bias_of_heads_is_that_of_their_gates(width):
+def test_head_bias_becomes_gate_bias(width):
+    """A parameter per head is added to the bias of the gate
+    projection, for gates per head and per feature.
+    """
     module, found = identified(of_heads, width=width)
     assert found.spec is not None, str(found)
     assert found.spec.gate == Gate(per_head=width == 1, bias=True)
@@ -55,7 +58,8 @@ def test_a_bias_of_heads_is_that_of_their_gates(width):
     assert found.names["gate_proj.bias"] == "gate_bias"
 
 
-def test_a_bias_of_features_is_that_of_their_gates():
+def test_feature_bias_becomes_gate_bias():
+    """A parameter per feature is the bias of the gate projection, bit for bit."""
     module, found = identified(
         lambda gate, bias: torch.sigmoid(gate + bias.unflatten(0, (HEADS, WIDTH))), (HEADS * WIDTH,)
     )
@@ -77,7 +81,8 @@ ODDITIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @sample(4)
 @pytest.mark.parametrize("name", ODDITIES)
-def test_an_oddity_is_never_accepted(name):
+def test_gate_oddity_is_rejected(name):
+    """A gate that is not the sigmoid of its projection plus the bias has no spec, and a reason."""
     _, found = identified(ODDITIES[name])
     assert found.spec is None, str(found)
     assert found.refusal

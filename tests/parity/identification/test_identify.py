@@ -1,4 +1,4 @@
-"""Attention layers of live models, identified by what they do, without rules of families; and injected oddities."""
+"""Attention layers of live models, identified by their behavior, without rules of families; and injected oddities."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ DECODERS = [
     *("bloom", "codegen", "gptj", "mpt", "xglm"),
     "bitnet",
 ]
-"""Families whose rules say the same; what is identified reads none of these."""
+"""Families whose rules agree with identification, which reads none of them."""
 
 ENCODERS = ["modernbert", "eurobert"]
-"""Families of encoders whose rules say the same."""
+"""Families of encoders whose rules agree with identification."""
 
 
 @sample(family=["llama", "gemma2", "gpt_oss", "olmo2", "gpt_neox", "modernbert", "bitnet"])
@@ -34,7 +34,10 @@ ENCODERS = ["modernbert", "eurobert"]
     "family",
     [*DECODERS, *ENCODERS],
 )
-def test_a_family_is_identified_as_its_rules_say(family):
+def test_identification_matches_rules(family):
+    """Both layers of a family have the spec and the weights
+    that its rules read, and a share above 0.
+    """
     model = small_model(family)
     found = identify(model, inputs_of(family))
     assert len(found) == 2
@@ -50,7 +53,8 @@ def test_a_family_is_identified_as_its_rules_say(family):
 
 @sample(family=["nomic_bert", "dinov2"])
 @pytest.mark.parametrize("family", WITHOUT_RULES)
-def test_a_family_without_rules_is_identified(family):
+def test_family_without_rules_is_identified(family):
+    """Both layers of an encoder without rules are identified as non-causal."""
     model = small_model(family)
     found = identify(model, inputs_of(family))
     assert all(layer.spec is not None and layer.is_causal is False for layer in found), "\n".join(map(str, found))
@@ -59,7 +63,10 @@ def test_a_family_without_rules_is_identified(family):
     assert expected in str(found[0].spec)
 
 
-def test_encoder_decoder_and_what_lies_between_are_identified():
+def test_encoder_decoder_is_identified():
+    """mBART's self-attention is causal in the decoder only, and
+    its cross-attention is not causal.
+    """
     model = small_model("mbart")
     found = {layer.name: layer for layer in identify(model, inputs_of("mbart"))}
     between = found["decoder.layers.0.encoder_attn"]
@@ -69,14 +76,18 @@ def test_encoder_decoder_and_what_lies_between_are_identified():
     assert found["encoder.layers.0.self_attn"].is_causal is False
 
 
-def test_queries_that_are_scaled_before_attention_are_told():
+def test_scaled_queries_are_evidence():
+    """OPT has the default scale, and the evidence states that its queries are multiplied."""
     (layer, _) = identify(small_model("opt"), inputs_of("opt"))
     assert layer.spec is not None, str(layer)
     assert layer.spec.scale is None
     assert any(each.field == "scale" and "queries are multiplied" in each.how for each in layer.evidence)
 
 
-def test_evidence_says_what_was_seen_and_what_was_read():
+def test_evidence_names_its_observations():
+    """Evidence of Gemma 2 names the observation behind each
+    field, and the report the verified positions.
+    """
     first, second = identify(small_model("gemma2"), inputs_of("gemma2"))
     how = {each.field: each for each in first.evidence}
     assert how["window_size"].up_to == 24
@@ -91,7 +102,8 @@ def test_evidence_says_what_was_seen_and_what_was_read():
     assert "verified with 13 and 24 tokens at positions 0 to 23 and 20000 to 20034" in str(first)
 
 
-def test_a_window_beyond_the_input_is_read_and_marked():
+def test_window_beyond_input_is_not_seen():
+    """A window of 100, longer than the input, is marked as not seen in both layers."""
     model = small_model("mistral", sliding_window=100)
     found = identify(model, inputs_of("mistral"))
     assert len(found) == 2
@@ -102,7 +114,8 @@ def test_a_window_beyond_the_input_is_read_and_marked():
         assert str(window).endswith("not seen")
 
 
-def test_packed_projections_are_found_row_by_row():
+def test_packed_projections_are_found():
+    """Queries and keys of GPT-NeoX are found in the same parameter, `query_key_value.weight`."""
     (layer, _) = identify(small_model("gpt_neox"), inputs_of("gpt_neox"))
     assert layer.names["k_proj.weight"] == layer.names["q_proj.weight"] == "query_key_value.weight"
 
@@ -110,7 +123,8 @@ def test_packed_projections_are_found_row_by_row():
 # ---- Refusals --------------------------------------------------------------------------------------------------------
 
 
-def test_a_layer_that_cannot_be_observed_is_refused_by_name():
+def test_layer_without_softmax_is_rejected():
+    """Mixers of Mamba have no spec, and the reason counts 0 softmaxes."""
     layers = identify(small_model("mamba"), inputs_of("mamba"), layers="*.mixer")
     assert len(layers) == 2
     for layer in layers:
@@ -119,7 +133,8 @@ def test_a_layer_that_cannot_be_observed_is_refused_by_name():
         assert "0 softmaxes" in layer.refusal
 
 
-def test_what_is_no_model_or_training_is_refused():
+def test_invalid_model_or_inputs_raise():
+    """A string, a model in training mode, and inputs with a cache raise errors."""
     with refuses_type("model"):
         identify("llama", {})
     with refuses("model", {"training": True}):
@@ -129,7 +144,10 @@ def test_what_is_no_model_or_training_is_refused():
 
 
 @pytest.mark.parametrize("shape", [(1, 15), (3, 7)])
-def test_too_few_tokens_are_refused(shape):
+def test_too_few_tokens_are_rejected(shape):
+    """One sequence of 15 tokens, or three of 7, are too few,
+    and the reason states how many are needed.
+    """
     tokens = inputs_of("llama")["input_ids"][: shape[0], : shape[1]]
     layers = identify(small_model("llama"), {"input_ids": tokens})
     assert len(layers) == 2
@@ -138,7 +156,8 @@ def test_too_few_tokens_are_refused(shape):
         assert "at least 8 tokens of 2 sequences, or 16 of one" in layer.refusal
 
 
-def test_one_layer_that_cannot_be_fitted_leaves_the_others():
+def test_rejected_layer_leaves_others():
+    """A layer with unused sinks is rejected, and the next layer is identified."""
     model = small_model("llama")
     model.layers[0].self_attn.sinks = nn.Parameter(torch.zeros(8))  # which its attention function ignores
     first, second = identify(model, inputs_of("llama"))
@@ -146,7 +165,8 @@ def test_one_layer_that_cannot_be_fitted_leaves_the_others():
     assert second.spec is not None, str(second)
 
 
-def test_a_base_that_is_not_round_is_that_of_the_configuration():
+def test_configured_rope_base_is_found():
+    """A RoPE base of 512345 in the configuration is identified exactly."""
     parameters = {"rope_type": "default", "rope_theta": 512345.0}
     (layer, _) = identify(small_model("llama", rope_parameters=parameters), inputs_of("llama"))
     assert layer.spec is not None, str(layer)
@@ -154,7 +174,8 @@ def test_a_base_that_is_not_round_is_that_of_the_configuration():
     assert layer.spec.rope.theta == 512345.0
 
 
-def test_values_that_are_clipped_of_another_sequence_are_seen(monkeypatch):
+def test_clipped_cross_values_are_rejected(monkeypatch):
+    """Cross-attention whose values are clipped to 1 has no spec."""
     model = small_model("mbart")
     layer = model.decoder.layers[0].encoder_attn
     layer.v_proj.register_forward_hook(lambda module, args, v: v.clamp(-1.0, 1.0))
@@ -162,11 +183,11 @@ def test_values_that_are_clipped_of_another_sequence_are_seen(monkeypatch):
     assert found["decoder.layers.0.encoder_attn"].spec is None
 
 
-# ---- Oddities that no field of a specification says ------------------------------------------------------------------
+# ---- Oddities that no field of a specification describes -------------------------------------------------------------
 
 
 def on_children(name: str, change: Any) -> Any:
-    """Change what the children of attention layers of some name return."""
+    """Change the results of modules in attention layers whose names end with `name`."""
 
     def inject(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         found = [
@@ -197,7 +218,7 @@ def on_layers(change: Any) -> Any:
 
 
 def on_rotation(change: Any) -> Any:
-    """Change the cosines and sines that a model makes of positions."""
+    """Change the cosines and sines that a model computes from positions."""
 
     def inject(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         (rotary,) = (each for each in model.modules() if type(each).__name__.endswith("RotaryEmbedding"))
@@ -269,16 +290,17 @@ ODDITIES = {
         lambda cos, sin, places: (cos, torch.where(places[..., None] < 1000, sin, 0.99 * sin))
     ),
 }
-"""Changes of a layer that no field says, each with what injects it."""
+"""Changes of a layer that no field describes, each with a function that injects it."""
 
 OF_FAMILIES = ["llama", "qwen3", "olmo2", "gemma", "starcoder2", "cohere", "granite", "smollm3", "arcee", "mixtral"]
-"""Families in which each is injected."""
+"""Families into which each oddity is injected."""
 
 
 @sample(12, family=["llama"])
 @pytest.mark.parametrize("family", OF_FAMILIES)
 @pytest.mark.parametrize("name", list(ODDITIES))
-def test_a_planted_oddity_is_never_accepted(name, family, monkeypatch):
+def test_injected_oddity_is_rejected(name, family, monkeypatch):
+    """No layer of a model with an injected oddity has a spec, and each has a reason."""
     model = small_model(family)
     ODDITIES[name](model, monkeypatch)
     found: list[Identification] = identify(model, inputs_of(family))
@@ -324,7 +346,10 @@ def make_unnamed():
         ("make_unnamed", 2, "mha-parity: error: --live "),
     ],
 )
-def test_the_command_observes_a_live_model(name, status, words, tmp_path, monkeypatch, capsys):
+def test_spec_command_observes_live_model(name, status, words, tmp_path, monkeypatch, capsys):
+    """`mha-parity spec --live` compares rules with observation, exits with 1 if they differ, and
+    with 2 if the function does not return a model and named inputs.
+    """
     from parity.cli.main import main
 
     (tmp_path / f"live_{name}.py").write_text(LIVE)
@@ -342,7 +367,8 @@ def test_the_command_observes_a_live_model(name, status, words, tmp_path, monkey
 
 
 @pytest.mark.parametrize("arguments", [["spec"], ["spec", "somewhere", "--live", "m:make"]])
-def test_the_command_wants_a_path_or_a_live_model(arguments, capsys):
+def test_spec_command_requires_one_source(arguments, capsys):
+    """`mha-parity spec` without a source, or with a path and `--live`, exits with 2."""
     from parity.cli.main import main
 
     assert main(arguments) == 2

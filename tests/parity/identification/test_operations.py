@@ -1,6 +1,4 @@
-"""Tests of layers that compute attention themselves: a tap records their operations, and they are identified or
-rejected.
-"""
+"""Layers that compute attention themselves: a tap records their operations; they are identified or rejected."""
 
 from __future__ import annotations
 
@@ -198,7 +196,8 @@ FEW = ["bmm", "keys-first", "groups-together", "sdpa", "soft-cap", "alibi-scaled
 
 @sample(name=FEW)
 @pytest.mark.parametrize("name", list(WRITTEN))
-def test_attention_is_identified_in_any_implementation(name):
+def test_any_implementation_is_identified(name):
+    """Each implementation of attention has the expected fields, causality and bias table."""
     attend, fields, is_causal = WRITTEN[name]
     kv_heads = fields.get("num_kv_heads", HEADS)
     model = made(attend, kv_heads=kv_heads, table=TABLE if "relative_bias" in fields else None)
@@ -219,7 +218,8 @@ class Mixer(PlainAttention):
     """Attention whose class name does not contain the word."""
 
 
-def test_class_of_any_name_is_identified_if_named():
+def test_class_matched_by_name_is_identified():
+    """A class whose name does not contain "attention" is identified if `layers` matches it."""
     model = nn.Sequential(Mixer(sdpa, kv_heads=2)).eval()
     (found,) = identify(model, {"input": inputs()}, layers="Mix*")
     assert found.spec is not None, str(found)
@@ -228,6 +228,9 @@ def test_class_of_any_name_is_identified_if_named():
 
 @pytest.mark.parametrize("gradients", [torch.no_grad, torch.enable_grad, torch.inference_mode])
 def test_tap_records_and_checks_operations(gradients):
+    """A tap records each stage of plain operations without changing the output, with or without
+    gradients; the verdict passes with the identified spec, and fails with a scale of 1.
+    """
     model = made(bmm)
     x = inputs(9)
     with gradients():
@@ -248,7 +251,8 @@ def test_tap_records_and_checks_operations(gradients):
     assert not parity.judge_tap(tapped, {0: identity.spec.replace(scale=1.0)}, {0: identity.weights}).passed
 
 
-def test_no_dispatch_mode_remains_after_an_exception():
+def test_exception_removes_dispatch_mode():
+    """No dispatch mode of torch remains after an exception inside a tap or inside `identify`."""
     from torch.utils._python_dispatch import _get_current_dispatch_mode
 
     def broken(layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -329,7 +333,8 @@ ODDITIES: dict[str, Attend] = {
 """Layers whose attention no specification describes."""
 
 
-def test_bias_table_with_other_buckets_is_rejected():
+def test_shifted_bias_buckets_are_rejected():
+    """A bias table whose buckets are shifted by one distance has no spec."""
     shifted = on_scores(lambda layer, scores: of_buckets(layer, torch.cat([scores, scores[..., :1]], -1))[..., 1:])
     assert identified(made(shifted, table=TABLE)).spec is None
 
@@ -337,12 +342,14 @@ def test_bias_table_with_other_buckets_is_rejected():
 @sample(name=list(ODDITIES)[::3])
 @pytest.mark.parametrize("name", list(ODDITIES))
 def test_oddity_is_never_accepted(name):
+    """A layer whose attention no specification describes has no spec, and a reason."""
     found = identified(made(ODDITIES[name]))
     assert found.spec is None, str(found)
     assert found.refusal
 
 
-def test_table_held_by_another_layer_is_named():
+def test_bias_table_of_other_layer_is_named():
+    """A bias table used by two layers is named with its path in the layer that holds it."""
     model = nn.Sequential(*made(on_scores(of_buckets), table=TABLE), *made(on_scores(of_buckets))).eval()
     model[1].__dict__["bias"] = model[0].bias  # used by both, held by the first
     first, second = identify(model, {"input": inputs()})
@@ -354,7 +361,10 @@ def test_table_held_by_another_layer_is_named():
 # ---- Layers of torch -------------------------------------------------------------------------------------------------
 
 
-def test_layers_of_torch_transformer_are_identified():
+def test_torch_transformer_is_identified():
+    """All three layers of `nn.Transformer` have the spec and
+    weights that `spec_of` and `weights_of` read.
+    """
     torch.manual_seed(0)
     model = nn.Transformer(32, 4, 1, 1, 32, dropout=0.0, batch_first=True).eval()
     found = identify(model, {"src": inputs(12), "tgt": inputs(10)})
@@ -372,6 +382,9 @@ def test_layers_of_torch_transformer_are_identified():
 @pytest.mark.parametrize("options", [{}, {"kdim": 24, "vdim": 24, "bias": False}])
 @pytest.mark.parametrize("need_weights", [False, True])
 def test_torch_layer_alone_is_identified(options, need_weights):
+    """`nn.MultiheadAttention` alone is identified: causal with biases,
+    or cross-attention without, with `d_kv`.
+    """
     torch.manual_seed(0)
     module = nn.MultiheadAttention(32, 4, batch_first=True, **options).eval()
     x, other = inputs(12), inputs(9)[..., : module.kdim]
@@ -384,7 +397,8 @@ def test_torch_layer_alone_is_identified(options, need_weights):
     assert found.is_causal is not bool(options)
 
 
-def test_oddity_of_torch_layer_is_rejected():
+def test_add_zero_attn_is_rejected():
+    """`nn.MultiheadAttention` with `add_zero_attn` has no spec."""
     x = inputs(12)
     module = nn.MultiheadAttention(32, 4, batch_first=True, add_zero_attn=True).eval()
     (found,) = identify(module, {"query": x, "key": x, "value": x})
@@ -396,7 +410,10 @@ def test_oddity_of_torch_layer_is_rejected():
 
 @sample(implementation=["sdpa"])
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_t5_blocks_use_the_table_of_the_first_block(implementation):
+def test_t5_blocks_share_first_bias_table(implementation):
+    """All blocks of T5's encoder and of its decoder have the bias table of
+    the first block; cross-attention has none.
+    """
     sizes: dict[str, Any] = {"d_model": 32, "d_kv": 16, "d_ff": 16, "num_layers": 2, "num_heads": 4, "vocab_size": 97}
     torch.manual_seed(0)
     model = AutoModel.from_config(T5Config(**sizes), attn_implementation=implementation).eval()
@@ -422,7 +439,8 @@ def falcon(implementation: str, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_falcon_alibi_depends_on_attention_implementation(implementation):
+def test_falcon_alibi_by_implementation(implementation):
+    """Falcon's ALiBi is identified with sdpa; eager attention adds it twice and is rejected."""
     tokens = torch.randint(1, 97, (2, 16), generator=torch.Generator().manual_seed(1))
     (layer,) = identify(falcon(implementation, alibi=True), {"input_ids": tokens})
     if implementation == "eager":  # transformers 5 adds ALiBi to the mask, and again to the scores
@@ -435,6 +453,7 @@ def test_falcon_alibi_depends_on_attention_implementation(implementation):
 
 
 def test_falcon_with_rope_is_identified():
+    """Falcon's new decoder architecture has 2 key/value heads and RoPE with base 10000."""
     tokens = torch.randint(1, 97, (2, 16), generator=torch.Generator().manual_seed(1))
     (layer,) = identify(falcon("eager", new_decoder_architecture=True, num_kv_heads=2), {"input_ids": tokens})
     assert layer.spec is not None, str(layer)

@@ -53,7 +53,7 @@ FOUND: dict[str, tuple[str, dict[str, Any], RelativeProducts]] = {
 
 
 def model_of(name: str, **options: Any) -> Any:
-    """Return a small model with random weights, in evaluation."""
+    """Return a small model with random weights, in evaluation mode."""
     kind = getattr(transformers, f"{name}Model")
     model = kind(kind.config_class(**options)).eval()
     draw(model)
@@ -73,7 +73,10 @@ def inputs_of(name: str, sequences: int = 2) -> dict[str, Tensor]:
 @sample(name=["DeBERTa v3", "wav2vec2-bert"])
 @pytest.mark.parametrize("name", FOUND)
 @pytest.mark.parametrize("sequences", [1, 2])
-def test_products_of_released_models_are_identified(name, sequences):
+def test_relative_products_are_identified(name, sequences):
+    """Products of DeBERTa and wav2vec2-bert are identified in every layer, from one sequence or
+    two; the table of wav2vec2-bert is its parameter.
+    """
     kind, options, record = FOUND[name]
     model = model_of(kind, **options)
     found = identify(model, inputs_of(kind, sequences))
@@ -85,7 +88,10 @@ def test_products_of_released_models_are_identified(name, sequences):
         assert found[0].names["relative_keys"] == "distance_embedding.weight"
 
 
-def test_as_many_vectors_as_tokens_are_told_apart():
+def test_products_with_equal_axis_lengths():
+    """DeBERTa with 10 position buckets is identified from 10
+    tokens, though axes have the same length.
+    """
     model = model_of("DebertaV2", **DEBERTA, **BOTH, position_buckets=10)
     inputs = {name: x[:, :10] for name, x in inputs_of("DebertaV2").items()}
     layers = identify(model, inputs)
@@ -95,7 +101,10 @@ def test_as_many_vectors_as_tokens_are_told_apart():
         assert layer.spec.relative_products == RelativeProducts(9, 10, 5, 64, of_keys=True, per_head=True)
 
 
-def test_a_folder_of_deberta_is_converted_with_the_vectors_of_each_layer(tmp_path, capsys):
+def test_deberta_conversion_keeps_vectors(tmp_path, capsys):
+    """Conversion of a DeBERTa folder keeps the vectors of its first layer within 1e-6; conversion
+    to BERT's layout exits with 2.
+    """
     kind, options, record = FOUND["DeBERTa v3"]
     model = model_of(kind, **options)
     model.save_pretrained(tmp_path / "model")
@@ -112,7 +121,8 @@ def test_a_folder_of_deberta_is_converted_with_the_vectors_of_each_layer(tmp_pat
         assert np.abs(found - first.weights[name]).max() < 1e-6
 
 
-def test_steps_of_the_logarithm_are_those_of_deberta():
+def test_log_buckets_match_deberta():
+    """`RelativeProducts` has DeBERTa's logarithmic buckets at all distances, for four sizes."""
     module = transformers.models.deberta_v2.modeling_deberta_v2
     for buckets, most in ((8, 64), (6, 24), (32, 40), (256, 512)):
         record = RelativeProducts(buckets - 1, buckets, buckets // 2, most)
@@ -122,7 +132,7 @@ def test_steps_of_the_logarithm_are_those_of_deberta():
         assert (2 * buckets - 1 - found == steps.numpy() + buckets).all()
 
 
-# ---- A layer of its own ----------------------------------------------------------------------------------------------
+# ---- A handwritten layer ---------------------------------------------------------------------------------------------
 
 HEADS, WIDTH = 4, 8
 
@@ -131,7 +141,7 @@ class Relative(nn.Module):
     """Attention with products of vectors for distances.
 
     Args:
-        change: what it does to `(layer, q, k, rows, scores)`, and returns scores.
+        change: a function of `(layer, q, k, rows, scores)` that returns scores.
         kv_heads: number of key/value heads.
         is_causal: whether later keys are hidden.
     """
@@ -193,7 +203,8 @@ RIGHT = {
 @sample(4)
 @pytest.mark.parametrize("name", RIGHT)
 @pytest.mark.parametrize(("kv_heads", "is_causal"), [(HEADS, False), (2, True)])
-def test_a_layer_with_products_is_identified_and_runs_in_ours(name, kv_heads, is_causal):
+def test_identified_products_run_in_torch(name, kv_heads, is_causal):
+    """`mha_torch` with the identified spec and weights returns the output within 1e-5."""
     change, record = RIGHT[name]
     model = made(change, kv_heads=kv_heads, is_causal=is_causal)
     found = identified(model)
@@ -206,7 +217,9 @@ def test_a_layer_with_products_is_identified_and_runs_in_ours(name, kv_heads, is
         assert torch.allclose(ours(x, is_causal=is_causal), model(x), atol=1e-5)
 
 
-def test_vectors_of_all_heads_and_of_each_are_those_of_each():
+def test_shared_vectors_become_per_head():
+    """If keys have vectors per head and queries share theirs, the spec has both per head."""
+
     def change(layer: Any, q: Tensor, k: Tensor, rows: Tensor, scores: Tensor) -> Tensor:
         per_head = layer.projected(layer.of_places).unflatten(-1, (HEADS, WIDTH))
         products = torch.einsum("bnsh,tsnh->bnts", k, per_head[rows]) / WIDTH**0.5
@@ -223,7 +236,7 @@ def test_vectors_of_all_heads_and_of_each_are_those_of_each():
 
 
 def other_row(rows: Tensor) -> Tensor:
-    """Return rows in which one distance has that of another."""
+    """Return rows in which one distance has the row of another."""
     return torch.where(rows == 3, 7, rows)
 
 
@@ -262,7 +275,8 @@ ODD: dict[str, Callable[..., Tensor]] = {
 
 @sample(8)
 @pytest.mark.parametrize("name", ODD)
-def test_a_planted_oddity_is_never_accepted(name):
+def test_product_oddity_is_rejected(name):
+    """A layer whose products `RelativeProducts` does not describe has no spec, and a reason."""
     found = identified(made(ODD[name]))
     assert found.spec is None, str(found)
     assert found.refusal

@@ -68,12 +68,13 @@ FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
     "clip": ("olmo", {"clip_qkv": 0.5}),
     "clip-of-large-inputs": ("olmo", {"clip_qkv": 3.0}),
 }
-"""Families with fields of projections, and options of their configuration, by what they have."""
+"""Families and options of their configuration, by the fields of projections that they have."""
 
 
 @sample(name=["latents-yarn", "gate-packed", "norm-and-temperature"])
 @pytest.mark.parametrize("name", list(FIELDS))
-def test_fields_of_projections_are_identified_as_the_rules_say(name):
+def test_projection_fields_match_rules(name):
+    """Every layer is identified with the spec and the weights that the rules of its family read."""
     family, options = FIELDS[name]
     model = small_model(family, **options)
     found = identify(model, inputs_of(family))
@@ -87,7 +88,7 @@ def test_fields_of_projections_are_identified_as_the_rules_say(name):
 
 
 def drawn(module: nn.Module) -> Any:
-    """Return a module with random weights, in evaluation."""
+    """Return a module with random weights, in evaluation mode."""
     generator = torch.Generator().manual_seed(0)
     for parameter in module.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2
@@ -112,7 +113,10 @@ def by_name(found: list[Identification]) -> dict[str, Identification]:
     return {layer.name: layer for layer in found}
 
 
-def test_positions_added_to_queries_and_keys_alone_are_told():
+def test_added_positions_are_reported():
+    """DETR's positions are reported as added to the inputs of
+    queries and keys, but not of values.
+    """
     found = by_name(identify(*detr()))
     places = "hidden_states + position_embeddings"
     assert found["self_attn"].inputs == {"query": places, "key": places, "value": "hidden_states"}
@@ -123,14 +127,16 @@ def test_positions_added_to_queries_and_keys_alone_are_told():
     assert found["self_attn"].to_dict()["inputs"]["value"] == "hidden_states"
 
 
-def test_an_argument_of_zeros_is_told_as_added():
+def test_added_zeros_are_reported():
+    """Positions that are added to hidden states of zeros are still reported as a sum."""
     model, inputs = detr()
     found = by_name(identify(model, {**inputs, "hidden_states": torch.zeros(2, 9, 32)}))
     assert found["self_attn"].inputs["query"] == "hidden_states + position_embeddings"
     assert found["self_attn"].inputs["value"] == "hidden_states"
 
 
-def test_inputs_that_are_exchanged_are_told():
+def test_exchanged_input_is_reported():
+    """Values computed from the input of queries are reported with that input."""
     model, inputs = detr()
     layer, kept = model.self_attn, {}
     layer.v_proj.register_forward_pre_hook(lambda module, args: (kept["q"],))
@@ -139,14 +145,16 @@ def test_inputs_that_are_exchanged_are_told():
     assert found["self_attn"].inputs["value"] == "hidden_states + position_embeddings"
 
 
-def test_an_input_that_nothing_explains_is_said_to_be_an_intermediate():
+def test_unexplained_input_is_intermediate():
+    """An input that no argument explains is reported as an intermediate of the module."""
     model, inputs = detr()
     model.self_attn.v_proj.register_forward_pre_hook(lambda module, args: (args[0].roll(1, 1),))
     found = by_name(identify(model, inputs))
     assert found["self_attn"].inputs["value"] == "an intermediate of the module"
 
 
-def test_an_input_that_is_another_one_in_some_calls_is_refused():
+def test_changing_input_is_rejected():
+    """A layer whose values have a different input in one of its calls has no spec, and a reason."""
     model, inputs = detr()
     layer, kept = model.self_attn, {"calls": 0}
 
@@ -161,7 +169,8 @@ def test_an_input_that_is_another_one_in_some_calls_is_refused():
     assert "be what they were with fresh inputs" in refused.refusal
 
 
-def test_what_the_module_adds_to_the_output_is_told():
+def test_added_residual_is_reported():
+    """Hidden states that a module adds to its output are reported with the output."""
     model, inputs = detr()
     model.self_attn.register_forward_hook(
         lambda module, args, kwargs, result: (result[0] + kwargs["hidden_states"], *result[1:]), with_kwargs=True
@@ -172,7 +181,10 @@ def test_what_the_module_adds_to_the_output_is_told():
 
 @sample(name=["idefics2"])
 @pytest.mark.parametrize("name", ["blip-2", "idefics2"])
-def test_keys_of_another_part_are_told(name):
+def test_key_input_is_reported(name):
+    """Keys and values of BLIP-2 come from the encoder; those
+    of Idefics2 from the context and latents.
+    """
     if name == "blip-2":
         sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 16, "encoder_hidden_size": 24}
         config = Blip2QFormerConfig(**sizes, num_hidden_layers=1)
@@ -190,11 +202,11 @@ def test_keys_of_another_part_are_told(name):
     assert layer.inputs == {"query": query, "key": key, "value": key}
 
 
-# ---- Modules that no family has --------------------------------------------------------------------------------------
+# ---- Modules of no known family --------------------------------------------------------------------------------------
 
 
 class TinyAttention(nn.Module):
-    """Attention with a norm before its projections, values of another width, and a gate of each head."""
+    """Attention with a norm before its projections, values of a different width, and a gate per head."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -232,7 +244,10 @@ def tiny(kind: str) -> Identification:
 
 
 @pytest.mark.parametrize("kind", ["linear", "convolutions"])
-def test_a_gate_of_each_head_and_values_of_another_width_are_identified(kind):
+def test_head_gate_and_value_width(kind):
+    """A gate per head, values of width 6 and their norm are
+    identified, with linear layers or convolutions.
+    """
     found = tiny(kind)
     assert found.spec is not None
     assert found.spec.gate == Gate(per_head=True, bias=True)
@@ -242,13 +257,15 @@ def test_a_gate_of_each_head_and_values_of_another_width_are_identified(kind):
     assert found.output == "the output of out, then after, plus hidden_states"
 
 
-def test_a_context_that_is_normalized_before_its_projection():
+def test_context_norm_is_identified():
+    """A norm between the context and the output projection is identified as `context_norm`."""
     (found,) = identify(drawn(TinyAttention("norm-before-output")), {"hidden_states": numbers(2, 9, 32)})
     assert found.spec is not None, found.refusal
     assert found.spec.context_norm is not None
 
 
-def test_positions_that_begin_at_one_are_seen():
+def test_positions_from_one_are_reported():
+    """Positions 1 to 24 are reported, and the far ones that verify them, 20000 to 20034."""
     model = small_model("llama")
 
     def count_from_one(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -277,6 +294,9 @@ def padded(side: str) -> dict[str, torch.Tensor]:
     [("gemma2", "right"), ("gemma2", "left"), ("mbart", "right")],
 )
 def test_padding_is_left_out(family, side):
+    """Layers are identified from padded inputs, by 22 of 24 tokens
+    outside of decoders, with exact windows.
+    """
     layers = identify(small_model(family), padded(side))
     assert len(layers) >= 2
     for layer in layers:
@@ -285,7 +305,7 @@ def test_padding_is_left_out(family, side):
         assert layer.num_tokens == (24 if layer.name.startswith("decoder") else 22)
 
 
-# ---- Oddities that no field of a specification says ------------------------------------------------------------------
+# ---- Oddities that no field of a specification describes -------------------------------------------------------------
 
 
 def on_sigmoid(change: Any) -> Any:
@@ -295,7 +315,7 @@ def on_sigmoid(change: Any) -> Any:
 
 
 def on_norms(name: str, change: Any) -> Any:
-    """Change what norms of some name return."""
+    """Change the norms whose names end with `name`."""
 
     def inject(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         found = [each for path, each in model.named_modules() if path.endswith(name)]
@@ -307,7 +327,7 @@ def on_norms(name: str, change: Any) -> Any:
 
 
 def on_temperature(change: Any) -> Any:
-    """Change the factors of queries that a model makes of positions."""
+    """Change the factors of queries that a model computes from positions."""
 
     def inject(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         import transformers.models.ministral3.modeling_ministral3 as module
@@ -380,12 +400,15 @@ ODDITIES: dict[str, tuple[str, Any]] = {
         in_attention(lambda attend, q, k, v, mask: attend(q, k, v.clamp(-0.3, 0.3), mask)),
     ),
 }
-"""Changes that no field says, each with what has the field and what injects it."""
+"""Changes that no field describes, each with an entry of FIELDS and a function that injects it."""
 
 
 @sample(name=["gate-doubled", "latent-capped"])
 @pytest.mark.parametrize("name", list(ODDITIES))
-def test_an_oddity_of_projections_is_never_accepted(name, monkeypatch):
+def test_projection_oddity_is_rejected(name, monkeypatch):
+    """No layer has a spec if a gate, norm, latent,
+    temperature or clip behaves as no field describes.
+    """
     field, inject = ODDITIES[name]
     family, options = FIELDS[field]
     model = small_model(family, **options)
@@ -394,14 +417,15 @@ def test_an_oddity_of_projections_is_never_accepted(name, monkeypatch):
     assert not accepted, accepted[0]
 
 
-def test_real_tokens_that_see_padding_are_refused(monkeypatch):
+def test_attention_to_padding_is_rejected(monkeypatch):
+    """No layer has a spec if tokens of one sequence attend to its padding."""
     model = small_model("llama")
     in_attention(sees_padding)(model, monkeypatch)
     assert [layer.spec for layer in identify(model, padded("left"))] == [None, None]
 
 
 class SharingHeads(nn.Module):
-    """Attention of 4 query heads with 2 key/value heads, which are copied in an order for keys and one for values."""
+    """Attention of 4 query heads with 2 key/value heads, which are copied in separate orders for keys and values."""
 
     def __init__(self, order_of_keys: list[int], order_of_values: list[int]) -> None:
         super().__init__()
@@ -424,7 +448,8 @@ class SharingHeads(nn.Module):
         ([0, 0, 1, 0], [0, 0, 1, 1], "to_k returns 2 heads, and query heads use 0 0 1 0 of them;"),
     ],
 )
-def test_copied_key_heads_are_said_to_be_copies(of_keys, of_values, words):
+def test_copied_key_heads_are_reported(of_keys, of_values, words):
+    """Copied key or value heads are reported with their order, and rows of weights follow it."""
     torch.manual_seed(0)
     model = nn.Sequential(SharingHeads(of_keys, of_values)).eval()
     (layer,) = identify(model, {"input": torch.randn(2, 12, 32)}, layers="SharingHeads")
@@ -438,7 +463,10 @@ def test_copied_key_heads_are_said_to_be_copies(of_keys, of_values, words):
     assert (layer.weights["k_proj.weight"] == parameter[layer.rows["k_proj.weight"]]).all()
 
 
-def test_rows_of_weights_are_told_if_they_are_not_all():
+def test_partial_weight_rows_are_reported():
+    """Rows are reported for a projection packed with others,
+    and none for weights that are used whole.
+    """
     torch.manual_seed(0)
     (repeated,) = identify(
         nn.Sequential(SharingHeads([0, 0, 1, 1], [0, 0, 1, 1])).eval(),

@@ -1,4 +1,4 @@
-"""Tests of identifying layers that share the keys and values of another layer, and of rejecting oddities."""
+"""Identification of layers that share the keys and values of another layer, and rejection of oddities."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ def inputs() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_source_of_shared_keys_and_values_is_found(name):
+def test_source_of_shared_kv_is_found(name):
+    """Each sharing layer names the layer of its keys and values, has
+    evidence of it, and lacks their weights.
+    """
     model = model_of(name)
     found = parity.layers_of(model, inputs())
     assert [each.source for each in found] == ["both"] * 5
@@ -55,8 +58,10 @@ def test_source_of_shared_keys_and_values_is_found(name):
         assert {*each.weights} == {"q_proj.weight", "q_norm.weight", "out_proj.weight"}
 
 
-def test_keys_of_a_layer_other_than_configured_contradict_the_rules():
-    """They belong to a layer, so observation alone accepts them and names it."""
+def test_wrong_key_source_contradicts_rules():
+    """Keys of layer 1 are identified as such, but the configuration names another layer, so the
+    merged result is rejected.
+    """
     kinds = ["full_attention"] * 5
     model = model_of("Gemma 3n", kinds)
     heads = heads_of(model.layers[1].self_attn)
@@ -128,6 +133,9 @@ ODDITIES = {
 @pytest.mark.parametrize("name", ODDITIES)
 @pytest.mark.parametrize("family", ["Gemma 3n", "Gemma 4"])
 def test_injected_oddity_is_never_accepted(name, family):
+    """A layer that changes the keys or values it shares has no spec, and
+    a reason; earlier layers are identified.
+    """
     model = model_of(family)
     inject(model, ODDITIES[name])
     found = parity.identify(model, inputs())
@@ -137,14 +145,17 @@ def test_injected_oddity_is_never_accepted(name, family):
 
 
 def test_keys_of_two_layers_are_not_shared():
-    """Keys of one layer and values of another do not belong to a single layer."""
+    """Keys of one layer with values of another belong to no single layer and have no spec."""
     model = model_of("Gemma 3n", ["full_attention"] * 5)
     heads = heads_of(model.layers[0].self_attn)
     inject(model, lambda k, v: (heads["k"], v))
     assert parity.identify(model, inputs())[SHARED].spec is None
 
 
-def test_recording_is_compared_with_the_keys_of_the_source_layer():
+def test_tap_compares_keys_of_source_layer():
+    """A tapped layer is compared with the keys of its source layer: shifted keys
+    fail it at stage `k`, and no other layer.
+    """
     model = model_of("Gemma 3n")
     specs = {layer.index: layer for layer in parity.specs_of(model.config)}
     with torch.no_grad(), parity.tap(model) as tapped:

@@ -1,4 +1,4 @@
-"""Values of configurations that no model has: the message names the key, and no exception of Python."""
+"""Invalid values in configurations: the message names the key, and contains no exception of Python."""
 
 import copy
 import json
@@ -75,7 +75,7 @@ def keys_read(values, monkeypatch):
 
 
 def message_of(values):
-    """Return why a configuration is refused; empty if it is not."""
+    """Return the error message for a configuration, or an empty text if it is valid."""
     try:
         specs_of(values)
     except Refusal as error:
@@ -84,7 +84,7 @@ def message_of(values):
 
 
 def check_each_value(values, monkeypatch, every=1):
-    """Check bad values of each key that is read: all, or one of `every`, starting at one that the names draw."""
+    """Check bad values of each key that is read: all, or one in `every`, with a start that depends on the names."""
     num_refused = 0
     for where, name in keys_read(values, monkeypatch):
         start = zlib.crc32(f"{values['model_type']} {name}".encode()) % every
@@ -106,16 +106,20 @@ def check_each_value(values, monkeypatch, every=1):
 
 @pytest.mark.parametrize("family", POPULAR)
 def test_bad_values_name_their_key(family, monkeypatch):
-    """The first family has every value, and most keys; a key has one kind in all families."""
+    """A message about a bad value names its key. The first family has all values, as a key has one
+    kind in all families; others have one in three.
+    """
     check_each_value(values_of(family), monkeypatch, every=1 if family == POPULAR[0] else 3)
 
 
 @pytest.mark.parametrize("kind", SCALINGS)
-def test_bad_values_of_scalings_name_their_key(kind, monkeypatch):
+def test_bad_scaling_values_name_their_key(kind, monkeypatch):
+    """A message about a bad value in any kind of RoPE scaling names its key."""
     check_each_value(with_scaling(kind), monkeypatch)
 
 
-def test_values_of_transformers_have_their_kind():
+def test_default_values_have_their_kind():
+    """All defaults of transformers, more than 1000, pass the check of the kind of their key."""
     refused, num_checked = [], 0
     for family in [family for family in FAMILIES if family in transformers.CONFIG_MAPPING]:
         for name, value in values_of(family).items():
@@ -141,11 +145,13 @@ def test_values_of_transformers_have_their_kind():
     ],
 )
 def test_message_has_key_and_value(name, value):
+    """The message about a bad value contains the key and the value."""
     message = message_of({"model_type": "mistral", "rope_theta": 1e4, name: value})
     assert f"got {name}={value!r}" in message
 
 
 def test_zero_heads_on_the_command_line(tmp_path, capsys):
+    """A model of 0 heads exits with 2 and names its key, without a `ZeroDivisionError`."""
     (tmp_path / "config.json").write_text('{"model_type": "llama", "num_attention_heads": 0}')
     assert main(["spec", str(tmp_path)]) == 2
     printed = capsys.readouterr().err
@@ -153,12 +159,14 @@ def test_zero_heads_on_the_command_line(tmp_path, capsys):
     assert "ZeroDivisionError" not in printed
 
 
-def test_a_window_without_value_names_its_key():
+def test_missing_window_names_its_key():
+    """A sliding layer without a window raises an error whose hint names both keys that set it."""
     with refuses("layer 0", hint="sliding_window or sliding_window_size sets it"):
         specs_of({**values_of("gemma2"), "sliding_window": None})
 
 
-def test_repeated_patterns_do_not_fill_the_memory():
+def test_huge_pattern_repeat_raises():
+    """A pattern of layers repeated 10^12 times raises an error instead of filling the memory."""
     values = {**values_of("gpt_neo"), "attention_layers": None, "attention_types": [[["global"], 10**12]]}
     with pytest.raises(Refusal, match="attention_types"):
         specs_of(values)
@@ -178,14 +186,14 @@ ROUGH = (0, -1, "x", {}, [], math.inf, 1e-300, None, True, {"a": 1}, *HUGE)
 
 @pytest.fixture
 def small_llama(tmp_path):
-    """A small model in a folder."""
+    """Save a small model, and return its folder."""
     folder = tmp_path / "model"
     transformers.AutoModel.from_config(transformers.LlamaConfig(**SMALL)).save_pretrained(folder)
     return folder
 
 
 def statuses_of(folder, values, capsys):
-    """Return the exit statuses of two commands on a folder with another configuration, and their errors."""
+    """Return the exit statuses of two commands on a folder with a given configuration, and their errors."""
     (folder / "config.json").write_text(json.dumps(values))  # infinity is written as Infinity
     target = str(folder.parent / f"{folder.name}.safetensors")
     run = ["run", "--model", str(folder), "--against", "transformers", "--backends", "torch"]
@@ -195,8 +203,10 @@ def statuses_of(folder, values, capsys):
     return statuses, [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
 
 
-def test_each_rough_value_ends_in_one_line(small_llama, capsys):
-    """One value for each key, a different one for each."""
+def test_rough_value_has_one_line_of_error(small_llama, capsys):
+    """Each key has one rough value, a different one per key; commands exit with 0, 1 or 2, and each
+    status 2 has one printable line of error with less than 1000 characters.
+    """
     values = json.loads((small_llama / "config.json").read_text())
     num_refused = 0
     for place, name in enumerate(sorted(values)):
@@ -222,7 +232,8 @@ def test_each_rough_value_ends_in_one_line(small_llama, capsys):
         ("no_such_family", {}, "be a model that transformers loads"),
     ],
 )
-def test_our_reason_comes_before_that_of_transformers(small_llama, capsys, family, changes, reason):
+def test_our_reason_precedes_transformers(small_llama, capsys, family, changes, reason):
+    """`run --model` exits with 2, and our reason comes before that of transformers."""
     values = json.loads((small_llama / "config.json").read_text())
     statuses, errors = statuses_of(small_llama, {**values, "model_type": family, **changes}, capsys)
     assert statuses[0] == 2
@@ -231,7 +242,8 @@ def test_our_reason_comes_before_that_of_transformers(small_llama, capsys, famil
     assert reason in first
 
 
-def test_numbers_that_do_not_fit_each_other_are_listed():
+def test_overflow_of_two_values_names_them():
+    """A base of 1e300 and an alpha of 1e308 together raise an error that names `alpha`."""
     scaling = {"type": "dynamic", "factor": 1.0, "alpha": 1e308}
     values = {"model_type": "hunyuan_v1_dense", "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
     with pytest.raises(Refusal, match="alpha"):

@@ -38,19 +38,19 @@ RELEASED = {
     for module in (rope, norms, scores, projections, latents)
     for name, made in module.LAYERS.items()
 }
-# Of tests that leave a window or chunks of the model unsaid, for their sequences are shorter.
+# Windows and chunks that tests of released layers leave out, because their sequences are shorter.
 SHORTER = {"Gemma 3": {"window_size": 4096}, "Llama 4": {"chunk_size": 8192}, "AFMoE, sliding": {"window_size": 64}}
-# Layers that the others are equal to by their own modules, with what is theirs alone; and how a mask is made there.
+# Released layers whose specification in their tests is not that of their configuration, with the reason.
 NOT_OF_THE_CONFIGURATION = {
-    "GPT-NeoX",  # is given the heads of keys that others have, which it does not know
+    "GPT-NeoX",  # is given a number of key heads, as others are, which it does not support
     "Persimmon",
     "Llama 4, chunked",  # chunks where the model has none
-    "Whisper",  # is given its width and heads, too
-    "Kimi Linear",  # is of the other kind there
+    "Whisper",  # is also given its width and heads
+    "Kimi Linear",  # is a layer of the other kind in the configuration
     "Gemma 3n",  # has a window where the model has it
-    "MiMo-V2",  # multiplies values by a number, which the test multiplies their weights by
+    "MiMo-V2",  # multiplies values by a number, by which the test multiplies their weights
     "MiMo-V2, wide values",
-    "LongCat",  # has a number of layers that is made of another
+    "LongCat",  # computes its number of layers from another number
 }
 LLAMA3 = {
     "rope_type": "llama3",
@@ -62,11 +62,11 @@ LLAMA3 = {
 
 
 ONE_DIALECT = {"gemma4_text", "mellum", "mimo_v2_flash", "ministral3", "mistral4"}
-"""Families that came later than `rope_parameters`."""
+"""Families that are newer than `rope_parameters`."""
 
 
 def config_of(name):
-    """The configuration of a released layer, and what its spec is by the tests of that layer."""
+    """Return the configuration of a released layer, and its spec in the tests of that layer."""
     released = RELEASED[name]()
     name = name.partition("-")[2]
     values = getattr(released.module, "config", None)
@@ -77,7 +77,10 @@ def config_of(name):
 
 @sample(24)
 @pytest.mark.parametrize("name", RELEASED)
-def test_a_configuration_says_what_the_released_layer_is(name):
+def test_configuration_gives_released_spec(name):
+    """The configuration of a released layer, in newer and older
+    keys, has the spec of that layer's tests.
+    """
     values, expected = config_of(name)
     if values is None:
         assert name.partition("-")[2] in NOT_OF_THE_CONFIGURATION
@@ -89,7 +92,8 @@ def test_a_configuration_says_what_the_released_layer_is(name):
 
 @sample(12)
 @pytest.mark.parametrize("name", RELEASED)
-def test_the_repr_of_a_released_layer_makes_its_spec(name):
+def test_repr_of_spec_evaluates_to_spec(name):
+    """The repr of the spec of a released layer evaluates to an equal spec."""
     spec = RELEASED[name]().spec
     assert eval(repr(spec), {**vars(mha_spec)}) == spec
 
@@ -100,7 +104,7 @@ ROTATED = {"rope_type": "default", "rope_theta": 5e3, "partial_rotary_factor": 1
 WINDOW = {"sliding_window": 3, "use_sliding_window": True, "max_window_layers": 0}
 TYPES = {"layer_types": ["sliding_attention"], "sliding_window": 3}
 WIDE = {"head_dim": 16}
-# As long as no call here: beyond it the module of transformers takes the short factors, too.
+# Longer than any call here: beyond it the module of transformers also uses the short factors.
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16, "factor": 4.0}
 LONG |= {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [2.0, 3.0, 4.0, 5.0]}
 LONG |= {"short_mscale": 1.25, "long_mscale": 1.25}
@@ -152,7 +156,7 @@ OTHERS = {
 
 
 def other(family, prefix, options):
-    """A released layer whose spec is that of its configuration."""
+    """Return a released layer with the spec of its configuration."""
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     attention, configuration, rotary = (
         getattr(modeling, f"{prefix}Text{each}", None) or getattr(modeling, f"{prefix}{each}")
@@ -175,7 +179,10 @@ def other(family, prefix, options):
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_a_layer_of_the_specification_gives_what_the_released_one_gives(name):
+def test_layer_of_spec_matches_released_one(name):
+    """A layer of the configuration's spec, with the released
+    weights, has the output of the released one.
+    """
     released = other(*OTHERS[name])
     x = torch.randn(2, 11, 32, generator=torch.Generator().manual_seed(1)).double()
     layer = mha_torch.MultiHeadAttention(released.spec, dtype=torch.float64)
@@ -186,12 +193,18 @@ def test_a_layer_of_the_specification_gives_what_the_released_one_gives(name):
     check_near(found.numpy(), expected.numpy(), f"the output of {name}")
 
 
-def test_every_family_is_in_one_of_these_tests():
+def test_every_family_has_a_small_model():
+    """Every family has a small model in `helpers.families`,
+    except two Qwen-VL models with text parts.
+    """
     tested = {model.family for model in ALL.values()}
     assert tested | {"qwen2_vl", "qwen2_5_vl"} == set(FAMILIES)
 
 
-def test_families_with_names_of_their_own():
+def test_family_specific_keys_are_read():
+    """Specific keys of GPT-NeoX, Persimmon, BLOOM and GPT-2 are
+    read, also in their former names.
+    """
     neox = transformers.GPTNeoXConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=1)
     expected = AttentionSpec(32, 4, rope=Rope(rotary_dim=2))
     assert specs_of(neox.to_dict())[0].spec == expected
@@ -217,11 +230,11 @@ def test_families_with_names_of_their_own():
 
 
 TURNED_IN_PART = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
-OF_EACH_KIND = {  # what a family's defaults lack to be those of a model with layers of each kind
+OF_EACH_KIND = {  # values for six layers of each kind, added to the defaults of a family
     "gemma3n_text": {"num_kv_shared_layers": 0, "intermediate_size": 16384, "activation_sparsity_pattern": None},
     "mimo_v2_flash": {"attention_value_scale": 1.0},
     "qwen3_omni_moe_text": {"hidden_size": 4096, "num_attention_heads": 32},
-    "glm4_moe": {"head_dim": 128},  # which is 42 without it, of which a half cannot be rotated
+    "glm4_moe": {"head_dim": 128},  # otherwise 42, half of which cannot be rotated
     "glm4v_text": TURNED_IN_PART,
     "glm4v_moe_text": {**TURNED_IN_PART, "head_dim": 128},
     "glm_image_text": TURNED_IN_PART,
@@ -235,13 +248,15 @@ OF_EACH_KIND = {  # what a family's defaults lack to be those of a model with la
 
 
 REQUIRED_THERE = {"rope_parameters.factor", "rope_scaling.factor"}
-"""Keys without which transformers makes no configuration, and we take YaRN's two lengths instead."""
+"""Keys that transformers requires, and for which we use YaRN's two lengths instead."""
 
 
 @sample(48, family=first_families(FAMILIES))
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"qwen2_vl", "qwen2_5_vl"}))
-def test_a_key_that_is_not_there_means_what_it_means_to_transformers(family):
-    """Or it is asked for. (RoPE was said in other words before, in which a missing base is asked for.)"""
+def test_missing_key_has_default_meaning(family):
+    """Without a key, layers are those that transformers makes without it, or an error requires the
+    key, also in older keys for RoPE, of which the base is required.
+    """
     values = of_each_kind(family)
     layers = specs_in(values)
     assert specs_in(completed(values)) == layers
@@ -252,7 +267,7 @@ def test_a_key_that_is_not_there_means_what_it_means_to_transformers(family):
 
 
 def of_each_kind(family):
-    """The default configuration of a family, with six layers that are of each kind."""
+    """Return the default configuration of a family, with six layers that include each kind."""
     values = type(transformers.AutoConfig.for_model(family))().to_dict()
     counts = {name for stack in FAMILIES[family].stacks for name in stack.count}
     values |= {name: 6 for name in counts if isinstance(values.get(name), int)}
@@ -268,13 +283,13 @@ def specs_in(values):
 
 
 def completed(values):
-    """The configuration with transformers' values for the keys that are not there."""
+    """Return the configuration with transformers' values for missing keys."""
     configuration = type(transformers.AutoConfig.for_model(values["model_type"]))
     return configuration(**{name: value for name, value in values.items() if name != "model_type"}).to_dict()
 
 
 def check_keys(values, layers):
-    """Compare the layers without each of the keys with those of transformers, and return the keys that we ask for."""
+    """Compare the layers without each of the keys with those of transformers, and return the keys that we require."""
     assert specs_in(values) == layers
     asked, silent = [], []
     for key in set(names_in(values)) - {"model_type", "transformers_version"}:
@@ -287,7 +302,7 @@ def check_keys(values, layers):
             silent.append(key)
         else:
             check_key(values, key, without_key)
-    # Most keys say nothing: they are taken away together, and one by one only where that says something.
+    # Most keys have no effect: they are removed together, and one by one only if that has an effect.
     if not mean_nothing(values, silent, layers):
         for key in silent:
             check_key(values, key, layers)
@@ -304,7 +319,7 @@ def check_key(values, key, expected):
 
 
 def mean_nothing(values, keys, layers):
-    """Whether the layers are the same without all of the keys, which transformers or we may refuse."""
+    """Return whether the layers are the same without all of the keys, and neither transformers nor parity fails."""
     try:
         theirs = completed(functools.reduce(changed, keys, values))
     except (KeyError, ValueError, StrictDataclassError):
@@ -329,7 +344,10 @@ LLAMA = {
 }
 
 
-def test_where_each_value_comes_from():
+def test_origins_name_configuration_keys():
+    """Origins name the keys or the default behind each field,
+    and none for fields left at their default.
+    """
     layer = specs_of(LLAMA)[2]
     assert (layer.index, layer.kind) == (2, "full_attention")
     assert layer.spec.rope == Rope(5e5, scaling=Llama3Scaling(8.0, 64))
@@ -339,7 +357,10 @@ def test_where_each_value_comes_from():
     assert "scale" not in layer.origins
 
 
-def test_layers_of_several_kinds():
+def test_layer_kinds_of_hybrid_model():
+    """Three linear layers and one of full attention alternate
+    in Qwen3-Next, even without `layer_types`.
+    """
     values = transformers.Qwen3NextConfig(
         hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_hidden_layers=8
     ).to_dict()
@@ -350,13 +371,16 @@ def test_layers_of_several_kinds():
     assert [layer.kind for layer in specs_of(values)] == [layer.kind for layer in layers]
 
 
-def test_gemma3_has_two_bases_in_both_dialects():
+def test_gemma3_has_two_rope_bases():
+    """Sliding layers of Gemma 3 have base 1e4 and full ones 1e6, in newer and older keys; a
+    released configuration with few keys has transformers' defaults.
+    """
     values = transformers.Gemma3TextConfig(num_hidden_layers=6).to_dict()
     for each in (values, older(values)):
         layers = specs_of(each)
         assert [layer.spec.rope.theta for layer in layers] == [1e4] * 5 + [1e6]
         assert [layer.spec.window_size for layer in layers] == [4096] * 5 + [None]
-    # As a model of 4B has it, which says little.
+    # As in a model of 4B parameters, whose configuration has few keys.
     little = {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34, "sliding_window": 1024}
     little["rope_scaling"] = {"factor": 8.0, "rope_type": "linear"}
     expected = specs_of(transformers.Gemma3TextConfig(**little).to_dict())
@@ -366,7 +390,10 @@ def test_gemma3_has_two_bases_in_both_dialects():
     assert [layer.kind for layer in specs_of(without)] == [*["sliding_attention"] * 5, "full_attention"]
 
 
-def test_an_encoder_and_its_decoder():
+def test_t5_encoder_and_decoder_layers():
+    """T5 has layers of encoder, decoder and cross-
+    attention, with their causality, biases and paths.
+    """
     values = transformers.T5Config(num_layers=3, num_decoder_layers=2, d_model=32, d_kv=12, num_heads=4).to_dict()
     layers = specs_of(values)
     assert [(layer.part, layer.index, layer.kind, layer.is_causal) for layer in layers] == [
@@ -388,13 +415,17 @@ def test_an_encoder_and_its_decoder():
     assert [layer.part for layer in specs_of(values)] == ["encoder"] * 3 + ["decoder"] * 6
 
 
-def test_a_model_that_may_be_a_decoder():
+def test_is_decoder_makes_bert_causal():
+    """BERT is causal only with `is_decoder`."""
     values = transformers.BertConfig(num_hidden_layers=1).to_dict()
     assert [layer.is_causal for layer in specs_of(values)] == [False]
     assert [layer.is_causal for layer in specs_of({**values, "is_decoder": True})] == [True]
 
 
-def test_layers_that_take_turns():
+def test_layer_patterns_of_hybrid_models():
+    """Patterns of Nemotron-H, also in former letters, and
+    lists of Kimi Linear yield kinds of layers.
+    """
     values = transformers.NemotronHConfig(
         layers_block_type=["linear_attention", "mlp", "full_attention", "moe"]
     ).to_dict()
@@ -439,7 +470,8 @@ AS_RELEASED = {  # keys that configurations of released models have, and transfo
 
 @sample(12)
 @pytest.mark.parametrize("family", AS_RELEASED)
-def test_keys_of_released_models_change_nothing(family):
+def test_released_keys_have_no_effect(family):
+    """Keys that only configurations of released models contain do not change the layers."""
     values = transformers.AutoConfig.for_model(family).to_dict()
     values |= TURNED_IN_PART if family == "glm4v_text" else {}
     assert specs_of({**values, **AS_RELEASED[family]}) == specs_of(values)
@@ -501,7 +533,10 @@ QWEN35 = {  # as released, without tokens and numbers of training
 }
 
 
-def test_a_released_hybrid_with_a_gate_is_read(tmp_path, capsys):
+def test_released_qwen3_5_moe_is_read(tmp_path, capsys):
+    """`mha-parity spec` reads the two gated full-attention layers
+    of Qwen3.5-MoE, with interleaved M-RoPE.
+    """
     (tmp_path / "config.json").write_text(json.dumps(QWEN35))
     assert main(["spec", str(tmp_path), "--json", str(tmp_path / "spec.json")]) == 0
     layers = json.loads((tmp_path / "spec.json").read_text())["layers"]
@@ -515,14 +550,15 @@ def test_a_released_hybrid_with_a_gate_is_read(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
-def test_gated_families_refuse_a_missing_gate(family):
+def test_disabled_gate_raises_an_error(family):
+    """Gated families accept `attn_output_gate=True` and raise an error if it is False."""
     values = transformers.AutoConfig.for_model(family, num_hidden_layers=4).to_dict()
     assert specs_of({**values, "attn_output_gate": True}) == specs_of(values)
     with refuses("attn_output_gate", attn_output_gate=False):
         specs_of({**values, "attn_output_gate": False})
 
 
-PARTS_AS_RELEASED = {  # which say only what is not usual
+PARTS_AS_RELEASED = {  # which contain only unusual values
     "llama": ({"max_position_embeddings": 4096}, (4096, 32, 32)),
     "mistral": ({"num_key_value_heads": 8, "rope_theta": 1e6, "sliding_window": None}, (4096, 32, 8)),
     "gemma": ({"hidden_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 1}, (2048, 8, 1)),
@@ -533,7 +569,10 @@ PARTS_AS_RELEASED = {  # which say only what is not usual
 
 
 @pytest.mark.parametrize("family", PARTS_AS_RELEASED)
-def test_what_parts_of_released_models_leave_out_is_the_default_of_their_family(family):
+def test_values_missing_in_parts_are_default(family):
+    """Values missing in a part of a released model are the
+    defaults of the part's family in transformers.
+    """
     said, (width, heads, kv_heads) = PARTS_AS_RELEASED[family]
     layers = specs_of({"model_type": "llava", "text_config": {"model_type": family, **said}}, part="text_config")
     assert [layer.spec for layer in layers] == [
@@ -544,7 +583,8 @@ def test_what_parts_of_released_models_leave_out_is_the_default_of_their_family(
     assert (spec.d_model, spec.num_heads, spec.num_kv_heads) == (width, heads, kv_heads)
 
 
-def test_a_configuration_may_be_live_values_or_a_path(tmp_path):
+def test_configuration_may_be_object_or_path(tmp_path):
+    """A configuration may be an object, a dict, or a path; other types raise a `TypeError`."""
     config = transformers.LlamaConfig(num_hidden_layers=2)
     config.save_pretrained(tmp_path)
     assert specs_of(config) == specs_of(config.to_dict()) == specs_of(tmp_path) == specs_of(str(tmp_path))
@@ -553,12 +593,18 @@ def test_a_configuration_may_be_live_values_or_a_path(tmp_path):
             specs_of(wrong)
 
 
-def test_minicpm3_as_released_leaves_out_its_base_and_the_width_of_its_values():
+def test_minicpm3_has_default_base_and_width():
+    """MiniCPM3 without its RoPE base and the width of its
+    values, as released, has the default spec.
+    """
     values = transformers.MiniCPM3Config(num_hidden_layers=1).to_dict()
     assert specs_of(changed(changed(values, "v_head_dim"), "rope_parameters"))[0].spec == specs_of(values)[0].spec
 
 
-def test_alpha_of_hunyuan_is_another_base():
+def test_hunyuan_alpha_changes_rope_base():
+    """HunYuan's alpha multiplies the base by alpha^(H/(H-2));
+    unknown scalings, keys and widths raise errors.
+    """
     rope = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0}
     former = {**changed(transformers.HunYuanDenseV1Config(num_hidden_layers=1).to_dict(), "rope_parameters")}
     former |= {"head_dim": 128, "rope_theta": 1e4, "rope_scaling": {**rope, "mscale_all_dim": 1.0}}
@@ -579,7 +625,8 @@ def test_alpha_of_hunyuan_is_another_base():
         specs_of({**former, "attention_head_dim": 64})
 
 
-def test_numbers_of_rotated_features():
+def test_rotary_dim_of_minimax_and_bamba():
+    """MiniMax-M2 and Bamba have 64 rotated features; a former key of Bamba sets 32."""
     values = transformers.MiniMaxM2Config(num_hidden_layers=1).to_dict()
     values["rope_parameters"] = {"rope_type": "default", "rope_theta": 5e6}
     assert specs_of({**values, "rotary_dim": 64})[0].spec.rope == Rope(5e6, rotary_dim=64)
@@ -589,7 +636,10 @@ def test_numbers_of_rotated_features():
     assert specs_of(former)[0].spec.rope == Rope(rotary_dim=32)
 
 
-def test_parts_of_parts_are_named_by_the_keys_on_the_way(tmp_path, capsys):
+def test_nested_part_is_a_dotted_path(tmp_path, capsys):
+    """A part of a part is selected by its keys with a dot, in Python and on
+    the command line; wrong paths raise errors.
+    """
     inner = {**LLAMA, "num_hidden_layers": 1}
     values = {"model_type": "unseen", "thinker_config": {"model_type": "unseen_thinker", "text_config": inner}}
     way = "thinker_config.text_config"
@@ -605,7 +655,10 @@ def test_parts_of_parts_are_named_by_the_keys_on_the_way(tmp_path, capsys):
     assert f"{way}" in capsys.readouterr().out
 
 
-def test_both_windows_of_a_modernbert_decoder_must_say_the_same():
+def test_modernbert_windows_must_agree():
+    """A ModernBERT decoder has half of `local_attention` as its window, and another
+    `sliding_window` raises an error.
+    """
     values = transformers.ModernBertDecoderConfig(local_attention=10).to_dict()
     assert values["sliding_window"] == 5
     assert specs_of(values)[1].spec.window_size == 5
@@ -614,14 +667,17 @@ def test_both_windows_of_a_modernbert_decoder_must_say_the_same():
         specs_of({**values, "sliding_window": 7})
 
 
-def test_older_words_for_layers():
+def test_older_names_of_layer_kinds():
+    """In GraniteMoeHybrid, "attention" means full
+    attention, and position type "nope" means no RoPE.
+    """
     values = transformers.GraniteMoeHybridConfig(num_hidden_layers=2, position_embedding_type="nope").to_dict()
     layers = specs_of({**values, "layer_types": ["mamba", "attention"]})
     assert [layer.kind for layer in layers] == ["mamba", "full_attention"]
     assert layers[1].spec.rope is None
 
 
-SAID = {  # what a configuration says of RoPE, norms and scores, none of it the default of its family
+SAID = {  # values of RoPE, norms and scores, none of them the default of its family
     "llama3": {**LLAMA, "num_hidden_layers": 1},
     "yarn": {
         **LLAMA,
@@ -664,7 +720,7 @@ SAID = {  # what a configuration says of RoPE, norms and scores, none of it the 
 
 
 def changed(values, name):
-    """The configuration without a key, of the model or of its RoPE."""
+    """Return the configuration without a key of the model or of its RoPE."""
     section, _, leaf = name.rpartition(".")
     if not section:
         return {each: value for each, value in values.items() if each != name}
@@ -686,11 +742,14 @@ ASKED_FOR = {
     "qwen3": SAID["qwen3"].keys() - {"attention_bias", "attention_dropout", "use_sliding_window", "rope_scaling"}
     | {"rope_scaling.factor"},
 }
-"""Keys that are refused if they are not there, beside those that every family needs; without another, layers change."""
+"""Keys that are required in addition to those of every family; without any other key, layers change."""
 
 
 @pytest.mark.parametrize("name", SAID)
-def test_without_a_key_a_layer_is_another_or_none(name):
+def test_removed_key_changes_layers(name):
+    """Removal of a key changes the layers or raises an error if it
+    is required, except for norms and lengths.
+    """
     values = SAID[name]
     layers = specs_in(values)
     assert layers[0].rope.theta == 5e5
@@ -705,7 +764,11 @@ def test_without_a_key_a_layer_is_another_or_none(name):
     assert asked == {"model_type", "num_attention_heads", *ASKED_FOR[name]}
 
 
-def test_yarn_of_deepseek_has_both_numbers_or_none():
+def test_yarn_mscale_needs_both_numbers():
+    """YaRN has `mscale` only together with `mscale_all_dim`,
+    and its factor from two lengths if missing.
+    """
+
     def scaling_of(**told):
         rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64, **told}
         return specs_of({**LLAMA, "rope_parameters": rope})[0].spec.rope.scaling
@@ -720,7 +783,8 @@ def test_yarn_of_deepseek_has_both_numbers_or_none():
 @pytest.mark.parametrize(
     "told", [{}, {"mscale": 0.7}, {"attention_factor": 1.7}, {"mscale": 0.7, "attention_factor": 1.7}]
 )
-def test_latents_are_scaled_by_a_mscale_all_dim_that_rope_does_not_read(family, told, tmp_path):
+def test_mscale_all_dim_scales_latents(family, told, tmp_path):
+    """Latent attention scales scores by `mscale_all_dim` as the model does, whatever RoPE reads."""
     model = ALL[family]
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale_all_dim": 0.8, **told}
     parameters = {**model.config().rope_parameters, **rope}
@@ -728,18 +792,20 @@ def test_latents_are_scaled_by_a_mscale_all_dim_that_rope_does_not_read(family, 
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "kimi_linear"])
-def test_queries_that_are_projected_at_once_have_no_bias(family, tmp_path):
+def test_queries_without_latent_have_no_bias(family, tmp_path):
+    """With biases but no latent for queries, layers match those of the model."""
     model = ALL[family]
     check_model(replace(model, options={**model.options, "attention_bias": True, "q_lora_rank": None}), tmp_path)
 
 
-def test_proportional_rope_is_that_of_a_whole_head():
+def test_proportional_rope_keeps_whole_head():
+    """Proportional RoPE sets its share and factor as scaling, and no `rotary_dim`."""
     rope = {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
     assert specs_of({**LLAMA, "rope_parameters": rope})[0].spec.rope == Rope(scaling=ProportionalScaling(0.25))
     assert specs_of({**LLAMA, "rope_parameters": {**rope, "factor": 2.0}})[0].spec.rope.scaling.factor == 2.0
 
 
-# ---- What is refused -------------------------------------------------------------------------------------------------
+# ---- Rejected configurations -----------------------------------------------------------------------------------------
 
 MPT = {"model_type": "mpt", "d_model": 32, "n_heads": 4, "n_layers": 1}
 REFUSED = {
@@ -772,7 +838,7 @@ REFUSED = {
         {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}},
         refuses("layer 0"),
     ),
-    **{  # none of which is a word of its family
+    **{  # none of which is a key of its family
         f"key {name}": ({name: 2}, refuses("every key about attention"))
         for name in (
             "multi_query",
@@ -908,19 +974,23 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_understood_is_refused(name):
+def test_unsupported_configuration_raises(name):
+    """Unknown families, keys, parts and values about attention
+    raise an error with the expected fields.
+    """
     told, refusal = REFUSED[name]
     with refusal:
         specs_of({**LLAMA, **told})
 
 
 @pytest.mark.parametrize("key", ["vocab_size", "mlp_bias", "use_cache", "pretraining_tp", "_attn_implementation"])
-def test_what_says_nothing_of_attention_is_passed_over(key):
+def test_keys_outside_attention_are_ignored(key):
+    """Keys that do not concern attention do not change the layers."""
     assert specs_of({**LLAMA, key: 1}) == specs_of(LLAMA)
 
 
 def has_attention(model_type):
-    """Whether the modules of a family in transformers have attention that is not that of parts with families."""
+    """Return whether a family's modules in transformers have attention outside of parts with their own families."""
     kind = CONFIG_MAPPING[model_type]
     folder = Path(transformers.__file__).parent / "models" / kind.__module__.split(".")[2]
     files = [path.read_text("utf-8") for path in folder.glob("modeling_*.py")]
@@ -930,7 +1000,8 @@ def has_attention(model_type):
     return has_heads or not kind.sub_configs
 
 
-def test_every_family_of_transformers_is_covered_or_what_stands_in_the_way_is_named():
+def test_all_transformers_families_are_known():
+    """Each family of transformers with attention is covered or listed once with the obstacle."""
     assert not NOT_COVERED.keys() & FAMILIES.keys()
     assert not WITHOUT_ATTENTION & (FAMILIES.keys() | NOT_COVERED.keys())
     assert CONFIG_MAPPING_NAMES.keys() >= NOT_COVERED.keys() | WITHOUT_ATTENTION
@@ -940,7 +1011,10 @@ def test_every_family_of_transformers_is_covered_or_what_stands_in_the_way_is_na
 
 
 @pytest.mark.parametrize("family", ["doge", "zamba2", "videomae"])
-def test_the_message_says_what_stands_in_the_way(family):
+def test_message_names_the_obstacle(family):
+    """The error for a family that is not covered ends with its
+    obstacle; one without attention also raises.
+    """
     with refuses("model_type", model_type=family) as caught:
         specs_of({"model_type": family, "hidden_size": 32})
     assert caught.value.hint.endswith(NOT_COVERED[family])
@@ -951,7 +1025,10 @@ def test_the_message_says_what_stands_in_the_way(family):
 # ---- Files and the command -------------------------------------------------------------------------------------------
 
 
-def test_a_folder_and_its_file_say_the_same(tmp_path):
+def test_folder_equals_its_config_file(tmp_path):
+    """A folder, its `config.json` and its values yield the same layers;
+    a list or a missing file raises an error.
+    """
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     assert specs_of(tmp_path) == specs_of(str(tmp_path / "config.json")) == specs_of(LLAMA)
     (tmp_path / "config.json").write_text("[1]")
@@ -961,7 +1038,8 @@ def test_a_folder_and_its_file_say_the_same(tmp_path):
         specs_of(tmp_path / "nowhere" / "config.json")
 
 
-def test_the_command_tells_the_parts_of_a_model_apart(tmp_path, capsys):
+def test_spec_command_separates_t5_layers(tmp_path, capsys):
+    """`mha-parity spec` prints encoder, decoder and cross-attention of T5 separately."""
     values = transformers.T5Config(num_layers=3, num_decoder_layers=2).to_dict()
     (tmp_path / "config.json").write_text(json.dumps(values))
     assert main(["spec", str(tmp_path)]) == 0
@@ -974,7 +1052,10 @@ def test_the_command_tells_the_parts_of_a_model_apart(tmp_path, capsys):
         assert title in out
 
 
-def test_the_command_prints_each_kind_of_layer_and_writes_json(tmp_path, capsys):
+def test_spec_command_prints_layer_kinds(tmp_path, capsys):
+    """`mha-parity spec` prints each kind of Gemma 3's layers and writes their specs to JSON; a
+    missing part exits with 2 and lists the available one.
+    """
     values = transformers.Gemma3TextConfig(num_hidden_layers=7).to_dict()
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": values}))
     assert main(["spec", str(tmp_path), "--part", "text_config", "--json", str(tmp_path / "s.json")]) == 0
@@ -982,7 +1063,7 @@ def test_the_command_prints_each_kind_of_layer_and_writes_json(tmp_path, capsys)
     assert "gemma3_text, layers 0 to 4, 6 of 7: sliding_attention" in out
     assert "gemma3_text, layer 5 of 7: full_attention" in out
     assert "query_pre_attn_scalar ** -0.5" in out
-    assert " rope_parameters.sliding_attention.rope_theta " in out  # in one piece, where others are wrapped
+    assert " rope_parameters.sliding_attention.rope_theta " in out  # in one piece, while others are wrapped
     (_, _, _, _, _, full, _) = json.loads((tmp_path / "s.json").read_text())["layers"]
     assert AttentionSpec.from_json(json.dumps(full["spec"])) == specs_of(values)[5].spec
     assert main(["spec", str(tmp_path), "--part", "vision_config"]) == 2
@@ -992,12 +1073,13 @@ def test_the_command_prints_each_kind_of_layer_and_writes_json(tmp_path, capsys)
 
 
 def said_by(capsys):
-    """What a command said, whatever the width."""
+    """Return the output of a command as one line, whatever the width."""
     captured = capsys.readouterr()
     return " ".join((captured.out + captured.err).split())
 
 
-def test_the_command_prints_every_part(tmp_path, capsys):
+def test_spec_command_prints_every_part(tmp_path, capsys):
+    """`mha-parity spec` prints and writes both parts of CLIP; in Python the part must be given."""
     values = transformers.CLIPConfig().to_dict()
     (tmp_path / "config.json").write_text(json.dumps(values))
     assert main(["spec", str(tmp_path), "--json", str(tmp_path / "s.json")]) == 0
@@ -1015,7 +1097,7 @@ def test_the_command_prints_every_part(tmp_path, capsys):
 
 
 QWEN2_VL = transformers.Qwen2VLConfig().to_dict()
-WITH_PICTURES = {  # as the configuration of the part is written now, was before, and was at first
+WITH_PICTURES = {  # the configuration of the part as written now, before, and at first
     "now": QWEN2_VL,
     "before": {**QWEN2_VL, "vision_config": {**QWEN2_VL["vision_config"], "model_type": "qwen2_vl"}},
     "at first": {
@@ -1027,7 +1109,10 @@ WITH_PICTURES = {  # as the configuration of the part is written now, was before
 
 
 @pytest.mark.parametrize("dialect", WITH_PICTURES)
-def test_the_command_says_which_parts_are_not_read_and_why(dialect, tmp_path, capsys):
+def test_spec_command_names_unread_parts(dialect, tmp_path, capsys):
+    """`mha-parity spec` reads Qwen2-VL's text and names the
+    vision part as not read, with the reason.
+    """
     (tmp_path / "config.json").write_text(json.dumps(WITH_PICTURES[dialect]))
     assert main(["spec", str(tmp_path), "--json", str(tmp_path / "s.json")]) == 0
     out = said_by(capsys)
@@ -1043,7 +1128,10 @@ def test_the_command_says_which_parts_are_not_read_and_why(dialect, tmp_path, ca
     assert why in said_by(capsys)
 
 
-def test_layers_beside_the_parts_of_a_model_are_not_passed_over(tmp_path, capsys):
+def test_spec_command_names_unread_layers(tmp_path, capsys):
+    """`mha-parity spec` names layers of a model outside of its
+    parts as not read, with the reason.
+    """
     (tmp_path / "config.json").write_text(json.dumps(transformers.CsmConfig().to_dict()))
     assert main(["spec", str(tmp_path)]) == 0
     out = said_by(capsys)

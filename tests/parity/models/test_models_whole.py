@@ -1,4 +1,4 @@
-"""Tests that each attention layer of whole released models matches ours: encoders, encoder-decoders and decoders."""
+"""Each attention layer of whole released models matches ours: encoders, encoder-decoders and decoders."""
 
 from dataclasses import replace
 
@@ -15,7 +15,10 @@ from parity import specs_of
 
 @sample(name=first_families(ALL, by=stack_signature))
 @pytest.mark.parametrize("name", ALL)
-def test_each_layer_of_a_model_matches_its_configuration(name, tmp_path):
+def test_layers_of_model_match_configuration(name, tmp_path):
+    """Layers made from the configuration, with weights of the
+    checkpoint, match those of the model.
+    """
     check_model(ALL[name], tmp_path)
 
 
@@ -38,22 +41,25 @@ WRONG = {
 
 
 def check_wrong(of, wrong, folder):
-    """Check a model against layers each of which was made wrong by a function."""
+    """Check a model against layers that a function made wrong."""
     check_model(MODELS[of], folder, lambda values: [wrong(each) for each in specs_of(values) if each.spec])
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_specification_is_detected(name, tmp_path):
+    """A wrong field in the specification of a model's layers fails the check."""
     of, wrong = WRONG[name]
     with pytest.raises(AssertionError, match="of its largest number off"):
         check_wrong(of, wrong, tmp_path)
 
 
 def test_a_wrong_path_is_detected(tmp_path):
+    """A wrong path to a model's layers fails the check."""
     with pytest.raises(AssertionError, match=r"^layers\.0\.self_attns is the path of \[\]"):
         check_wrong("opt", lambda layer: replace(layer, path=f"{layer.path}s"), tmp_path)
 
 
 def test_a_wrong_layout_is_detected(tmp_path):
+    """A wrong layout of a model's layers raises an error about missing and unexpected weights."""
     with refuses("weights", missing=..., unexpected=...):
         check_wrong("gpt_bigcode", lambda layer: replace(layer, layout="transformers.ModernBERT"), tmp_path)

@@ -1,4 +1,4 @@
-"""What released models add to scores by the places of queries and keys: our layers of the same specification agree."""
+"""Biases that released models add to scores by position: our layers of the same specification agree."""
 
 import numpy as np
 import pytest
@@ -14,12 +14,15 @@ from mha_spec import RelativeBias
 @sample(name=["T5, decoder"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_equals_the_released_one(name):
+    """Output, gradients and, if causal, cached steps equal those of the released layer."""
     check_equal(LAYERS[name](), is_causal=name != "T5, encoder")
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
-def test_buckets_are_those_of_t5_at_every_distance(bidirectional):
-    """Where a bucket begins within a rounding of a distance, torch decides by the processor's logarithm."""
+def test_buckets_match_t5_at_all_distances(bidirectional):
+    """Buckets equal T5's, and differ by at most 1 where a bucket begins within rounding of a
+    distance: there torch depends on the processor's logarithm. T5's own size is always equal.
+    """
     bucket = modeling_t5.T5Attention._relative_position_bucket
     for num_buckets in (4, 6, 8, 32, 34, 38, 64, *(() if bidirectional else (2, 3, 17, 19))):
         count = num_buckets // 2 if bidirectional else num_buckets

@@ -27,13 +27,15 @@ LAYERS = {
     ]
 )
 @pytest.mark.parametrize("name", LAYERS)
-def test_released_layer(name):
+def test_layer_matches_released_one(name):
     """Output, gradients and cached steps equal those of the released layer."""
     check_equal(LAYERS[name]())
 
 
 def test_released_whisper_encoder():
-    """An encoder of Whisper has biases of q and v, and none of k."""
+    """An encoder of Whisper, which has biases of q and v but none
+    of k, matches the released one.
+    """
 
     def everything(batch, head, query, key):
         return torch.ones_like(key + query, dtype=torch.bool)

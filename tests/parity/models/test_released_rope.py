@@ -1,4 +1,4 @@
-"""RoPE is what released models have: their tables, their layers, forward and backward, and token by token."""
+"""RoPE as in released models: their tables, their layers, forward and backward, and token by token."""
 
 from typing import Any
 
@@ -84,7 +84,10 @@ def nearest_power(exponents: torch.Tensor, base: float) -> torch.Tensor:
 @pytest.mark.parametrize("length", [100, 4096, 4097, 131072])
 @pytest.mark.parametrize("theta", [1e4, 5e5, 123456.0])
 @pytest.mark.parametrize("name", TABLES)
-def test_frequencies_are_those_of_transformers(name, theta, length, monkeypatch):
+def test_frequencies_match_transformers(name, theta, length, monkeypatch):
+    """Frequencies equal those of transformers with correctly rounded powers, bit for bit, and those
+    of PyTorch's powers within two units in the last place.
+    """
     scaling, parameters = TABLES[name]
     kind = scaling.kind
     config = transformers.LlamaConfig(
@@ -101,13 +104,16 @@ def test_frequencies_are_those_of_transformers(name, theta, length, monkeypatch)
 
     assert rope.attention_factor == pytest.approx(factor, rel=1e-15)
     np.testing.assert_array_equal(rope.frequencies(128, length), expected.numpy())
-    # PyTorch's power is next to the nearest in one case of a hundred, and a reciprocal can make two units of one.
+    # PyTorch's power is off by one unit in one case of a hundred, of which a reciprocal can make two units.
     unlike = np.abs(rope.frequencies(128, length).view(np.int32) - released.numpy().view(np.int32))
     assert unlike.max() <= 2
     assert np.count_nonzero(unlike > 1) <= 1
 
 
-def test_partial_frequencies_are_those_of_transformers():
+def test_partial_rope_matches_transformers():
+    """Frequencies of a partial rotation equal those of
+    transformers within one unit in the last place.
+    """
     parameters = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "partial_rotary_factor": 0.25}
     config = transformers.LlamaConfig(hidden_size=256, num_attention_heads=2, rope_parameters=parameters)
     expected, _ = ROPE_INIT_FUNCTIONS["linear"](config, "cpu")
@@ -117,24 +123,29 @@ def test_partial_frequencies_are_those_of_transformers():
 
 # ---- Layers ----------------------------------------------------------------------------------------------------------
 
-# Released layers take frequencies and angles in float32, also with float64 weights: at the positions here, at most 24,
+# Released layers compute frequencies and angles in float32, even with float64 weights: at the positions here, to 24,
 # a frequency that is a few roundings off (6e-8 each) moves an angle by less than NEAR.
 
 
 @sample(name=["Qwen3-VL"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_equals_the_released_one(name):
+    """Output, gradients and cached steps equal those of the
+    released layer, also beyond the original length.
+    """
     released = LAYERS[name]()
     assert released.spec.rope is not None
     depends_on_length = released.spec.rope.depends_on_length
-    # An original length, and more. Elsewhere fewer tokens are the first ones of more: no token sees a later one.
+    # The original length, and more. For other layers fewer tokens are a prefix of more: none attends to a later one.
     for length in (8, 11) if depends_on_length else (11,):
         check_equal(released, length=length, in_steps=not depends_on_length)
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_tokens_in_steps_are_those_of_the_released_cache(name):
-    """A prompt, then token by token, across the original length where there is one: cached keys stay as they were."""
+def test_cached_steps_match_released_cache(name):
+    """A prompt, then token by token, match the released layer with its cache, also across the
+    original length, where cached keys do not change.
+    """
     released = LAYERS[name]()
     x = torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     layer = mha_torch.MultiHeadAttentionWithCache(released.spec, dtype=torch.float64)
@@ -153,7 +164,8 @@ def test_tokens_in_steps_are_those_of_the_released_cache(name):
         past += count
 
 
-def test_text_of_a_model_with_sections_is_plain_rope():
+def test_equal_sections_are_plain_rope():
+    """Equal positions on all three axes have the output of default positions, bit for bit."""
     spec = LAYERS["Qwen2-VL"]().spec
     torch.manual_seed(0)
     layer, x = mha_torch.MultiHeadAttention(spec), torch.randn(1, 5, 32)

@@ -1,4 +1,4 @@
-"""What a configuration says of attention and nobody reads, and what else a comparison of two files leaves out."""
+"""Keys about attention that are not read, and other parts that a comparison of two files leaves out."""
 
 import json
 import warnings
@@ -31,7 +31,7 @@ FLAGS = ["--from", "transformers.LLaMA", "--prefix", PREFIX]
 
 @pytest.fixture
 def model(tmp_path):
-    """Write a model's folder with a configuration, with all its layers but some."""
+    """Return a function that writes a model's folder with a configuration, without the layers `lost`."""
 
     def write(name, *lost, **config):
         rng, folder = np.random.default_rng(0), tmp_path / name
@@ -51,14 +51,17 @@ def model(tmp_path):
 
 
 def compared(capsys, *arguments):
-    """The exit status of `verify`, its last line, and what its JSON says is not compared."""
+    """Return the exit status of `verify`, its last line, and the entries of its JSON that are not compared."""
     capsys.readouterr()
     report = Path(arguments[0]).parent / "report.json"
     status = main(["verify", *map(str, arguments), "--json", str(report)])
     return status, capsys.readouterr().out.strip().splitlines()[-1], json.loads(report.read_text())["not_compared"]
 
 
-def test_keys_of_an_unknown_family_are_not_the_same_attention(model, capsys):
+def test_unread_keys_are_open_differences(model, capsys):
+    """Unread keys of one of two files are listed as open for
+    all 3 layers, and `verify` exits with 2.
+    """
     status, line, left_out = compared(capsys, model("a"), model("b", **FOO), *FLAGS)
     assert status == 2
     assert "the same attention" not in line
@@ -67,14 +70,20 @@ def test_keys_of_an_unknown_family_are_not_the_same_attention(model, capsys):
     assert all(each["what"] in line for each in left_out)
 
 
-def test_keys_that_are_equal_in_both_files_are_named(model, capsys):
+def test_equal_unread_keys_are_named(model, capsys):
+    """Unread keys that are equal in both files are named, but not
+    open, and `verify` exits with 0.
+    """
     status, line, left_out = compared(capsys, model("a", **FOO), model("b", **FOO), *FLAGS)
     assert status == 0
     assert "sliding_window=4" in line
     assert not any(each["is_open"] for each in left_out)
 
 
-def test_what_is_written_of_unread_keys_is_not_that_they_are_absent(model, tmp_path, capsys):
+def test_converted_file_keeps_unread_keys(model, tmp_path, capsys):
+    """Conversion names unread keys and records them in the file, whose spec does not deny them;
+    later `load` warns, and `verify` still tells the files apart from ones without such keys.
+    """
     source, target = model("a", **FOO), tmp_path / "b.safetensors"
     report = tmp_path / "c.json"
     assert main(["convert", source, str(target), *FLAGS, "--to", "transformers.LLaMA", "--json", str(report)]) == 0
@@ -91,7 +100,8 @@ def test_what_is_written_of_unread_keys_is_not_that_they_are_absent(model, tmp_p
     assert compared(capsys, model("known"), target, *FLAGS)[0] == 2
 
 
-def test_canonical_weights_whose_source_said_more_are_refused(tmp_path):
+def test_weights_with_unread_keys_raise(tmp_path):
+    """Canonical weights with unread keys in their metadata raise an error."""
     path, spec = tmp_path / "w.safetensors", parity.AttentionSpec(16, 4)
     parity.save_weights(path, parity.random_weights(spec), spec)
     tensors, metadata = parity.load_tensors(path)
@@ -100,7 +110,10 @@ def test_canonical_weights_whose_source_said_more_are_refused(tmp_path):
         parity.load_weights(path)
 
 
-def test_a_target_that_cannot_hold_unread_keys_asks_to_drop_them(model, tmp_path, capsys):
+def test_unread_keys_must_be_dropped(model, tmp_path, capsys):
+    """A target without room for unread keys needs `--drop` with their names; `verify` lists dropped
+    ones as not compared, also after a second conversion; an unknown name raises an error.
+    """
     source, target = model("a", **FOO), tmp_path / "b.npz"
     convert = ["convert", source, str(target), *FLAGS, "--to", "flax.nnx"]
     assert main([*convert, "--drop", "rope"]) == 2
@@ -119,6 +132,7 @@ def test_a_target_that_cannot_hold_unread_keys_asks_to_drop_them(model, tmp_path
 
 
 def test_python_and_inspect_name_unread_keys(model, tmp_path, capsys):
+    """`load` warns about unread keys, unless it is given the spec, and `inspect` lists them."""
     source = model("a", **FOO)
     with pytest.warns(parity.NotCarriedWarning, match="attn_logit_softcapping=30"):
         _, spec = parity.load(source, "transformers.LLaMA", prefix=PREFIX.format(i=0))
@@ -130,7 +144,10 @@ def test_python_and_inspect_name_unread_keys(model, tmp_path, capsys):
     assert "sliding_window=4" in capsys.readouterr().err
 
 
-def test_one_key_too_many_does_not_take_the_others_away(model, tmp_path, capsys):
+def test_unread_key_leaves_others_in_effect(model, tmp_path, capsys):
+    """One unread key leaves the window in effect; it is named, and
+    a model that lacks it differs.
+    """
     source = model("m", model_type="mistral", sliding_window=4)  # whose modules have no `attention_bias`
     target = str(tmp_path / "m.npz")
     assert main(["convert", source, target, "--to", "canonical"]) == 2
@@ -142,16 +159,22 @@ def test_one_key_too_many_does_not_take_the_others_away(model, tmp_path, capsys)
     assert main(["verify", model("a"), source, *FLAGS, "--num-heads", "4"]) == 2
 
 
-def test_other_heads_than_the_configuration_has_leave_its_keys_unread(model):
+def test_wrong_head_count_leaves_keys_unread(model):
+    """A number of heads that differs from the configuration
+    leads to a warning about its unread window.
+    """
     source = model("g", model_type="mistral", sliding_window=4, attention_bias=None)
     with pytest.warns(parity.NotCarriedWarning, match="sliding_window=4"):
         parity.load(source, "transformers.LLaMA", prefix=PREFIX.format(i=0), num_heads=2)
 
 
-# ---- What else is not compared ---------------------------------------------------------------------------------------
+# ---- Other parts that are not compared -------------------------------------------------------------------------------
 
 
-def test_what_was_dropped_is_not_compared(model, tmp_path, capsys):
+def test_dropped_field_is_not_compared(model, tmp_path, capsys):
+    """A dropped RoPE is open, and `verify` and `diagnose`
+    exit with 2, until `--rope-theta` sets it.
+    """
     source, target = model("a"), tmp_path / "b.npz"
     assert main(["convert", source, str(target), "--to", "flax.nnx", "--drop", "rope"]) == 0
     status, line, left_out = compared(capsys, source, target)
@@ -164,7 +187,10 @@ def test_what_was_dropped_is_not_compared(model, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("flags", [[], FLAGS])
-def test_layers_that_a_file_lacks_are_not_compared(flags, model, capsys):
+def test_missing_layers_are_not_compared(flags, model, capsys):
+    """A layer that one or both files lack is listed, and `verify` exits
+    with 2; a prefix of another layer succeeds.
+    """
     whole, cut, other = model("a"), model("b", 1), model("c", 1)
     more = model("d", num_hidden_layers=4)
     for files, layer in (((cut, other), 1), ((whole, more), 3)):
@@ -175,7 +201,8 @@ def test_layers_that_a_file_lacks_are_not_compared(flags, model, capsys):
     assert main(["verify", cut, other, "--prefix", PREFIX.format(i=0)]) == 0
 
 
-def test_a_layer_that_the_metadata_of_a_file_name_is_missed(model, tmp_path, capsys):
+def test_layer_only_in_metadata_is_missing(model, tmp_path, capsys):
+    """A layer in a file's metadata without tensors is not compared, even with the same file."""
     source, target = model("mixed", **GEMMA), tmp_path / "b.safetensors"
     assert main(["convert", source, str(target), "--to", "canonical"]) == 0
     with safe_open(target, "np") as file:
@@ -186,7 +213,8 @@ def test_a_layer_that_the_metadata_of_a_file_name_is_missed(model, tmp_path, cap
     assert (status, {each["what"] for each in left_out}) == (2, {PREFIX.format(i=1)})
 
 
-def test_a_flag_that_overrides_what_a_file_says_is_named(model, capsys):
+def test_overriding_flag_is_named(model, capsys):
+    """A flag that overrides the base of both files is named as not compared, but not open."""
     folder = model("a", rope_theta=500000.0)
     status, line, left_out = compared(capsys, folder, folder, "--rope-theta", "10000")
     assert status == 0
@@ -203,7 +231,8 @@ THEIRS = {"author": "me", "license": "x", "training_step": "1000"}
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "npz", "pt", "msgpack"])
-def test_metadata_survive_there_and_back(suffix, model, tmp_path):
+def test_metadata_survive_round_trip(suffix, model, tmp_path):
+    """Metadata of a file survive conversion to another format and back."""
     source, there, back = Path(model("a")), tmp_path / f"b.{suffix}", tmp_path / "c.safetensors"
     with open_tensors(source / "model.safetensors") as file:
         save_file(
@@ -216,7 +245,8 @@ def test_metadata_survive_there_and_back(suffix, model, tmp_path):
     assert THEIRS.items() <= read_metadata(back).items()
 
 
-def test_our_own_metadata_win_and_what_is_not_held_is_named(model, tmp_path, capsys):
+def test_our_metadata_take_precedence(model, tmp_path, capsys):
+    """Our metadata replace those of the same name; replaced and too long entries are reported."""
     source = Path(model("a"))
     theirs = {"format": "np", "layout": "mine", "ranks.norms": "1", "author": "me", "log": "x" * 100_000}
     with open_tensors(source / "model.safetensors") as file:
@@ -232,7 +262,10 @@ def test_our_own_metadata_win_and_what_is_not_held_is_named(model, tmp_path, cap
     assert not {"log", "ranks.norms"} & held.keys()
 
 
-def test_comments_of_archives_and_metadata_of_shards_are_kept_or_named(model, tmp_path):
+def test_archive_and_shard_metadata(model, tmp_path):
+    """The comment of an archive and equal metadata of shards are
+    kept; different ones are reported.
+    """
     with open_tensors(Path(model("a")) / "model.safetensors") as file:
         tensors = {name: file.read(name) for name in file.infos}
     np.savez(tmp_path / "a.npz", **tensors)

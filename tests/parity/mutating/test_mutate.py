@@ -1,4 +1,4 @@
-"""`mutate`: what is injected in a user's attention, and what is said of their tests."""
+"""`mutate`: bugs that are injected into a user's attention, and verdicts on the user's tests."""
 
 import json
 import os
@@ -59,7 +59,7 @@ def qkv(num_queries=5, num_keys=5, num_kv_heads=4):
 
 
 def with_bug(name, *args, view=VIEW, function=attention, **kwargs):
-    """What a function gives with a bug; None where the call does not allow it."""
+    """Return the result of a function with a bug, or None if the call does not allow it."""
     run = injections_for(view)[0][name].make(Call(view, args, kwargs))
     return None if run is None else run(lambda call: function(*call.args, **call.kwargs))
 
@@ -69,14 +69,16 @@ def with_bug(name, *args, view=VIEW, function=attention, **kwargs):
 
 @sample(12)
 @pytest.mark.parametrize("name", names())
-def test_every_bug_has_a_page_and_the_name_of_the_catalogue(name):
+def test_every_bug_has_a_page(name):
+    """Each bug has a page, and its name is in the catalog of bugs."""
     assert bug_page(page_of(name))
     assert name in page_by_bug()
 
 
 @sample(12)
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-def test_what_lacks_everything_is_told_why(bug):
+def test_bug_names_what_a_function_lacks(bug):
+    """For a function of `x` alone, a bug has a reason against it exactly if it has needs."""
     bare = View("torch", "" if "layer" in bug.needs else "BTE", ("x",), roles={"query": "x"})
     reason = bug.why_not(bare)
     assert bool(reason) == bool(bug.needs)
@@ -112,13 +114,16 @@ WRONG = {
     "heads-not-moved": ({}, lambda: attention(*(x.mT.mT.transpose(1, 2).reshape(x.shape) for x in (Q, K, V)))),
     "heads-not-moved-back": ({}, lambda: attention(Q, K, V).reshape(2, 5, 4, 8).transpose(1, 2)),
 }
-"""What a bug makes of a call, and the same by hand."""
+"""Options of a call for each bug, and the wrong result made by hand."""
 
 
 @sample(12)
 @pytest.mark.parametrize("axes", ["BNTH", "BTNH"])
 @pytest.mark.parametrize("name", WRONG)
-def test_a_bug_gives_what_it_gives_when_made_by_hand(name, axes):
+def test_bug_equals_one_made_by_hand(name, axes):
+    """An injected bug has the result of the same bug made by hand, for both orders of axes, and
+    differs from the correct one.
+    """
     options, by_hand = WRONG[name]
     if axes == "BNTH":
         found = with_bug(name, Q, K, V, **options)
@@ -134,6 +139,7 @@ def test_a_bug_gives_what_it_gives_when_made_by_hand(name, axes):
 
 
 def test_key_value_heads_are_tiled():
+    """Shared heads are tiled as by hand; the bug does not apply if no head is shared."""
     q, k, v = qkv(num_kv_heads=2)
     torch.testing.assert_close(
         with_bug("kv-heads-tiled", q, k, v), attention(q, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1))
@@ -141,7 +147,10 @@ def test_key_value_heads_are_tiled():
     assert with_bug("kv-heads-tiled", *qkv()) is None
 
 
-def test_the_causal_mask_is_aligned_to_the_other_end():
+def test_causal_mask_alignment_is_changed():
+    """A top-left causal mask becomes bottom-right; the bug does not apply to equal lengths, nor the
+    opposite one to this function.
+    """
     q, k, v = qkv(3, 5)
     found = with_bug("causal-bottom-right", q, k, v, is_causal=True)
     torch.testing.assert_close(found, attention(q, k, v, torch.ones(3, 5).tril(2).bool()))
@@ -149,7 +158,8 @@ def test_the_causal_mask_is_aligned_to_the_other_end():
     assert "causal-top-left" in injections_for(VIEW)[1]
 
 
-def test_a_mask_that_is_added_stays_one_that_is_added():
+def test_additive_mask_stays_additive():
+    """Bugs in an additive mask have the results of the same bugs in a boolean mask."""
     added = torch.zeros(5, 5, dtype=torch.float64).masked_fill(~TRIL, float("-inf"))
     torch.testing.assert_close(with_bug("mask-ignored", Q, K, V, added), attention(Q, K, V))
     torch.testing.assert_close(with_bug("mask-flipped", Q, K, V, added), attention(Q, K, V, ~TRIL), equal_nan=True)
@@ -157,13 +167,15 @@ def test_a_mask_that_is_added_stays_one_that_is_added():
     torch.testing.assert_close(found, attention(Q, K, V, torch.ones(5, 5).tril(1).bool()))
 
 
-def test_a_mask_that_is_not_causal_is_not_shifted():
+def test_mask_without_causality_is_kept():
+    """A mask that is not causal is not shifted."""
     mask = torch.ones(5, 5, dtype=torch.bool)
     mask[:, 1] = False
     torch.testing.assert_close(with_bug("causal-off-by-one", Q, K, V, mask), attention(Q, K, V, mask))
 
 
-def test_ours_does_not_stand_in_for_what_gives_something_else():
+def test_different_function_is_not_replaced():
+    """A bug that needs our implementation raises `Unfit` if the function returns something else."""
     with pytest.raises(Unfit, match="another result than yours"):
         with_bug("softmax-over-heads", Q, K, V, function=lambda *given: attention(*given) * 2)
 
@@ -177,7 +189,9 @@ def test_ours_does_not_stand_in_for_what_gives_something_else():
         ("padding-on-the-left", None),
     ],
 )
-def test_padding_is_hidden_elsewhere(name, wrong):
+def test_padding_bugs_change_hidden_tokens(name, wrong):
+    """Padding bugs change masks of both polarities, and lengths except for a change of side."""
+
     def hidden(lengths):
         return torch.arange(5) >= torch.tensor(lengths)[:, None]
 
@@ -190,7 +204,7 @@ def test_padding_is_hidden_elsewhere(name, wrong):
         assert torch.equal(found, expected if true == "hides" else ~expected)
     view = View("torch", "BTE", ("x", "lengths"), roles={"query": "x", "lengths": "lengths"})
     found = with_bug(name, torch.zeros(2, 5, 4), torch.tensor([3, 5]), view=view, function=lambda x, lengths: lengths)
-    assert (None if found is None else found.tolist()) == wrong  # lengths say no side
+    assert (None if found is None else found.tolist()) == wrong  # lengths have no side
 
 
 ROPE = {role: role for role in ("query", "positions", "cache", "cos", "sin", "bias", "window", "soft_cap", "sinks")}
@@ -212,7 +226,10 @@ ROPE = {role: role for role in ("query", "positions", "cache", "cos", "sin", "bi
         ("sinks-ignored", {"sinks": np.ones(4)}, {"sinks": None}),
     ],
 )
-def test_what_is_given_beside_is_changed(name, given, wrong):
+def test_further_arguments_are_changed(name, given, wrong):
+    """A bug in positions, bias, window, cap or sinks changes its
+    argument, and does not apply without it.
+    """
     view = View("torch", "BNTH", ("query",), ("bias", "window", "soft_cap", "sinks"), ROPE)
     found = with_bug(name, np.zeros((1, 1, 3, 4)), view=view, function=lambda query, **more: more, **given)
     np.testing.assert_equal(found, wrong)
@@ -224,6 +241,7 @@ COSINES = {"rope-missing": (1.0, 0.0), "rope-reversed": (0.5, -0.8), "rope-sin-c
 
 @pytest.mark.parametrize("name", COSINES)
 def test_cosines_and_sines_are_changed(name):
+    """RoPE bugs change cosines and sines, as two arguments or as one pair."""
     view = View("torch", "BNTH", ("query", "cos", "sin"), roles={r: r for r in ("query", "cos", "sin")})
     pair = View("torch", "BNTH", ("query",), roles={r: r for r in ("query", "position_embeddings")})
     cos, sin = torch.full((3,), 0.5), torch.full((3,), 0.8)
@@ -278,7 +296,10 @@ PROJECTED = {
 @sample(24)
 @pytest.mark.parametrize("name", PROJECTED)
 @pytest.mark.parametrize("carrier", ["torch", "nnx", "parameters", "flat mapping", "nested mapping"])
-def test_weights_are_changed_wherever_they_lie(carrier, name):
+def test_weights_are_changed_in_any_holder(carrier, name):
+    """Bugs change weights in modules, parameters and mappings
+    as by hand, and the modules are restored.
+    """
     layer = torch_layer()
     weights = seen_of_torch(layer)
     jax_layer = nnx.Module()
@@ -372,7 +393,7 @@ def attention(query, key, value, is_causal=False):
     return scaled_dot_product_attention(query, key, value, is_causal=is_causal)
 """
 
-# Each bug is a process that imports torch, which takes longer than all else: so few are injected, and no test uses
+# Each bug starts a process that imports torch, which takes longest: so few bugs are injected, and no test uses
 # torch.testing, which imports half as much again.
 GOOD = """
 import torch
@@ -404,7 +425,7 @@ def test_mask():
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-    """A folder with a package of a user; a function that mutates it with the tests that it is given."""
+    """Write a user's package into a folder; return a function that mutates it under given tests."""
     package = tmp_path / "mine"
     package.mkdir()
     (package / "__init__.py").touch()
@@ -430,13 +451,16 @@ def project(tmp_path, monkeypatch):
 
 
 @pytest.mark.thorough
-def test_what_weak_tests_do_not_notice_is_said_with_the_reason(project, capsys, tmp_path):
+def test_bugs_unnoticed_by_weak_tests(project, capsys, tmp_path):
+    """Weak tests notice one of four bugs; for the others
+    the reason is printed, and the status is 1.
+    """
     options = ("--only", "mask-flip*,mask-ignored,causal-ignored,scale-missing", "--jobs", "2")
     status, found = project(WEAK, *options)
     said = capsys.readouterr().out
     assert status == 1
     assert {name: outcome["status"] for name, outcome in found.items()} == {
-        "mask-flipped": "noticed",  # nothing is left to see: NaN
+        "mask-flipped": "noticed",  # no key remains visible: NaN
         "mask-ignored": "changed nothing",
         "causal-ignored": "not reached",
         "scale-missing": "not noticed",
@@ -450,7 +474,10 @@ def test_what_weak_tests_do_not_notice_is_said_with_the_reason(project, capsys, 
 
 
 @pytest.mark.thorough
-def test_a_compiled_function_is_compared_when_it_runs(project, tmp_path):
+def test_jitted_function_is_compared(project, tmp_path):
+    """In a jitted function, a bug that changes nothing is
+    distinguished from one that is not noticed.
+    """
     source = """
     import jax, jax.numpy as jnp
 
@@ -489,7 +516,10 @@ def test_a_compiled_function_is_compared_when_it_runs(project, tmp_path):
         ),
     ],
 )
-def test_tests_that_cannot_tell_are_refused(project, capsys, tmp_path, tests, got):
+def test_unsuitable_tests_exit_with_2(project, capsys, tmp_path, tests, got):
+    """Tests that fail by themselves or when wrapped, or do not
+    import or call the function, exit with 2.
+    """
     (tmp_path / "mine" / "attention.py").write_text(UNCALLED)
     status, _ = project(tests, "--only", "scale-missing", "--framework", "torch")
     assert status == 2
@@ -507,21 +537,24 @@ def test_tests_that_cannot_tell_are_refused(project, capsys, tmp_path, tests, go
         (("--mask-name", "veil"), refuses("mask", mask="veil")),
     ],
 )
-def test_bad_usage_is_refused_before_any_test_runs(project, capsys, options, refusal):
+def test_bad_usage_exits_before_tests(project, capsys, options, refusal):
+    """Wrong options exit with 2 before the command of the tests, which does not exist, is run."""
     status, _ = project("", *options, command=("no-such-command",))
     assert status == 2
     assert refusal.is_printed_in(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(("options", "argument"), [((), "mine.attention:attention"), (("--skip", "rope*"), "--skip")])
-def test_nothing_that_can_be_planted_is_refused_with_the_reasons(project, capsys, monkeypatch, options, argument):
+def test_no_applicable_bug_exits_with_2(project, capsys, monkeypatch, options, argument):
+    """If no bug can be injected, the command exits with 2 and lists the reasons."""
     monkeypatch.setattr("parity.mutating.bugs.injections_for", lambda view: ([], {"mask-ignored": "it has no mask"}))
     assert project("", *options, command=("no-such-command",))[0] == 2
     assert refuses(argument, "mask-ignored: it has no mask").is_printed_in(capsys.readouterr().err)
 
 
 @pytest.mark.costly("starts a command that is not there")
-def test_a_command_that_is_not_there_is_refused(project, capsys):
+def test_missing_test_command_exits_with_2(project, capsys):
+    """A command of tests that does not exist exits with 2 and is named."""
     assert project("", "--only", "scale-missing", command=("no-such-command",))[0] == 2
     assert "no-such-command" in capsys.readouterr().err
 
@@ -531,7 +564,7 @@ def test_a_command_that_is_not_there_is_refused(project, capsys):
 
 @pytest.fixture
 def injecting(tmp_path, monkeypatch):
-    """Puts a bug in the place of a function of a module; what was told meanwhile."""
+    """Return a function that injects a bug into a module's function, and returns it with the recorded events."""
 
     def inject_into(function, bug, view):
         module = types.ModuleType("mine")
@@ -546,7 +579,8 @@ def injecting(tmp_path, monkeypatch):
     return inject_into
 
 
-def test_a_call_is_compared_without_leaving_anything_behind(injecting):
+def test_comparison_has_no_side_effects(injecting):
+    """The comparison of a call leaves the random state and the caller's cache as one call would."""
     view = replace(VIEW, order=("q", "k", "v", "cache"), roles={**VIEW.roles, "cache": "cache"})
 
     def with_cache(q, k, v, cache):
@@ -563,7 +597,9 @@ def test_a_call_is_compared_without_leaving_anything_behind(injecting):
     assert told() == ["injected", "called", "reached", "changed"]
 
 
-def test_what_cannot_be_copied_is_told(injecting):
+def test_uncopyable_argument_is_recorded(injecting):
+    """A call with an argument that cannot be copied is recorded as not compared."""
+
     class Stuck:
         def __deepcopy__(self, memo):
             raise TypeError("it is locked")
@@ -574,7 +610,8 @@ def test_what_cannot_be_copied_is_told(injecting):
     assert told() == ["injected", "called", "uncompared", "reached"]
 
 
-def test_with_no_bug_it_is_told_which_a_call_allows(injecting):
+def test_allowed_bugs_are_recorded(injecting):
+    """Without a bug, the result is correct, and the bugs that the call allows are recorded."""
     function, _ = injecting(attention, "", VIEW)
     torch.testing.assert_close(function(Q, K, V, is_causal=True), attention(Q, K, V, is_causal=True))
     allowed = {more for event, more in record._noted if event == "fits"}
@@ -600,14 +637,17 @@ def test_with_no_bug_it_is_told_which_a_call_allows(injecting):
         (None, ["reached", "changed"], Status.TIMED_OUT),
     ],
 )
-def test_only_what_changed_something_is_noticed(status, told, verdict):
+def test_verdict_by_status_and_events(status, told, verdict):
+    """Failing tests notice a bug only if it changed a result or could not be compared."""
     found, _ = _result_of(Run(status, [(event, "") for event in told], "", 0.0))
     assert found is verdict
 
 
 @pytest.mark.costly("starts pytest, as the command does")
 def test_a_temporary_folder_may_have_spaces(tmp_path, monkeypatch):
-    """pytest splits its options as a shell does."""
+    """A temporary folder with spaces stays one option of pytest,
+    which splits its options as a shell does.
+    """
     folder = tmp_path / "a folder; $(x)"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -618,19 +658,24 @@ def test_a_temporary_folder_may_have_spaces(tmp_path, monkeypatch):
 
 
 @pytest.mark.costly("ends a process that takes too long")
-def test_a_run_that_takes_too_long_is_ended():
+def test_run_beyond_timeout_is_ended():
+    """A run of 60 seconds with a timeout of 0.5 ends within 30, without a status."""
     tests = Suite("mine:attention", VIEW, ["python", "-c", "import time; time.sleep(60)"], timeout=0.5)
     run = tests.run()
     assert run.status is None
     assert run.seconds < 30
 
 
-def test_the_siblings_are_seen_as_they_are():
+def test_view_of_mha_torch_function():
+    """The view of `mha_torch.scaled_dot_product_attention` has its axes, polarity and groups."""
     view = view_of("mha_torch:scaled_dot_product_attention", mask_name="mask")
     assert (view.axes, view.mask_true, view.has_groups, view.is_ours) == ("BNTH", "hides", True, True)
 
 
-def test_a_traced_call_takes_ours_only_where_both_are_equal():
+def test_traced_call_needs_equal_results():
+    """In a traced call, a bug of our implementation is
+    injected only if the function agrees with ours.
+    """
     view = replace(VIEW, framework="jax")
     q, k, v = (jnp.asarray(x.float().numpy()) for x in (Q, K, V))
 
@@ -646,7 +691,8 @@ def test_a_traced_call_takes_ours_only_where_both_are_equal():
 
 @pytest.mark.costly("a signal to a process that runs tests")
 @pytest.mark.thorough
-def test_an_interruption_ends_the_tests_and_changes_nothing(tmp_path):
+def test_interruption_ends_the_tests(tmp_path):
+    """An interruption exits with 130 and one line, ends the tests' process and changes no file."""
     (tmp_path / "mine.py").write_text(UNCALLED)
     (tmp_path / "test_mine.py").write_text(
         "import os, pathlib, time\nimport mine\n\ndef test_it():\n"
@@ -681,7 +727,8 @@ def test_an_interruption_ends_the_tests_and_changes_nothing(tmp_path):
 
 
 @pytest.mark.thorough
-def test_options_of_pytest_reach_it_and_its_workers_have_the_bug(project, capsys):
+def test_pytest_options_and_xdist_workers(project, capsys):
+    """Options reach pytest, and a bug is noticed in an xdist worker by the selected test."""
     tests = GOOD.replace("test_values", "test_one") + GOOD.replace("test_values", "test_two")
     command = ("pytest", "-x", "-p", "xdist", "-n", "1", "-k", "two", "test_mine.py")
     status, found = project(tests, "--only", "scale-missing", command=command)
@@ -691,7 +738,10 @@ def test_options_of_pytest_reach_it_and_its_workers_have_the_bug(project, capsys
 
 
 @pytest.mark.thorough
-def test_what_a_layer_does_not_allow_is_no_gap_of_the_tests_whatever_runs_them(project, capsys):
+def test_impossible_bugs_are_not_test_gaps(project, capsys):
+    """Bugs that a layer does not allow are listed as not injected, with
+    status 0; selecting only these exits with 2.
+    """
     tests = """
     import unittest, torch
     from mine.attention import Layer

@@ -1,4 +1,4 @@
-"""`mutate` in layers: which of their weights are whose, in whatever library, packed or apart; what they hold beside."""
+"""`mutate` in layers: weights of each projection in any library, packed or separate, and buffers next to them."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ BATCH, TOKENS, WIDTH, HEADS, SIZE = 2, 6, 32, 4, 8
 
 
 def inject(name, layer, x, view=VIEW, **given):
-    """What a layer gives with a bug; None where the call does not allow it."""
+    """Return the output of a layer with a bug, or None if the call does not allow it."""
     run = injections_for(view)[0][name].make(Call(view, (x,), given, layer))
     if view.framework == "torch":
         return (
@@ -34,7 +34,7 @@ def inject(name, layer, x, view=VIEW, **given):
 
 
 def turned(x, theta):
-    """RoPE of halves."""
+    """Apply RoPE to halves."""
     half = x.shape[-1] // 2
     angles = torch.arange(x.shape[-2])[:, None] * theta ** -(torch.arange(half, dtype=x.dtype) / half)
     one, two = x.split(half, -1)
@@ -42,7 +42,7 @@ def turned(x, theta):
 
 
 class Apart(nn.Module):
-    """Four projections, RoPE, as many key/value heads as wanted: what the packed ones are compared with."""
+    """Four projections, RoPE, and any number of key/value heads: packed layers are compared with this one."""
 
     def __init__(self, num_kv_heads=HEADS):
         super().__init__()
@@ -62,7 +62,7 @@ class Apart(nn.Module):
 
 
 def rows(order, num_kv_heads):
-    """Where the features of q, k and v stand in a packed projection."""
+    """Return the rows of q, k and v in a packed projection."""
     group = HEADS // num_kv_heads
     if order == "one after the other":
         return np.split(np.arange((HEADS + 2 * num_kv_heads) * SIZE), [HEADS * SIZE, (HEADS + num_kv_heads) * SIZE])
@@ -104,7 +104,10 @@ IN_WEIGHTS = (
 
 @pytest.mark.parametrize("order", ["one after the other", "by groups"])
 @pytest.mark.parametrize("num_kv_heads", [HEADS, 2])
-def test_a_packed_projection_is_taken_apart_as_it_is_put_together(order, num_kv_heads):
+def test_packed_bugs_equal_separate_ones(order, num_kv_heads):
+    """Bugs in a packed projection equal those in separate ones, or
+    both raise `Unfit` with the same beginning.
+    """
     apart, x = layer_and_input(num_kv_heads)
     packed = Packed(apart, order).double()
     torch.testing.assert_close(packed(x), apart(x))
@@ -119,10 +122,13 @@ def test_a_packed_projection_is_taken_apart_as_it_is_put_together(order, num_kv_
         assert not same(expected, apart(x)), name
         torch.testing.assert_close(inject(name, packed, x), expected, msg=name)
         made += 1
-    assert made >= len(IN_WEIGHTS) - 2  # of shared heads: 2 of v are no 3, nor are they tiled where each has its own
+    assert (
+        made >= len(IN_WEIGHTS) - 2
+    )  # 2 heads of v are too few to roll, and heads that are not shared cannot be tiled
 
 
-def test_a_packed_projection_of_no_customary_order_is_refused():
+def test_unknown_packing_order_raises():
+    """A packed projection in an unusual order raises `Unfit`."""
     apart, x = layer_and_input()
     packed = Packed(apart, "one after the other").double()
     packed.rows = [np.roll(places, 5) for places in np.split(np.random.default_rng(0).permutation(3 * WIDTH), 3)]
@@ -130,7 +136,8 @@ def test_a_packed_projection_of_no_customary_order_is_refused():
         inject("k-v-swapped", packed, x)
 
 
-def test_nothing_is_left_behind_by_looking_into_a_packed_projection():
+def test_bug_in_packed_layer_leaves_no_trace():
+    """After a bug in a packed projection, its weights and the random state are unchanged."""
     apart, x = layer_and_input()
     packed = Packed(apart, "by groups").double()
     before = {name: array.clone() for name, array in packed.state_dict().items()}
@@ -146,7 +153,7 @@ def test_nothing_is_left_behind_by_looking_into_a_packed_projection():
 
 
 def changed(layer, **weights):
-    """The layer with other weights."""
+    """Return the layer with other weights."""
     other = Apart(layer.num_kv_heads).double()
     other.load_state_dict({**layer.state_dict(), **{name.replace("__", "."): array for name, array in weights.items()}})
     return other
@@ -156,7 +163,8 @@ def of_heads(array, order):
     return array.unflatten(0, (-1, SIZE))[order].flatten(0, 1)
 
 
-def test_heads_of_a_layer_are_in_another_order():
+def test_query_heads_are_reversed():
+    """Reversed query heads equal weights and biases reversed by hand."""
     layer, x = layer_and_input()
     q = layer.q_proj
     expected = changed(
@@ -166,6 +174,7 @@ def test_heads_of_a_layer_are_in_another_order():
 
 
 def test_shared_heads_of_a_layer_are_tiled():
+    """Tiled key/value heads equal tiling by hand."""
     layer, x = layer_and_input(2)
     q, k, v = (getattr(layer, name)(x).unflatten(-1, (-1, SIZE)).transpose(1, 2) for name in NAMES[:3])
     q, k = turned(q, 10000.0), turned(k, 10000.0)
@@ -173,7 +182,8 @@ def test_shared_heads_of_a_layer_are_tiled():
     torch.testing.assert_close(inject("kv-heads-tiled", layer, x), layer.out_proj(y.transpose(1, 2).flatten(-2)))
 
 
-def test_the_scale_of_a_layer_is_applied_after_the_softmax():
+def test_scale_is_applied_after_softmax():
+    """The scale after the softmax equals the same bug made by hand."""
     layer, x = layer_and_input()
     q, k, v = (getattr(layer, name)(x).unflatten(-1, (-1, SIZE)).transpose(1, 2) for name in NAMES[:3])
     q, k = turned(q, 10000.0), turned(k, 10000.0)
@@ -185,7 +195,7 @@ def test_the_scale_of_a_layer_is_applied_after_the_softmax():
 
 
 class Bare(nn.Module):
-    """Whose kernels are (in, out), or not: its names do not say it."""
+    """A layer whose names do not show whether its kernels are (in, out)."""
 
     def __init__(self):
         super().__init__()
@@ -224,18 +234,21 @@ def bare(**attributes):
         ("mask-flipped", Bare, "it has no mask among its parameters, and no causal one among its buffers"),
     ],
 )
-def test_what_cannot_be_planted_in_a_layer_says_why(name, layer, reason):
+def test_impossible_bug_names_the_reason(name, layer, reason):
+    """A bug that a layer does not allow raises `Unfit` with the reason."""
     with pytest.raises(Unfit, match=f"^{reason}"):
         inject(name, layer(), torch.zeros(BATCH, TOKENS, WIDTH))
 
 
-def test_two_weights_of_one_name_are_not_chosen_between():
+def test_ambiguous_projection_raises():
+    """Two weights that may both be `q_proj` raise `Unfit`."""
     layer = bare(query=nn.Linear(WIDTH, WIDTH))
     with pytest.raises(Unfit, match="two of its weights may be q_proj"):
         inject("q_proj-transposed", layer, torch.zeros(BATCH, TOKENS, WIDTH))
 
 
-def test_the_projection_of_another_part_is_not_taken_for_that_of_attention():
+def test_out_proj_of_attention_is_found():
+    """The output projection is the one of attention, not that of an MLP or of a block's output."""
     block = nn.ModuleDict({"attn": Apart(), "mlp": nn.ModuleDict({"c_proj": nn.Linear(WIDTH, WIDTH)})})
     held = held_in(Call(VIEW, (torch.zeros(1, 2, WIDTH),), {}, block))
     assert held.arrays["out_proj.weight"] is block["attn"].out_proj.weight
@@ -286,7 +299,7 @@ class OfEquinox(eqx.Module):
 
 
 def linen_with(params, x, bug=None):
-    """What the layer of flax.linen gives, jitted, with a bug in its call."""
+    """Return the jitted output of the layer of flax.linen, with a bug in its call."""
     view = replace(VIEW, framework="jax")
 
     def apply(params, x):
@@ -301,11 +314,12 @@ def linen_with(params, x, bug=None):
     [
         "k-v-swapped",
         "scale-missing",
-        # Packed projections of torch are changed likewise.
+        # Packed projections of torch are changed in the same way.
         *(pytest.param(name, marks=pytest.mark.thorough) for name in ("q-heads-reversed", "q_proj-bias-missing")),
     ],
 )
-def test_a_packed_layer_of_linen_is_changed_while_it_is_traced(name):
+def test_packed_linen_layer_is_changed(name):
+    """In a jitted linen layer, a bug equals the same change of the packed kernel by hand."""
     x = jax.random.normal(jax.random.key(0), (BATCH, TOKENS, WIDTH))
     params = Linen().init(jax.random.key(1), x)["params"]
     kernel, bias = (np.array(params["qkv"][leaf]).reshape(-1, HEADS, 3, SIZE) for leaf in ("kernel", "bias"))
@@ -324,7 +338,8 @@ def test_a_packed_layer_of_linen_is_changed_while_it_is_traced(name):
     np.testing.assert_allclose(found, linen_with(wrong, x), rtol=1e-5, atol=1e-6)
 
 
-def test_what_a_layer_of_linen_writes_is_kept():
+def test_values_sown_by_linen_are_kept():
+    """Values that a linen layer sows are kept when a bug is injected."""
     x = jax.random.normal(jax.random.key(0), (BATCH, TOKENS, WIDTH))
     layer = Linen().bind(Linen().init(jax.random.key(1), x), mutable=["intermediates"])
     inject("k-v-swapped", layer, x, replace(VIEW, framework="jax"))
@@ -332,7 +347,10 @@ def test_what_a_layer_of_linen_writes_is_kept():
     assert values.shape == (BATCH, TOKENS, HEADS, SIZE)
 
 
-def test_a_layer_of_equinox_is_another_one_with_a_bug():
+def test_equinox_layer_is_changed():
+    """In an Equinox layer, swapped projections and reversed heads
+    equal the same changes by hand.
+    """
     layer, x = OfEquinox(jax.random.key(0)), jax.random.normal(jax.random.key(1), (BATCH, TOKENS, WIDTH))
     view = replace(VIEW, framework="jax")
     found = jax.vmap(lambda x: inject("k-v-swapped", layer, x, view))(x)
@@ -345,7 +363,10 @@ def test_a_layer_of_equinox_is_another_one_with_a_bug():
     np.testing.assert_allclose(found, wrong(x[0]), rtol=1e-5, atol=1e-6)
 
 
-def test_kernels_of_three_axes_are_transposed_as_matrices():
+def test_kernels_of_three_axes_are_changed():
+    """Kernels of three axes are transposed as matrices, have heads
+    reversed, and are replaced by the identity.
+    """
     view = View("jax", "BTE", ("params", "x"), roles={"query": "x", "weights": "params"}, projections=True)
     rng = np.random.default_rng(0)
     params = {name: jnp.asarray(rng.standard_normal((WIDTH, HEADS, SIZE))) for name in ("wq", "wk", "wv")}
@@ -365,7 +386,7 @@ def test_kernels_of_three_axes_are_transposed_as_matrices():
     np.testing.assert_array_equal(made("out-proj-missing")["wo"].reshape(WIDTH, WIDTH), np.eye(WIDTH))
 
 
-# ---- Beside the weights ----------------------------------------------------------------------------------------------
+# ---- Buffers and arguments next to the weights -----------------------------------------------------------------------
 
 
 class WithMask(Apart):
@@ -394,7 +415,10 @@ TRIL = torch.ones(8, 8).tril()
     [TRIL[None, None], TRIL.bool(), ~TRIL.bool(), torch.zeros(8, 8).masked_fill(TRIL == 0, float("-inf"))],
     ids=["numbers", "shows", "hides", "added"],
 )
-def test_a_causal_mask_in_a_buffer_hides_something_else(mask, name, wrong):
+def test_causal_mask_in_buffer_is_changed(mask, name, wrong):
+    """A causal mask in a buffer, of any kind, is changed in the
+    call with its dtype; the buffer is restored.
+    """
     layer, x = WithMask(mask), torch.zeros(BATCH, TOKENS, WIDTH)
     found = inject(name, layer, x)
     t, s = torch.arange(TOKENS)[:, None], torch.arange(TOKENS)
@@ -405,7 +429,8 @@ def test_a_causal_mask_in_a_buffer_hides_something_else(mask, name, wrong):
     assert torch.equal(layer.bias, mask)
 
 
-def test_a_buffer_that_is_no_causal_mask_is_none():
+def test_other_buffer_is_not_a_mask():
+    """A buffer with the identity does not count as a causal mask and raises `Unfit`."""
     with pytest.raises(Unfit, match="no causal one among its buffers"):
         inject("mask-flipped", WithMask(torch.eye(8)), torch.zeros(BATCH, TOKENS, WIDTH))
 
@@ -420,7 +445,8 @@ class WithFrequencies(Apart):
         return self.rotary.inv_freq
 
 
-def test_rope_has_the_frequencies_of_another_base():
+def test_rope_frequencies_change_with_base():
+    """Frequencies in a buffer become those of base 500000; base 10000, its own, raises `Unfit`."""
     layer, x = WithFrequencies(), torch.zeros(BATCH, TOKENS, WIDTH)
     found = inject("rope-theta-500000", layer, x)
     torch.testing.assert_close(found, 500000.0 ** -(torch.arange(0, SIZE, 2) / SIZE))
@@ -430,7 +456,11 @@ def test_rope_has_the_frequencies_of_another_base():
 
 @pytest.mark.parametrize("how", ["halves", "neighbours", "once"])
 @pytest.mark.parametrize("as_pair", [True, False])
-def test_cosines_and_sines_are_those_of_another_base(how, as_pair):
+def test_cosines_and_sines_change_with_base(how, as_pair):
+    """Cosines and sines become those of base 500000; its own base, and
+    positions that do not start at 0, raise `Unfit`.
+    """
+
     def table(theta):
         angles = torch.arange(TOKENS)[:, None] * theta ** -(torch.arange(0, SIZE, 2) / SIZE)
         angles = {"halves": angles.repeat(1, 2), "neighbours": angles.repeat_interleave(2, -1), "once": angles}[how]
@@ -451,7 +481,8 @@ def test_cosines_and_sines_are_those_of_another_base(how, as_pair):
         make(Call(view, (torch.zeros(1, TOKENS - 1, WIDTH),), later))
 
 
-def test_a_base_that_is_given_is_another():
+def test_base_argument_is_changed():
+    """An argument `theta` becomes 500000; its own value raises `Unfit`."""
     view = View("torch", "BNTH", ("q", "theta"), roles={"query": "q", "theta": "theta"})
     call = Call(view, (torch.zeros(1, 1, 2, 4),), {"theta": 10000.0})
     assert injections_for(view)[0]["rope-theta-500000"].make(call)(lambda call: call.kwargs["theta"]) == 500000.0
@@ -459,7 +490,10 @@ def test_a_base_that_is_given_is_another():
         injections_for(view)[0]["rope-theta-10000"].make(call)
 
 
-def test_a_mask_that_is_added_needs_no_polarity():
+def test_additive_mask_needs_no_polarity():
+    """An additive mask is changed without a declaration; a boolean one
+    raises `Unfit` that suggests `--mask-true`.
+    """
     view = replace(VIEW, order=("x", "mask"), roles={"query": "x", "mask": "mask"})
     added = torch.zeros(TOKENS, TOKENS).masked_fill(torch.ones(TOKENS, TOKENS).triu(1).bool(), -1e9)
     found = injections_for(view)[0]["causal-excludes-self"].make(Call(view, (torch.zeros(1, TOKENS, WIDTH), added), {}))

@@ -1,4 +1,4 @@
-"""The trained layers: small, unchanged, and as hard as they are said to be."""
+"""Trained layers: small, unchanged, and with scores as large as documented."""
 
 import hashlib
 import re
@@ -14,11 +14,13 @@ from parity.core.stages import run_steps
 FOLDER = Path(pretrained.__file__).parent
 
 
-def test_all_files_together_are_below_3_megabytes():
+def test_trained_files_are_below_3_megabytes():
+    """All files of trained layers together are smaller than 3 MB."""
     assert sum(path.stat().st_size for path in FOLDER.glob("*.safetensors")) < 3_000_000
 
 
-def test_weights_in_q4_1_have_the_bits_that_gguf_gives():
+def test_q4_1_weights_match_gguf():
+    """Weights packed as Q4_1 are those that gguf dequantizes, bit for bit."""
     from gguf import GGMLQuantizationType, dequantize
 
     tensors, _ = load_tensors(pretrained.path("smollm2-causal"))
@@ -33,32 +35,38 @@ def test_weights_in_q4_1_have_the_bits_that_gguf_gives():
 
 
 @pytest.mark.parametrize("name", pretrained.NAMES)
-def test_a_file_is_the_one_whose_provenance_is_told(name):
+def test_provenance_has_digest_of_file(name):
+    """The SHA-256 of a file is the one in PROVENANCE.md."""
     section = (FOLDER / "PROVENANCE.md").read_text().split(f"### {name}.safetensors")[1].split("###")[0]
     sha256 = re.search(r"sha256 `([0-9a-f]{64})`", section)
     assert sha256 is not None
     assert hashlib.sha256(pretrained.path(name).read_bytes()).hexdigest() == sha256[1]
 
 
-def test_there_is_a_file_for_each_name_and_no_other():
+def test_each_name_has_one_file():
+    """Files of trained layers are exactly those of `pretrained.NAMES`."""
     assert {path.stem for path in FOLDER.glob("*.safetensors")} == set(pretrained.NAMES)
 
 
-def test_every_layer_is_in_a_case():
+def test_every_trained_layer_has_a_case():
+    """Cases with trained weights use exactly the layers of `pretrained.NAMES`."""
     assert {case.trained for case in CASES.values() if case.trained} == set(pretrained.NAMES)
 
 
-def test_the_licences_are_there():
+def test_licenses_are_included():
+    """The folder has licenses of exactly three sources: anarcii, rxnmapper and llm."""
     assert {path.stem.split("-")[0] for path in (FOLDER / "licenses").iterdir()} == {"anarcii", "rxnmapper", "llm"}
 
 
 @pytest.mark.parametrize(("name", "logit"), [("trained-anarcii-causal", 1087.7), ("trained-anarcii-cross", 76174.1)])
-def test_the_largest_logit_is_the_one_told(name, logit):
+def test_largest_visible_score(name, logit):
+    """The largest score that is not masked is 1087.7 in one case and 76174.1 in the other."""
     stages = run_steps(reference.steps(make_problem(CASES[name], "float32"), "float64"))
     seen = abs(stages["scores"][~stages["mask"]]).max()
     assert seen == pytest.approx(logit, abs=0.05)  # printed to one decimal
 
 
-def test_an_unknown_layer_is_refused():
+def test_unknown_trained_layer_raises():
+    """The path of an unknown trained layer raises an error that names it."""
     with refuses("name", name="gpt-5"):
         pretrained.path("gpt-5")

@@ -60,6 +60,9 @@ def good():
 
 
 def test_empty_report_is_a_valid_page():
+    """A report without comparisons is a page with closed tags that says that nothing was
+    compared.
+    """
     page = Page(html_page(Report([], {}, {"python": "3"})))
     assert "nothing was compared" in page.text
     assert "Nothing was compared." in page.text
@@ -68,7 +71,10 @@ def test_empty_report_is_a_valid_page():
 # ---- Content ---------------------------------------------------------------------------------------------------------
 
 
-def test_agreement_is_stated_first_with_nothing_marked(good):
+def test_agreement_is_stated_first(good):
+    """A page without failures begins with the agreement, and marks no first divergence,
+    failure or open details.
+    """
     report, _, content = good
     page = Page(content)
     assert report.failed == []
@@ -79,7 +85,10 @@ def test_agreement_is_stated_first_with_nothing_marked(good):
     assert all("open" not in details for details in page.of("details"))
 
 
-def test_every_comparison_has_a_row_with_its_numbers(good):
+def test_comparisons_have_rows_with_numbers(good):
+    """Every 17th comparison, as a sample, has a row with its stage, ratio and error; each
+    group has a table.
+    """
     report, _, content = good
     page = Page(content)
     rows = re.findall(r"<tr.*?</tr>", content.decode())
@@ -90,7 +99,8 @@ def test_every_comparison_has_a_row_with_its_numbers(good):
         assert any(row.startswith(start) and error in row for row in rows)
 
 
-def test_environment_and_numerics_lock_are_shown(good):
+def test_environment_is_shown(good):
+    """The page has the version of NumPy, and the device and numerics lock of torch."""
     text = Page(good[2]).text
     assert np.__version__ in text
     assert "torch: device and numerics lock" in text
@@ -98,7 +108,10 @@ def test_environment_and_numerics_lock_are_shown(good):
 
 
 @pytest.mark.usefixtures("broken_softmax")
-def test_first_divergence_is_marked_explained_and_reproducible():
+def test_first_divergence_is_marked():
+    """With wrong attention weights, only attn_weights is marked as the first divergence, with
+    its explanation and the command that reproduces it.
+    """
     report, _, content = page_of(["textbook", "causal"], ["jax", "torch"])
     page = Page(content)
     assert len(report.first_differences()) == 1
@@ -114,6 +127,7 @@ def test_first_divergence_is_marked_explained_and_reproducible():
 
 @pytest.mark.usefixtures("broken_softmax")
 def test_diagnosis_is_shown_as_its_text():
+    """The page has the text of a diagnosis, with its line break and escaped characters."""
     report, maps, _ = page_of(["causal"])
     diagnosis = Diagnosis("the mask is shifted by one\n  fix it <so>")
     object.__setattr__(report, "diagnoses", {("causal", "float32", "torch"): diagnosis})
@@ -121,7 +135,8 @@ def test_diagnosis_is_shown_as_its_text():
     assert "the mask is shifted by one\n  fix it <so>" in text
 
 
-def test_skipped_cases_are_listed_with_reason(good):
+def test_skipped_cases_have_reasons(good):
+    """The page lists skipped backends and cases, each with its reason."""
     skipped = [SkippedCase("full", "float16", "x", "why")]
     report = replace(good[0], skipped={"tt": "no ttnn here"}, skipped_cases=skipped)
     page = Page(html_page(report))
@@ -131,7 +146,10 @@ def test_skipped_cases_are_listed_with_reason(good):
     assert len(page.of("td", "none")) > 0
 
 
-def test_mesh_traffic_is_listed_and_excess_marked(good):
+def test_excess_mesh_traffic_is_marked(good):
+    """Traffic between devices has a row per program; more than needed is marked as a failure,
+    unless it is excused.
+    """
     needed = Collectives("textbook", "float32", "jax", "forward", {"all-reduce": 1}, {"all-reduce": 1})
     gathered = replace(needed, case="gqa-causal", counted={"all-gather": 2, "all-reduce": 1})
     excused = replace(gathered, program="fused.gradient", excuse="for a <reason>")
@@ -151,6 +169,8 @@ def test_mesh_traffic_is_listed_and_excess_marked(good):
 
 
 def test_backend_exception_is_shown(monkeypatch):
+    """The page has the exception that a backend raised, and an infinite ratio."""
+
     def fail(backend, reference):
         raise RuntimeError("out of <memory>")
 
@@ -164,6 +184,9 @@ def test_backend_exception_is_shown(monkeypatch):
 
 
 def test_external_text_is_escaped_everywhere():
+    """Hostile text appears literally: the page has no scripts, event handlers or control
+    characters.
+    """
     content = html_page(hostile_report())
     page = Page(content)
     assert page.of("script") == []
@@ -174,6 +197,9 @@ def test_external_text_is_escaped_everywhere():
 
 @pytest.mark.usefixtures("broken_softmax")
 def test_page_makes_no_network_requests():
+    """All links and sources are on the page or data URLs, and its content security policy
+    blocks all others.
+    """
     content = page_of(["causal"], ["jax", "torch"])[2]
     page = Page(content)
     assert page.of("script") == page.of("iframe") == page.of("object") == []
@@ -192,6 +218,7 @@ def test_page_makes_no_network_requests():
 
 
 def test_every_link_has_a_target_on_the_page(good):
+    """Every link leads to an id on the page, and ids are unique."""
     page = Page(good[2])
     ids = [found["id"] for _, found in page.elements if "id" in found]
     links = [link["href"] for link in page.of("a")]
@@ -201,11 +228,17 @@ def test_every_link_has_a_target_on_the_page(good):
 
 
 def test_default_run_stays_below_3_megabytes(good):
+    """A page has fewer than 30,000 bytes plus 1100 per comparison: 2.8 MB for the 2554 of a
+    default run.
+    """
     report, _, content = good
     assert len(content) < 30_000 + 1_100 * len(report.comparisons)  # the default run has 2554 comparisons
 
 
 def test_page_is_written_whole_or_not_at_all(good, tmp_path):
+    """The file has the bytes of the page; if its folder does not exist, an error is raised,
+    and no file is left.
+    """
     report, maps, content = good
     write_html(tmp_path / "r.html", report, maps)
     assert (tmp_path / "r.html").read_bytes() == content
@@ -214,7 +247,10 @@ def test_page_is_written_whole_or_not_at_all(good, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["r.html"]
 
 
-def test_missing_packages_are_named_before_any_work(monkeypatch, capsys, tmp_path):
+def test_missing_packages_fail_early(monkeypatch, capsys, tmp_path):
+    """Without jinja2 and pillow, `run --html` exits with status 2 before any work, and the
+    error has the command to install them.
+    """
     monkeypatch.setattr(parity.running.run, "record", None)
     monkeypatch.setattr("parity.core.packages.is_installed", lambda package: False)
     assert main(["run", "--cases", "textbook", "--html", str(tmp_path / "r.html")]) == 2
@@ -224,6 +260,9 @@ def test_missing_packages_are_named_before_any_work(monkeypatch, capsys, tmp_pat
 
 
 def test_run_and_compare_write_the_page(tmp_path):
+    """`run` and `compare` write a page with four attention maps: two heads, each of the
+    reference and of torch.
+    """
     traces = str(tmp_path / "traces")
     arguments = ["--cases", "textbook", "--backends", "torch", "--save-traces", traces]
     assert main(["run", *arguments, "--html", str(tmp_path / "r.html")]) == 0
@@ -236,7 +275,8 @@ def test_run_and_compare_write_the_page(tmp_path):
 # ---- Pictures --------------------------------------------------------------------------------------------------------
 
 
-def test_error_by_position_is_the_largest_of_each_token():
+def test_error_by_position_is_largest_error():
+    """The error by position is the largest of each token, in budgets, and is not in the JSON."""
     expected = np.ones((1, 2, 3, 4))
     actual = expected.copy()
     actual[0, 1, 2, 0] += 0.5
@@ -257,14 +297,20 @@ def test_error_by_position_is_the_largest_of_each_token():
         ("output", (1, 300, 4), POSITIONS),
     ],
 )
-def test_error_by_position_follows_the_token_axis(stage, shape, length):
+def test_error_by_position_uses_token_axis(stage, shape, length):
+    """Errors by position have the length of the token axis, at most POSITIONS, and none for
+    stages without this axis.
+    """
     dtype = np.int32 if stage == "cache.lengths" else np.float32
     x = np.ones(shape, dtype)
     found = compare(x, x, x, Label("c", "b", "float32", stage))
     assert found.by_position == (0.0,) * length
 
 
-def test_error_in_a_merged_run_of_positions_is_kept():
+def test_error_in_merged_positions_is_kept():
+    """NaN at the last of 300 positions makes the last of the merged ones infinite, and only
+    this one.
+    """
     expected = np.ones((1, 300, 4))
     actual = expected.copy()
     actual[0, 299, 0] = np.nan
@@ -272,7 +318,10 @@ def test_error_in_a_merged_run_of_positions_is_kept():
     assert found.by_position == (*(0.0,) * (POSITIONS - 1), math.inf)
 
 
-def test_levels_keep_largest_weight_and_show_nan():
+def test_levels_keep_largest_weight_and_nan():
+    """Reduced to MOST_CELLS rows, a map keeps its largest weight as level STEPS and NaN as
+    STEPS + 1, in their places.
+    """
     maps = np.zeros((1, 100, 5))
     maps[0, 99, 4] = 1.0
     maps[0, 0, 0] = np.nan
@@ -284,6 +333,7 @@ def test_levels_keep_largest_weight_and_show_nan():
 
 
 def test_picture_opacity_matches_levels():
+    """Level 0 is transparent, level STEPS is opaque in the given color, and NaN is opaque red."""
     import base64
     import io
 
@@ -295,7 +345,10 @@ def test_picture_opacity_matches_levels():
 
 
 @pytest.mark.usefixtures("broken_softmax")
-def test_attention_maps_of_a_failure_show_the_worst_difference():
+def test_failure_maps_show_worst_difference():
+    """The maps of a failure show the sequence with the largest difference, and its place and
+    value; agreeing backends have two maps.
+    """
     _, maps, content = page_of(["causal"], ["jax", "torch"])
     assert maps["causal", "float32", "jax"].pictures.keys() == {"expected", "actual"}
     shown = maps["causal", "float32", "torch"]
@@ -309,7 +362,10 @@ def test_attention_maps_of_a_failure_show_the_worst_difference():
     assert all(alternatives)
 
 
-def test_attention_maps_show_few_heads_and_the_last_step():
+def test_attention_maps_show_last_step():
+    """Maps show the last step of a cached case, at most MOST_HEADS heads, and at most
+    MOST_CELLS queries and keys.
+    """
     _, maps, _ = page_of(["trained-smollm2-decode", "gqa", "rope-far"])
     assert maps["trained-smollm2-decode", "float32", "torch"].stage == "step5.attn_weights"
     assert maps["gqa", "float32", "torch"].heads == tuple(range(MOST_HEADS))

@@ -1,4 +1,4 @@
-"""JUnit XML: valid, whatever the report holds, and saying what the report says."""
+"""Tests of JUnit XML: it is valid for any report, and has the same results."""
 
 from dataclasses import replace
 from xml.etree import ElementTree
@@ -31,7 +31,7 @@ def report():
 
 @pytest.fixture
 def broken(monkeypatch):
-    """Makes torch give NaN in the case full, and raise an error in the case causal."""
+    """Make torch return NaN in the case full, and raise an error in the case causal."""
     original = parity.running.run.record
 
     def record(backend, reference):
@@ -45,7 +45,8 @@ def broken(monkeypatch):
     monkeypatch.setattr(parity.running.run, "record", record)
 
 
-def test_every_case_of_a_backend_and_dtype_is_a_test_of_their_suite(report):
+def test_suites_are_backends_and_dtypes(report):
+    """The valid XML has one suite per backend and dtype, with one test per case, and no failure."""
     SCHEMA.validate(junit_xml(report).decode())
     root = ElementTree.fromstring(junit_xml(report))
     suites = {suite.get("name"): [test.get("name") for test in suite.iter("testcase")] for suite in root}
@@ -68,7 +69,10 @@ def test_every_case_of_a_backend_and_dtype_is_a_test_of_their_suite(report):
         (None, ("actual", "a.py::b")),
     ],
 )
-def test_a_test_of_pytest_has_its_class_and_name(test, expected):
+def test_pytest_tests_keep_class_and_name(test, expected):
+    """A comparison in a pytest test has the class and name of this test, otherwise its
+    backend and case, and the dtype.
+    """
     found = failure(np.empty(0), "no", Label("a.py::b", "actual", "float32", "q"))
     xml = junit_xml(Report([replace(found, test=test)], {}, {}))
     SCHEMA.validate(xml.decode())
@@ -76,7 +80,8 @@ def test_a_test_of_pytest_has_its_class_and_name(test, expected):
     assert list(cases_in(xml)) == [(classname, f"{name}-float32")]
 
 
-def test_the_environment_is_told_as_properties(report):
+def test_environment_is_in_suite_properties(report):
+    """The properties of a suite have the version of NumPy and the numerics lock of torch."""
     suite = ElementTree.fromstring(junit_xml(report))[0]
     properties = {found.get("name"): found.get("value") for found in suite.iter("property")}
     assert properties["packages.numpy"] == np.__version__
@@ -84,7 +89,10 @@ def test_the_environment_is_told_as_properties(report):
 
 
 @pytest.mark.usefixtures("broken")
-def test_a_failure_tells_the_first_difference_and_the_command_to_run_it_again():
+def test_failure_has_first_difference():
+    """A failure has the first stage that differs, its report and the command that reproduces
+    it; other cases have none.
+    """
     report = run_cases([CASES["full"], CASES["no-bias"]], ["torch"])
     xml = junit_xml(report).decode()
     SCHEMA.validate(xml)
@@ -99,7 +107,8 @@ def test_a_failure_tells_the_first_difference_and_the_command_to_run_it_again():
 
 
 @pytest.mark.usefixtures("broken")
-def test_what_a_backend_raised_is_an_error_without_the_characters_that_xml_has_not():
+def test_backend_exception_is_escaped_error():
+    """An exception of a backend is an error, with characters that XML does not allow escaped."""
     xml = junit_xml(run_cases([CASES["causal"]], ["torch"])).decode()
     SCHEMA.validate(xml)
     error = cases_in(xml)["torch", "causal-float32"].find("error")
@@ -108,7 +117,8 @@ def test_what_a_backend_raised_is_an_error_without_the_characters_that_xml_has_n
     assert ElementTree.fromstring(xml).get("errors") == "1"
 
 
-def test_skipped_cases_and_backends_are_skipped_tests_with_their_reason(report):
+def test_skipped_cases_are_skipped_tests(report):
+    """Skipped cases and backends are skipped tests with their reasons."""
     skipped = [SkippedCase("full", "float16", "tt", "no such dtype")]
     xml = junit_xml(replace(report, skipped={"ttx": "not installed"}, skipped_cases=skipped)).decode()
     SCHEMA.validate(xml)
@@ -117,26 +127,32 @@ def test_skipped_cases_and_backends_are_skipped_tests_with_their_reason(report):
     assert tests["ttx", "every case"].find("skipped").get("message") == "not installed"
 
 
-def test_an_environment_that_is_strange_or_empty_is_still_valid():
+def test_strange_environment_is_valid():
+    """The XML is valid with an empty environment, or one with control characters, surrogates
+    and nested values.
+    """
     strange = {"a\x00b": {"c": [1, {"d": None}]}, "\ud800": float("nan"), "e": {}}
     lost = failure(np.ones(2), "shape (3,), expected (2,)", Label("full", "t<o>rch", "float32", "q"))
     for environment in (strange, {}):
         SCHEMA.validate(junit_xml(Report([lost], {}, environment, ["\x07"])).decode())
 
 
-def test_the_schema_refuses_what_is_no_junit(report):
+def test_schema_rejects_invalid_junit(report):
+    """The control of these tests: the schema rejects another name of an attribute or an element."""
     xml = junit_xml(report).decode()
     assert not SCHEMA.is_valid(xml.replace("classname=", "class="))
     assert not SCHEMA.is_valid(xml.replace("testcase", "test"))
 
 
-def test_the_same_results_give_the_same_bytes(report, tmp_path):
+def test_written_junit_is_deterministic(report, tmp_path):
+    """`write_junit` writes the bytes that `junit_xml` returns for the same report."""
     write_junit(tmp_path / "a.xml", report)
     assert (tmp_path / "a.xml").read_bytes() == junit_xml(report)
 
 
 @pytest.mark.usefixtures("broken")
-def test_run_and_compare_write_it(tmp_path):
+def test_run_and_compare_write_junit(tmp_path):
+    """`run --junit` and `compare --junit` write valid XML with one failure for a stage with NaN."""
     path, traces = tmp_path / "r.xml", tmp_path / "traces"
     arguments = ["--cases", "full", "--backends", "torch", "--save-traces", str(traces)]
     assert main(["run", *arguments, "--junit", str(path)]) == 1
@@ -146,7 +162,10 @@ def test_run_and_compare_write_it(tmp_path):
         assert len(list(ElementTree.parse(written).iter("failure"))) == 1
 
 
-def test_a_place_that_cannot_be_written_to_is_refused_before_the_work(capsys, monkeypatch):
+def test_unwritable_junit_path_fails_early(capsys, monkeypatch):
+    """A --junit path that cannot be written exits with status 2 and an error with the path,
+    before any work.
+    """
     monkeypatch.setattr(parity.running.run, "record", None)
     assert main(["run", "--cases", "textbook", "--junit", "/no/such/folder/r.xml"]) == 2
     assert refuses("--junit", "/no/such/folder/r.xml: ").is_printed_in(capsys.readouterr().err)

@@ -1,4 +1,4 @@
-"""Values as a notebook shows them: figures, and text of results."""
+"""Tests of values as shown in notebooks: figures, and results as text."""
 
 from __future__ import annotations
 
@@ -10,13 +10,19 @@ from parity.conformance.answers import Conformance
 from parity.reporting.plot import plot_attention
 
 
-def test_a_figure_needs_no_file():
+def test_figure_is_shown_without_a_file():
+    """Without a path, `plot_attention` returns a figure with a head and its color bar, which
+    a notebook shows as a PNG.
+    """
     figure = plot_attention(np.eye(4)[None])
     assert figure._repr_png_().startswith(b"\x89PNG")
     assert len(figure.axes) == 2  # a head, and the color bar
 
 
-def test_results_are_shown_as_their_text():
+def test_results_are_shown_as_text():
+    """Diagnoses, reports and conformance are shown in notebooks as preformatted text, with
+    HTML escaped.
+    """
     problem = parity.make_problem("textbook", "float32")
     batch_size, seq_len, _ = problem.inputs["query"].shape
     q = np.zeros((batch_size, problem.spec.num_heads, seq_len, problem.spec.head_dim))

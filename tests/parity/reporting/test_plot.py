@@ -1,4 +1,4 @@
-"""Heat maps of attention: from arrays, live modules, traces and files of weights."""
+"""Tests of heat maps of attention from arrays, live modules, traces and weight files."""
 
 import json
 import pickle
@@ -25,12 +25,12 @@ from parity.running.traces import load_trace
 
 
 def texts(path):
-    """The words in an SVG."""
+    """Return the texts in an SVG."""
     return [element.text for element in ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")]
 
 
 def picture(path):
-    """A PNG, read whole."""
+    """Return the pixels of a PNG, read completely."""
     with Image.open(path, formats=["PNG"]) as image:
         return np.asarray(image.convert("RGB")).astype(int)
 
@@ -45,7 +45,10 @@ def attn_weights(rng):
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_the_suffix_tells_the_format(attn_weights, tmp_path, suffix):
+def test_suffix_determines_format(attn_weights, tmp_path, suffix):
+    """The file is a PNG or an SVG according to its suffix, and the figure has one panel per
+    head.
+    """
     path = tmp_path / f"a.{suffix}"
     figure = plot_attention(attn_weights, path=path)
     assert [panel.get_title() for panel in figure.axes[:4]] == [f"head {i}" for i in range(4)]
@@ -57,20 +60,24 @@ def test_the_suffix_tells_the_format(attn_weights, tmp_path, suffix):
 
 @sample(suffix=["svg"])
 @pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_the_same_weights_give_the_same_bytes(attn_weights, tmp_path, suffix):
+def test_same_weights_have_same_bytes(attn_weights, tmp_path, suffix):
+    """The same weights, plotted twice, are files with the same bytes."""
     for name in "ab":
         plot_attention(attn_weights, path=tmp_path / f"{name}.{suffix}", title="t")
     assert (tmp_path / f"a.{suffix}").read_bytes() == (tmp_path / f"b.{suffix}").read_bytes()
 
 
-def test_the_picture_shows_the_weights_of_the_head_and_sequence_that_were_chosen(tmp_path):
+def test_plot_shows_chosen_head_and_sequence(tmp_path):
+    """A weight of 1 is bright only for its head and sequence, at the upper right: first
+    query, last key.
+    """
     weights = np.zeros((2, 2, 2, 2))
     weights[1, 1, 0, 1] = 1.0  # the upper right of one panel
 
     def bright(**chosen):
         plot_attention(weights, path=tmp_path / "a.png", **chosen)
         pixels = picture(tmp_path / "a.png")
-        left = pixels[:, : int(pixels.shape[1] * 0.7)]  # without the colour bar
+        left = pixels[:, : int(pixels.shape[1] * 0.7)]  # without the color bar
         return np.argwhere((np.abs(left - np.array([253, 231, 37])) < 4).all(-1))  # the end of viridis
 
     assert bright(heads=[0], sequence=1).size == 0
@@ -82,7 +89,10 @@ def test_the_picture_shows_the_weights_of_the_head_and_sequence_that_were_chosen
     assert places[:, 1].mean() > panel[:, 1].mean()
 
 
-def test_labels_stand_at_keys_and_queries(attn_weights, tmp_path):
+def test_labels_are_drawn_in_order(attn_weights, tmp_path):
+    """The labels of keys and queries are drawn in order, and dollar signs in labels and
+    titles are literal.
+    """
     path = tmp_path / "a.svg"
     keys, queries = ["The", "cat", "sat", "$on$", "it"], ["x", "y", "z"]
     plot_attention(attn_weights, path=path, heads=[2], tokens=keys, query_tokens=queries, title="of $a^2$")
@@ -92,24 +102,28 @@ def test_labels_stand_at_keys_and_queries(attn_weights, tmp_path):
     assert "of $a^2$" in found
 
 
-def test_tokens_label_queries_too_where_there_are_as_many(tmp_path):
+def test_tokens_label_keys_and_queries(tmp_path):
+    """Given as many tokens as queries and keys, both have these labels."""
     plot_attention(np.eye(3), path=tmp_path / "a.svg", tokens=["a", "b", "c"])
     assert [word for word in texts(tmp_path / "a.svg") if word in list("abc")] == list("abcabc")
 
 
-def test_labels_that_cannot_be_seen_are_made_visible(tmp_path):
+def test_invisible_labels_are_escaped(tmp_path):
+    """Newlines, control characters and surrogates in labels are drawn escaped."""
     plot_attention(np.eye(3), path=tmp_path / "a.svg", tokens=["\n", "<b>\x00", "\ud800"])
     found = texts(tmp_path / "a.svg")
     assert {"\\n", "<b>\\x00", "\\ud800"} <= set(found)
 
 
-def test_not_a_number_is_red(tmp_path):
+def test_nan_is_drawn_in_red(tmp_path):
+    """NaN weights are drawn in pure red."""
     plot_attention(np.full((2, 2), np.nan), path=tmp_path / "a.png")
     pixels = picture(tmp_path / "a.png")
     assert (pixels == np.array([255, 0, 0])).all(-1).sum() > 1000
 
 
-def test_many_tokens_have_few_labels_and_lose_no_peak(tmp_path):
+def test_many_tokens_keep_their_peak(tmp_path):
+    """3000 queries are reduced to 1024 rows that keep the largest weight, and have 64 labels."""
     weights = np.zeros((3000, 2))
     weights[1234, 1] = 1.0
     assert downsample(weights, 1024).shape == (1024, 2)
@@ -118,7 +132,8 @@ def test_many_tokens_have_few_labels_and_lose_no_peak(tmp_path):
     assert sum(word is not None and word.startswith("q") for word in texts(tmp_path / "a.svg")) - 1 == 64
 
 
-def test_nothing_global_changes(attn_weights, tmp_path):
+def test_plotting_changes_no_settings(attn_weights, tmp_path):
+    """Plotting does not change the settings of Matplotlib."""
     before = dict(mpl.rcParams)
     plot_attention(attn_weights, path=tmp_path / "a.png")
     assert dict(mpl.rcParams) == before
@@ -141,30 +156,38 @@ def test_nothing_global_changes(attn_weights, tmp_path):
         ({"sequence": -1}, refuses("sequence", sequence=-1)),
     ],
 )
-def test_bad_arguments_are_refused_and_nothing_is_written(attn_weights, tmp_path, monkeypatch, arguments, refusal):
+def test_invalid_arguments_write_nothing(attn_weights, tmp_path, monkeypatch, arguments, refusal):
+    """An invalid argument of `plot_attention` raises an error with its name and value, and no
+    file is written.
+    """
     monkeypatch.chdir(tmp_path)
     with refusal:
         plot_attention(**{"attn_weights": attn_weights, "path": "a.png", **arguments})
     assert list(tmp_path.iterdir()) == []
 
 
-# ---- Where the weights come from -------------------------------------------------------------------------------------
+# ---- Sources of weights ----------------------------------------------------------------------------------------------
 
 
-def test_a_live_module_gives_its_attention_weights(sibling, rng):
+def test_module_returns_attention_weights(sibling, rng):
+    """`attention_of` returns the weights of a module for an input, with rows that sum to 1."""
     module = sibling.module("MultiHeadAttention", AttentionSpec(8, 2))
     found = attention_of(module, sibling.array(rng.standard_normal((1, 3, 8)).astype(np.float32)))
     assert found.shape == (1, 2, 3, 3)
     np.testing.assert_allclose(found.sum(-1), 1.0, rtol=1e-6)
 
 
-def test_a_module_that_does_not_give_its_attention_weights_is_refused(sibling):
+def test_module_without_weights_is_rejected(sibling):
+    """`attention_of` raises an error for MultiHeadSelfAttention, which returns no attention
+    weights.
+    """
     with refuses_type("module", "MultiHeadSelfAttention"):
         attention_of(sibling.module("MultiHeadSelfAttention", AttentionSpec(8, 2)), None)
 
 
 @pytest.mark.parametrize("name", ["full", "causal", "rope-gqa", "cross"])
-def test_a_layer_with_an_input_gives_what_the_reference_does(name):
+def test_attention_for_matches_reference(name):
+    """`attention_for` returns exactly the attention weights of the reference, in float64."""
     problem = make_problem(CASES[name], "float64")
     found = attention_for(
         problem.weights,
@@ -176,7 +199,10 @@ def test_a_layer_with_an_input_gives_what_the_reference_does(name):
     np.testing.assert_array_equal(found, Reference(problem).accumulated["attn_weights"])
 
 
-def test_a_layer_with_the_inputs_of_a_case_takes_its_mask_and_last_step():
+def test_attention_in_case_has_its_mask():
+    """`attention_in_case` applies the mask of a case, and returns the last step of a cached
+    case.
+    """
     spec = AttentionSpec(12, 3)
     stage, found = attention_in_case(random_weights(spec), spec, CASES["causal-padding-empty"])
     assert stage == "attn_weights"
@@ -191,7 +217,7 @@ def test_a_layer_with_the_inputs_of_a_case_takes_its_mask_and_last_step():
 
 @pytest.fixture
 def layer(tmp_path, rng):
-    """A file of weights, and one with an input."""
+    """Save weights and an input, and return both paths."""
     spec = AttentionSpec(8, 2)
     save_weights(tmp_path / "w.safetensors", random_weights(spec), spec)
     np.save(tmp_path / "x.npy", rng.standard_normal((4, 8)).astype(np.float32))
@@ -200,13 +226,16 @@ def layer(tmp_path, rng):
 
 @pytest.fixture
 def trace(tmp_path):
-    """A file with the trace of a cached case."""
+    """Save the trace of a cached case, and return its path."""
     arguments = ["--cases", "decode", "--backends", "torch", "--save-traces", str(tmp_path / "traces"), "--quiet"]
     assert main(["run", *arguments]) == 0
     return str(next((tmp_path / "traces").iterdir()))
 
 
-def test_plot_draws_a_layer_and_its_input_with_labels(layer, tmp_path, capsys):
+def test_plot_draws_layer_with_labels(layer, tmp_path, capsys):
+    """`plot` draws a head of a layer for an input with labels; its JSON has the heads and the
+    shape.
+    """
     weights, x = layer
     target = str(tmp_path / "a.svg")
     arguments = ["--input", x, "--causal", "--labels", "The,cat,the,cat", "--heads", "1", "--json", f"{target}.json"]
@@ -217,14 +246,16 @@ def test_plot_draws_a_layer_and_its_input_with_labels(layer, tmp_path, capsys):
     assert (told["heads"], told["shape"]) == ([1], [1, 2, 4, 4])
 
 
-def test_plot_reads_tokens_from_a_file_one_a_line(layer, tmp_path):
+def test_plot_reads_labels_from_file(layer, tmp_path):
+    """`plot --labels-file` reads one label per line, which may have a comma."""
     (tmp_path / "t.txt").write_text("a,b\nc\nd\ne\n")
     target = tmp_path / "a.svg"
     assert main(["plot", layer[0], str(target), "--input", layer[1], "--labels-file", str(tmp_path / "t.txt")]) == 0
     assert "a,b" in texts(target)
 
 
-def test_plot_draws_the_last_step_of_a_trace_or_the_one_that_is_named(trace, tmp_path, monkeypatch):
+def test_plot_draws_last_or_given_step(trace, tmp_path, monkeypatch):
+    """`plot` draws the last step of a trace, or the given stage and sequence."""
     drawn = []
     figure = SimpleNamespace(image=str.encode)
     monkeypatch.setattr(parity.reporting.plot, "_draw", lambda maps, *others: drawn.append(maps) or figure)
@@ -235,7 +266,8 @@ def test_plot_draws_the_last_step_of_a_trace_or_the_one_that_is_named(trace, tmp
     np.testing.assert_array_equal(drawn[1], stages["step0.attn_weights"][1].astype(np.float64))
 
 
-def test_plot_draws_a_layer_for_a_case_in_any_layout(tmp_path):
+def test_plot_accepts_any_layout(tmp_path):
+    """`plot --case` draws a layer from torch.nn.MultiheadAttention under a prefix."""
     weights = random_weights(AttentionSpec(8, 2))
     parity.save(tmp_path / "w.safetensors", weights, AttentionSpec(8, 2), "torch.nn.MultiheadAttention", prefix="a.b")
     target = tmp_path / "a.png"
@@ -265,7 +297,10 @@ def test_plot_draws_a_layer_for_a_case_in_any_layout(tmp_path):
         (["T", "a.png", "--stage", "q"], refuses("stage", stage="q")),
     ],
 )
-def test_bad_usage_is_one_line_and_nothing_is_written(capsys, tmp_path, layer, trace, arguments, refusal):
+def test_bad_usage_of_plot_writes_nothing(capsys, tmp_path, layer, trace, arguments, refusal):
+    """Invalid arguments of `plot` exit with status 2 and one error line about them; no
+    picture is written.
+    """
     files = {"W": layer[0], "X": layer[1], "T": trace, "a.png": str(tmp_path / "a.png"), "a.jpg": "a.jpg"}
     spoilt = np.ones((2, 8))
     spoilt[0, 0] = np.nan
@@ -282,7 +317,8 @@ def test_bad_usage_is_one_line_and_nothing_is_written(capsys, tmp_path, layer, t
     assert not (tmp_path / "a.png").exists()
 
 
-def test_an_input_that_is_not_there_is_named_in_one_line(capsys, layer):
+def test_missing_input_is_named_in_error(capsys, layer):
+    """An --input that does not exist exits with status 2 and one error line with its path."""
     assert main(["plot", layer[0], "a.png", "--input", "/no/such/file"]) == 2
     error = capsys.readouterr().err
     assert "/no/such/file" in error
@@ -297,7 +333,8 @@ class CreatesFile:
 
 
 @pytest.mark.parametrize("content", [b"", b"\x93NUMPY", pickle.dumps(CreatesFile())], ids=["empty", "head", "pickle"])
-def test_a_file_that_is_no_array_is_refused_and_never_unpickled(tmp_path, content, monkeypatch):
+def test_non_array_file_is_rejected(tmp_path, content, monkeypatch):
+    """`read_array` raises an error for an empty file, a truncated array and a pickle."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.npy").write_bytes(content)
     with refuses("…/x.npy"):
@@ -305,20 +342,25 @@ def test_a_file_that_is_no_array_is_refused_and_never_unpickled(tmp_path, conten
     assert [path.name for path in tmp_path.iterdir()] == ["x.npy"]
 
 
-def test_an_array_of_objects_is_refused(tmp_path):
+def test_object_array_is_rejected(tmp_path):
+    """`read_array` raises an error for an array of objects."""
     np.save(tmp_path / "x.npy", np.array([{}], dtype=object), allow_pickle=True)
     with refuses("…/x.npy"):
         read_array(tmp_path / "x.npy")
 
 
-def test_without_matplotlib_the_package_is_named_before_any_work(capsys, layer, tmp_path, monkeypatch):
+def test_missing_matplotlib_is_named(capsys, layer, tmp_path, monkeypatch):
+    """Without matplotlib, `plot` exits with status 2 and an error with the command to install
+    it.
+    """
     monkeypatch.setattr("parity.core.packages.is_installed", lambda package: False)
     assert main(["plot", layer[0], str(tmp_path / "a.png"), "--input", layer[1]]) == 2
     assert "a plot needs matplotlib, not installed here: pip install matplotlib" in capsys.readouterr().err
 
 
 @pytest.mark.costly("modules that a new process imports")
-def test_parity_imports_no_picture_library_before_it_is_asked_to():
+def test_picture_libraries_load_lazily():
+    """Importing the modules for plots and HTML imports neither Matplotlib, Jinja2 nor Pillow."""
     program = (
         "import sys, parity.reporting.plot, parity.reporting.html\n"
         "print({'matplotlib', 'jinja2', 'PIL'} & set(sys.modules))"
@@ -328,7 +370,8 @@ def test_parity_imports_no_picture_library_before_it_is_asked_to():
 
 
 @pytest.mark.costly("modules that a new process imports")
-def test_a_plot_asks_for_no_window_system(tmp_path):
+def test_plot_does_not_import_pyplot(tmp_path):
+    """Plotting does not import matplotlib.pyplot, which would look for a window system."""
     program = f"""
 import sys, numpy, parity.reporting.plot
 parity.reporting.plot.plot_attention(numpy.eye(2), path={str(tmp_path / "a.png")!r})

@@ -1,4 +1,4 @@
-"""What a person reads on a terminal, however narrow it is: what failed is never cut off."""
+"""Tests of tables on a terminal, however narrow: names of failures are never cut off."""
 
 import io
 
@@ -19,7 +19,7 @@ STAGES = ("step0.q", WRONG, "step0.module.output")
 
 
 def compared(backend, wrong=()):
-    """The comparisons of one case on a backend, with those stages wrong."""
+    """Yield the comparisons of one case on a backend, with the given stages wrong."""
     x = np.linspace(0.0, 1.0, 120).reshape(2, 3, 4, 5)
     for stage in STAGES:
         values = x if stage != "step0.module.output" else x[0]
@@ -29,7 +29,7 @@ def compared(backend, wrong=()):
 
 @pytest.fixture(params=[40, 80])
 def terminal(request, monkeypatch):
-    """A terminal of as many columns as the environment says."""
+    """A terminal with the number of columns in the environment."""
     monkeypatch.setenv("COLUMNS", str(request.param))
     out = Console(file=io.StringIO(), force_terminal=True, color_system=None, highlight=False)
     assert out.width == request.param
@@ -37,13 +37,16 @@ def terminal(request, monkeypatch):
 
 
 def words(out):
-    """The lines on a terminal, and its words in one piece, those that were folded put together again."""
+    """Return the lines on a terminal, and its text without spaces and borders."""
     lines = out.file.getvalue().splitlines()
     assert all(len(line) <= out.width for line in lines if "│" in line)
     return lines, "".join("".join(lines).replace("│", " ").split())
 
 
-def test_the_stage_that_failed_is_named_whole_with_any_number_of_backends(terminal):
+def test_failed_stage_is_never_cut_off(terminal):
+    """With three backends, the case table has the whole name of the failed stage, at 40 and
+    80 columns.
+    """
     found = [*compared("jax"), *compared("torch", wrong=[WRONG]), *compared("tt", wrong=[WRONG])]
     print_case_table(Report(found, {}, {}), terminal)
     lines, text = words(terminal)
@@ -56,7 +59,10 @@ def test_the_stage_that_failed_is_named_whole_with_any_number_of_backends(termin
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4])
-def test_the_stages_are_named_whole_and_ratios_are_not_cut_off(terminal, number):
+def test_stages_and_ratios_are_never_cut_off(terminal, number):
+    """With up to four backends, the stage table has whole names of stages and all ratios, at
+    40 and 80 columns.
+    """
     found = [comparison for i in range(number) for comparison in compared(f"torch (/tmp/{i})", wrong=[WRONG])]
     print_stage_table(Report(found, {}, {}), terminal)
     lines, text = words(terminal)
@@ -69,14 +75,16 @@ def test_the_stages_are_named_whole_and_ratios_are_not_cut_off(terminal, number)
         assert text.count(ratio) == number
 
 
-def test_every_comparison_is_named_whole(terminal):
+def test_comparisons_are_never_cut_off(terminal):
+    """The comparison table has the whole case, stage, dtype and backend, at 40 and 80 columns."""
     found = list(compared("torch", wrong=[WRONG]))
     print_comparison_table(Report(found, {}, {}), terminal)
     _, text = words(terminal)
     assert f"{CASE}:stage{WRONG},dtypefloat32,backendtorch" in text
 
 
-def test_bugs_that_were_planted_are_named_whole(terminal):
+def test_bug_names_are_never_cut_off(terminal):
+    """The table of the self-test has whole names of bugs and its headings, at 40 and 80 columns."""
     outcome = Outcome("rope-weights-deinterleaved", CASE, "torch", 0, ("q",), "q", ("rope-missing",), (), "structure")
     print_selftest([outcome] * 12, terminal)
     lines, text = words(terminal)
@@ -86,7 +94,10 @@ def test_bugs_that_were_planted_are_named_whole(terminal):
     assert "named" in text
 
 
-def test_two_traces_are_set_side_by_side(terminal):
+def test_two_traces_are_shown_side_by_side(terminal):
+    """The table of two traces has the first wrong stage of the second trace, and its row, at
+    40 and 80 columns.
+    """
     sides = [list(compared("jax")), list(compared("torch", wrong=[WRONG]))]
     print_divergence(sides, dict.fromkeys(STAGES, 0.5), terminal)
     lines, text = words(terminal)

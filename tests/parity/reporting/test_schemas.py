@@ -1,4 +1,4 @@
-"""The keys of everything that other programs read: JSON of commands, metadata of files, JUnit XML."""
+"""Tests of the keys that other programs read: JSON of commands, metadata of files, JUnit XML."""
 
 import json
 import sys
@@ -23,7 +23,7 @@ from parity.running.report import Report, SkippedCase
 from parity_lab.bench.work import Work
 
 RECORDED = json.loads((DATA / "schemas.json").read_text("utf-8"))
-"""Keys of each version of each schema, those of records in lists included. Entries are added, and not changed."""
+"""Keys of each version of each schema and its records. Entries are added, never changed."""
 
 OWN = """import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -83,7 +83,7 @@ CALLS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The files that the commands read."""
+    """Write the files that the commands read, and return their folder."""
     folder = tmp_path_factory.mktemp("schemas")
     (folder / "own.py").write_text(OWN)
     (folder / "test_own.py").write_text(TESTS)
@@ -112,7 +112,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def written(folder, monkeypatch):
-    """A function that runs a command in the folder, and returns its JSON."""
+    """Return a function that runs a command in the folder and returns its JSON."""
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
     tiny = Work("cores", "core", 1, 8, is_causal=True, num_heads=2, head_dim=8)
@@ -129,7 +129,7 @@ def written(folder, monkeypatch):
 
 
 def records_in(content):
-    """The keys of the records in lists, as `results[].case`."""
+    """Return the keys of records in lists, such as `results[].case`."""
     return {
         f"{name}[].{key}"
         for name, value in content.items()
@@ -139,6 +139,9 @@ def records_in(content):
 
 
 def test_every_command_has_a_schema():
+    """Schemas and calls below have all commands, and each command has at least one call per
+    form of its result.
+    """
     assert SCHEMAS.keys() == CALLS.keys() == COMMANDS.keys()
     assert all(len(CALLS[name]) >= len(schema.forms) for name, schema in SCHEMAS.items())
 
@@ -146,7 +149,10 @@ def test_every_command_has_a_schema():
 @pytest.mark.parametrize(
     "command", [*(name for name in CALLS if name != "mutate"), pytest.param("mutate", marks=pytest.mark.thorough)]
 )
-def test_a_command_writes_the_keys_of_its_schema(command, written):
+def test_command_writes_keys_of_its_schema(command, written):
+    """The JSON of a command has the keys of a form of its schema; all forms occur, and the
+    recorded keys are the same.
+    """
     schema, records, forms = SCHEMAS[command], set(), []
     for words in CALLS[command]:
         content = written(command, words)
@@ -161,7 +167,10 @@ def test_a_command_writes_the_keys_of_its_schema(command, written):
     assert sorted({*schema.keys, *records}) == recorded, "raise the version of the schema, and record its keys"
 
 
-def test_files_have_the_metadata_of_their_kind(folder):
+def test_files_have_metadata_of_their_kind(folder):
+    """Weights, caches, traces and recordings have the metadata keys of their kind and the
+    format version.
+    """
     parity.save_cache(folder / "cache.safetensors", mha_torch.init_cache(1, 2, 3, 4))
     kinds = {
         "weights": "layer.safetensors",
@@ -176,7 +185,8 @@ def test_files_have_the_metadata_of_their_kind(folder):
         assert metadata["format"] == FORMAT
 
 
-def test_junit_has_the_elements_and_attributes_that_are_promised():
+def test_junit_has_documented_elements():
+    """JUnit XML has the elements and attributes of JUNIT, in this order of attributes."""
     labels = [Label("case", "torch", dtype, stage) for dtype, stage in {"float32": "output", "float16": "run"}.items()]
     wrong = [failure(np.ones(2), "reason", label) for label in labels]
     elsewhere = SkippedCase("other", "float32", "torch", "reason")

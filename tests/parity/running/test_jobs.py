@@ -1,4 +1,4 @@
-"""Tests of running cases in several processes: the report is unchanged and no process is left behind."""
+"""Cases in several processes: the report is unchanged and no process is left behind."""
 
 import json
 import math
@@ -49,6 +49,7 @@ def is_running(pid):
 
 @pytest.mark.costly("cases by two processes")
 def test_report_equals_that_of_one_process():
+    """Two processes produce the same report as one, with more than 150 passed stages."""
     cases = [CASES[name] for name in ("textbook", "decode", "nan-visible-causal")]
     alone, together = (
         run_cases(cases, ["torch"], ["float32", "bfloat16"], with_gradients=True, jobs=jobs).to_dict()
@@ -62,12 +63,14 @@ def test_report_equals_that_of_one_process():
 @pytest.mark.costly("work by two processes")
 @pytest.mark.thorough
 def test_results_are_in_order():
+    """Results come in the order of items, whichever process ends first."""
     assert list(by_processes(math.isqrt, [9, 4, 1, 0], 2, cost=abs)) == [3, 2, 1, 0]
 
 
 @pytest.mark.costly("work by a process")
 @pytest.mark.thorough
 def test_most_expensive_item_starts_first(tmp_path):
+    """Items start in descending order of cost, and results keep the original order."""
     paths = [str(tmp_path / name) for name in ("a", "bb", "ccc")]
     assert list(by_processes(os.mkdir, paths, 1, cost=len)) == [None] * 3
     assert [os.stat(path).st_ctime_ns for path in paths] == sorted(
@@ -76,19 +79,22 @@ def test_most_expensive_item_starts_first(tmp_path):
 
 
 @pytest.mark.costly("work by two processes")
-def test_exception_in_a_process_is_raised_here():
+def test_exception_in_process_is_raised():
+    """An exception in a process is raised in the parent."""
     with pytest.raises(ValueError, match="nonnegative"):
         list(by_processes(math.isqrt, [9, -1], 2, cost=abs))
 
 
 @pytest.mark.costly("a process that dies")
-def test_dead_process_raises_instead_of_hanging():
+def test_dead_process_raises_an_error():
+    """A process that exits raises `BrokenProcessPool` instead of hanging."""
     with pytest.raises(BrokenProcessPool):
         list(by_processes(os._exit, [3], 2, cost=abs))
 
 
 @pytest.mark.costly("processes that are ended")
-def test_closing_the_iterator_leaves_no_process():
+def test_closed_iterator_leaves_no_process():
+    """Processes end within 30 seconds after the iterator is closed, even if busy."""
     others = set(multiprocessing.active_children())
     naps = by_processes(time.sleep, [0, 600, 600], 2, cost=lambda nap: -nap)
     next(naps)
@@ -101,6 +107,7 @@ def test_closing_the_iterator_leaves_no_process():
 @pytest.mark.costly("a process that is killed")
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="processes are looked for in /proc")
 def test_killed_parent_leaves_no_process(tmp_path):
+    """Processes end within 30 seconds after their parent is killed."""
     script = tmp_path / "script.py"
     script.write_text(LEFT_ALONE)
     with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True) as process:
@@ -116,11 +123,13 @@ def test_killed_parent_leaves_no_process(tmp_path):
     [(["--jobs", "0"], 0), (["--jobs", "2", "--model", "x"], 2)],
 )
 def test_invalid_jobs_option_fails(arguments, jobs, capsys):
+    """`--jobs 0`, and `--jobs` with `--model`, exit with 2."""
     assert main(["run", "--cases", "textbook", *arguments]) == 2
     assert refuses("--jobs", {"--jobs": jobs}).is_printed_in(capsys.readouterr().err)
 
 
 def test_invalid_jobs_argument_raises():
+    """`jobs=0` raises an error that names `jobs`."""
     with refuses("jobs", jobs=0):
         run_cases([CASES["textbook"]], ["torch"], jobs=0)
 
@@ -130,7 +139,10 @@ THREADS = ["OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"]
 
 @pytest.mark.costly("the environment of two processes")
 @pytest.mark.parametrize(("own", "expected"), [(None, ["4", "4"]), ("3", ["3", "4"])])
-def test_processes_share_the_cores_unless_configured(monkeypatch, own, expected):
+def test_processes_share_the_cores(monkeypatch, own, expected):
+    """Two processes use 4 of 9 cores each, unless a variable is
+    set; the parent's variables stay unchanged.
+    """
     monkeypatch.setattr(os, "cpu_count", lambda: 9)
     monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False) if own is None else monkeypatch.setenv("OMP_NUM_THREADS", own)
@@ -139,7 +151,8 @@ def test_processes_share_the_cores_unless_configured(monkeypatch, own, expected)
 
 
 @pytest.mark.costly("the environment of another interpreter")
-def test_other_python_gets_its_share_of_the_cores(tmp_path, monkeypatch):
+def test_other_python_shares_the_cores(tmp_path, monkeypatch):
+    """A different Python that is one of four processes uses 2 of 9 cores."""
     monkeypatch.setattr(os, "cpu_count", lambda: 9)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     python = tmp_path / "python"
@@ -161,7 +174,8 @@ def run_with(tmp_path, *options):
 
 
 @pytest.mark.costly("cases in another interpreter")
-def test_backend_in_other_python_gives_the_same_results(tmp_path):  # `make parity` runs one, with --jobs 2
+def test_other_python_has_same_results(tmp_path):  # `make parity` runs one, with --jobs 2
+    """A backend in a different Python has the same results as here, and runs once."""
     here = run_with(tmp_path, "--backends", "torch", *CASES_ELSEWHERE)
     told = ["--python", f"torch={sys.executable}", "--backends", "torch"]
     elsewhere = run_with(tmp_path, *told, *CASES_ELSEWHERE)
@@ -170,7 +184,8 @@ def test_backend_in_other_python_gives_the_same_results(tmp_path):  # `make pari
 
 
 @pytest.mark.costly("a program in place of an interpreter")
-def test_error_of_other_python_is_reported_in_one_line(tmp_path, capsys):
+def test_other_python_error_is_one_line(tmp_path, capsys):
+    """An error of a different Python exits with 2 and one line with its status and message."""
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho 'mha-parity: torch needs torch, not installed here' >&2\nexit 2\n")
     python.chmod(0o755)
@@ -184,13 +199,15 @@ def test_error_of_other_python_is_reported_in_one_line(tmp_path, capsys):
     ("told", "got"),
     [("torch=nowhere", "nowhere"), ("caffe=python", "caffe")],
 )
-def test_other_python_must_exist_and_name_a_backend(capsys, told, got):
+def test_invalid_python_option_fails(capsys, told, got):
+    """`--python` with a missing interpreter or an unknown backend exits with 2."""
     assert main(["run", "--python", told]) == 2
     assert refuses("--python", {"--python": got}).is_printed_in(capsys.readouterr().err)
 
 
 @pytest.mark.costly("a program in place of an interpreter")
-def test_other_python_ends_with_the_run_and_leaves_nothing(tmp_path, monkeypatch):
+def test_other_python_ends_with_the_run(tmp_path, monkeypatch):
+    """A different Python ends with its block and leaves no temporary files."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nexec sleep 600\n")

@@ -40,8 +40,8 @@ def failures(case, backend, dtype, with_gradients):
     return [str(comparison) for comparison in judge(record(backend, expected), expected) if not comparison.passed]
 
 
-# Compiling gradients takes as long as all else. JAX derives all but those of attention in blocks, which depend on
-# scores and masks: cases in which these differ are differentiated.
+# Compilation of gradients takes as long as everything else. JAX derives all except those of attention in blocks,
+# which depend on scores and masks: cases that differ in these are differentiated.
 IN_BLOCKS = {
     "window-far",
     "chunk-both-ways",
@@ -55,11 +55,11 @@ IN_BLOCKS = {
 
 FINITE = [name for name, case in CASES.items() if case.not_finite is None]
 NAN_CASES = [name for name in CASES if name not in FINITE]
-"""test_nan_is_where_it_belongs runs them."""
+"""Cases for test_nan_positions_match_reference."""
 
 
-# JAX compiles each stage of each case. `make parity`, which CI runs as well, has a case for each thing that a layer may
-# have; here several are in one layer, and gradients are those of the cases that say most.
+# JAX compiles each stage of each case. `make parity`, which CI also runs, has a case for each feature of a layer; here
+# one layer combines several features, and only the most telling cases are differentiated.
 MANY_AT_ONCE = {
     "masks-and-scores": AttentionSpec(
         32,
@@ -84,41 +84,46 @@ DIFFERENTIATED = {"bias-causal", "rope-gqa", "qk-norm"}
 @pytest.mark.costly("JAX compiles every stage of a case, with gradients")
 @pytest.mark.parametrize("name", sorted(IN_JAX | DIFFERENTIATED))
 def test_jax_agrees_with_the_reference(name):
+    """JAX agrees with the reference in float32, in three cases including gradients."""
     assert failures(CASES[name], "jax", "float32", with_gradients=name in DIFFERENTIATED) == []
 
 
 @pytest.mark.parametrize("name", MANY_AT_ONCE)
-def test_jax_agrees_on_layers_with_many_parts(name):
+def test_jax_agrees_on_combined_features(name):
+    """JAX agrees with the reference on layers that combine many features."""
     case = Case(name, MANY_AT_ONCE[name], "many parts at once", seq_len=7, is_causal=True)
     assert failures(case, "jax", "float32", with_gradients=False) == []
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", sorted(IN_BLOCKS))
-def test_jax_agrees_with_the_reference_in_gradients(name):
+def test_jax_gradients_match_reference(name):
+    """JAX agrees with the reference, gradients included, in cases that differ in blocks."""
     assert failures(CASES[name], "jax", "float32", with_gradients=True) == []
 
 
-# Steps that depend on positions in a way of their own. The others are as they are without a cache.
+# Cases whose steps depend on positions in a special way. Other steps are the same as without a cache.
 DECODE = {"decode-dynamic", "decode-chunk", "decode-relative-bias", "decode-temperature", "decode-latent-yarn"}
 
 
 def is_computed_elsewhere(name):
-    """Tell cases that another test or `make parity` computes, and steps that are as they are without a cache."""
+    """Return whether another test or `make parity` runs the case, or its steps are the same as without a cache."""
     others = IN_JAX | DIFFERENTIATED | IN_BLOCKS | QUICK.keys()
     return CASES[name].trained is not None or name in others or (name.startswith("decode-") and name not in DECODE)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", [name for name in FINITE if not is_computed_elsewhere(name)][::3])  # torch runs all
-def test_jax_agrees_with_the_reference_in_further_cases(name):
+def test_jax_agrees_in_further_cases(name):
+    """JAX agrees with the reference in every third case that no other test runs."""
     assert failures(CASES[name], "jax", "float32", with_gradients=False) == []
 
 
 @pytest.mark.costly("XLA reads its flags once in a process")
 @pytest.mark.thorough
-def test_jax_agrees_on_a_trained_layer_compiled_as_users_have_it(tmp_path):
-    # Compiled quickly, as conftest says, a product is a sum from its first term to its last; in wide layers that shows.
+def test_jax_agrees_with_default_compilation(tmp_path):
+    """JAX agrees on a trained layer, gradients included, if compiled with XLA's default flags."""
+    # With conftest's quick compilation, products are summed from first to last term, which matters in wide layers.
     path, case = tmp_path / "results.json", "trained-smollm2-causal"
     command = ["-m", "parity", "run", "--backends", "jax", "--cases", case, "--grad", "--json", path]
     subprocess.run([sys.executable, *command], env=os.environ | {"XLA_FLAGS": ""}, check=True, capture_output=True)
@@ -126,8 +131,8 @@ def test_jax_agrees_on_a_trained_layer_compiled_as_users_have_it(tmp_path):
     assert {(each["case"], each["status"]) for each in results} == {(case, "passed")}
 
 
-# Compiling takes most of JAX's time, so that its other dtypes run a choice of cases: the narrow ones those in which
-# little is left of large numbers, or of many terms; float64 those in which something may be computed in less.
+# Compilation takes most of JAX's time, so its other dtypes run a selection of cases: narrow ones the cases in which
+# large numbers or many terms lose precision, float64 the cases in which a part may be computed in less.
 IN_DTYPES = {
     "bfloat16": ["causal-padding-empty", "bias-causal", "cross", "rope-gqa", "large-logits", "ragged"],
     "float16": ["causal-padding-empty", "large-logits", "trained-anarcii-cross"],
@@ -141,11 +146,12 @@ IN_DTYPES = {
     ("dtype", "name"),
     [(dtype, name) for dtype, names in IN_DTYPES.items() for name in names[:3]],
 )
-def test_jax_agrees_with_the_reference_in_other_dtypes(name, dtype):
+def test_jax_agrees_in_other_dtypes(name, dtype):
+    """JAX agrees in bfloat16, float16 and float64; the first case of each includes gradients."""
     assert failures(CASES[name], "jax", dtype, with_gradients=name == IN_DTYPES[dtype][0]) == []
 
 
-# All in float32, and each in one more dtype, which its name draws.
+# All cases in float32, and each in one more dtype, which depends on its name.
 IN_TORCH = [("float32", name) for name in CASES] + [(dtype, name) for dtype in IN_DTYPES for name in IN_DTYPES[dtype]]
 IN_TORCH += [(case.dtype, name) for name, case in CASES.items() if case.dtype is not None]
 IN_TURN = [([*IN_DTYPES][zlib.crc32(name.encode()) % len(IN_DTYPES)], name) for name in CASES]
@@ -154,16 +160,23 @@ IN_TURN = [([*IN_DTYPES][zlib.crc32(name.encode()) % len(IN_DTYPES)], name) for 
 @sample(96, where=lambda dtype, name: (dtype, name) in IN_TORCH)
 @pytest.mark.parametrize(("dtype", "name"), list(dict.fromkeys([*IN_TORCH, *IN_TURN])))
 def test_torch_agrees_with_the_reference(name, dtype):
+    """Torch agrees with the reference, gradients included, in all
+    cases and dtypes of IN_TORCH and IN_TURN.
+    """
     assert failures(CASES[name], "torch", dtype, with_gradients=True) == []
 
 
 @sample(8)
 @pytest.mark.parametrize("seed", range(6, 26))
 def test_torch_agrees_on_more_random_cases(seed):
+    """Torch agrees with the reference, gradients included, in 20 random cases."""
     assert failures(random_case(seed), "torch", "float32", with_gradients=True) == []
 
 
 def test_every_stage_of_a_case_is_compared():
+    """Comparison covers exactly all stages of attention, of the
+    module and fused paths, and all gradients.
+    """
     report = run_cases([CASES["bias-causal"]], ["torch"], with_gradients=True)
     stages = {comparison.stage for comparison in report.comparisons}
     forward = {"mask", "q", "k", "v", "scores", "attn_weights", "context", "output"}
@@ -173,7 +186,10 @@ def test_every_stage_of_a_case_is_compared():
     assert stages == forward | modules | gradients
 
 
-def test_every_step_of_a_cached_case_is_compared():
+def test_every_step_with_cache_is_compared():
+    """Each of four steps is compared in every stage,
+    including keys, values and lengths of the cache.
+    """
     report = run_cases([CASES["decode"]], ["torch"])
     stages = {comparison.stage for comparison in report.comparisons}
     per_step = {"mask", "q", "k", "v", "cache.keys", "cache.values", "cache.lengths", "scores", "attn_weights"}
@@ -189,8 +205,10 @@ BLOCKS = {
 
 
 @pytest.mark.parametrize("seed", [370, 514, 937])
-def test_gradients_of_heads_of_two_features_are_within_the_budget(seed):
-    """Their scores are large, and sums of two terms: summed again they differ by the order of factors alone."""
+def test_gradients_with_two_features_pass(seed):
+    """With heads of two features, scores are large sums of two terms, which differ by the order of
+    factors alone; gradients in float64 still agree with the reference.
+    """
     case = random_case(seed)
     assert case.spec.head_dim == 2
     assert failures(case, "torch", "float64", with_gradients=True) == []
@@ -198,7 +216,8 @@ def test_gradients_of_heads_of_two_features_are_within_the_budget(seed):
 
 @pytest.mark.costly("JAX compiles every stage of a case, with gradients")
 @pytest.mark.parametrize("name", BLOCKS)
-def test_jax_is_also_judged_in_small_blocks(name):
+def test_jax_also_runs_in_small_blocks(name):
+    """Compared with torch, JAX has additional stages, all of which are those of small blocks."""
     report = run_cases([CASES[name]], ["jax", "torch"], with_gradients=True)
     stages = {library: {c.stage for c in report.comparisons if c.backend == library} for library in ("jax", "torch")}
     assert stages["jax"] - stages["torch"] == {stage for stage in stages["jax"] if "blocks." in stage}
@@ -207,7 +226,10 @@ def test_jax_is_also_judged_in_small_blocks(name):
 
 
 @pytest.mark.costly("JAX compiles blocks of the usual size")
-def test_the_fused_path_of_jax_is_judged_with_the_blocks_that_users_get(monkeypatch):
+def test_jax_fused_path_has_default_blocks(monkeypatch):
+    """Forward passes and gradients run JAX's fused path
+    with default blocks, then with small blocks.
+    """
     taken, original = [], FusedAttention.__call__
 
     def note(kernel, *arrays):
@@ -221,7 +243,8 @@ def test_the_fused_path_of_jax_is_judged_with_the_blocks_that_users_get(monkeypa
     assert taken == 2 * [mha_jax.fused.attend, jax_backend.SMALL_BLOCKS]
 
 
-def test_a_trace_of_jax_without_its_small_blocks_is_a_failure():
+def test_missing_blocks_stage_is_a_failure():
+    """A trace of JAX that lacks the stage of small blocks fails that stage alone."""
     expected = Reference(make_problem(CASES["full"], "float32"))
     trace = record("jax", expected)
     del trace.accumulated["blocks.output"]
@@ -229,7 +252,8 @@ def test_a_trace_of_jax_without_its_small_blocks_is_a_failure():
     assert (failed.stage, failed.reason) == ("blocks.output", "the trace lacks this stage")
 
 
-def test_what_is_compared_in_a_cache_is_not_empty():
+def test_compared_cache_is_not_empty():
+    """The reference of a ragged case has nonzero cached keys, and final lengths of 6, 7 and 4."""
     expected = Reference(make_problem(CASES["ragged"], "float32")).accumulated
     assert np.count_nonzero(expected["step0.cache.keys"]) > 0
     assert expected["step3.cache.lengths"].tolist() == [6, 7, 4]
@@ -237,7 +261,10 @@ def test_what_is_compared_in_a_cache_is_not_empty():
 
 @pytest.mark.costly("JAX compiles every stage of two cases")
 @sample(jax=0)
-def test_the_record_of_a_backend_is_true_of_it(sibling):
+def test_backend_record_is_correct(sibling):
+    """The record of a backend names its package, its array
+    module and exactly the paths it computes.
+    """
     known, port = BACKENDS[sibling.name], load_backend(sibling.name)
     assert known.sibling == port.SIBLING.__name__
     assert all(hasattr(importlib.import_module(known.arrays), name) for name in ("where", "triu", "ones"))
@@ -247,7 +274,10 @@ def test_the_record_of_a_backend_is_true_of_it(sibling):
     assert {"module", *port.GRADIENT_PATHS} == {"", *known.paths}
 
 
-def test_a_value_of_a_sibling_tells_its_backend(sibling):
+def test_backend_of_value_is_found(sibling):
+    """`backend_of` finds the backend of a module or of a derived
+    class, and None for a NumPy array.
+    """
     module = sibling.module("MultiHeadAttention", AttentionSpec(8, 2))
     derived = type("Mine", (type(module),), {})
     assert backend_of(module) == sibling.name
@@ -255,14 +285,16 @@ def test_a_value_of_a_sibling_tells_its_backend(sibling):
     assert backend_of(np.ones(3)) is None
 
 
-def test_a_backend_that_is_missing_is_skipped_with_its_reason(let_need):
+def test_missing_backend_is_skipped(let_need):
+    """A backend that is not installed is skipped, with the missing package as the reason."""
     let_need("tt", "a_package_that_is_not_there")
     report = run_cases([CASES["textbook"]])
     assert report.skipped == {"tt": "tt needs a_package_that_is_not_there, not installed here"}
     assert report.summary["skipped"] == 1
 
 
-def test_a_backend_asked_for_by_name_must_be_there(let_need):
+def test_requested_missing_backend_raises(let_need):
+    """A missing backend that is requested by name raises `ModuleNotFoundError`."""
     let_need("tt", "a_package_that_is_not_there")
     with pytest.raises(ModuleNotFoundError, match="tt needs a_package_that_is_not_there"):
         run_cases([CASES["textbook"]], ["jax", "tt"])
@@ -270,7 +302,7 @@ def test_a_backend_asked_for_by_name_must_be_there(let_need):
 
 @pytest.fixture
 def poor_torch(monkeypatch):
-    """A torch without gradients and without float16."""
+    """Make torch a backend without gradients and without float16."""
     monkeypatch.setattr(
         parity.backends.torch, "why_skipped", lambda case, dtype: "no such dtype" if dtype == "float16" else None
     )
@@ -278,7 +310,10 @@ def poor_torch(monkeypatch):
 
 
 @pytest.mark.usefixtures("poor_torch")
-def test_a_case_that_a_backend_cannot_run_is_skipped_with_its_reason():
+def test_unsupported_case_is_skipped():
+    """A case that a backend cannot run is skipped with its
+    reason, in the summary and in the results.
+    """
     report = run_cases([CASES["textbook"]], ["jax", "torch"], ["float32", "float16"])
     assert report.skipped_cases == [SkippedCase("textbook", "float16", "torch", "no such dtype")]
     assert report.summary == {"passed": 35, "failed": 0, "skipped": 1, "missing": 0}
@@ -293,21 +328,26 @@ def test_a_case_that_a_backend_cannot_run_is_skipped_with_its_reason():
 
 
 @pytest.mark.usefixtures("poor_torch")
-def test_skipped_backends_and_cases_are_counted_together(let_need):
+def test_skips_are_counted_together(let_need):
+    """A skipped backend and a skipped case count as two."""
     let_need("tt", "a_package_that_is_not_there")
     assert run_cases([CASES["textbook"]], dtypes=["float16"]).summary["skipped"] == 2
 
 
 @pytest.mark.usefixtures("poor_torch")
-def test_a_backend_asked_for_by_name_must_have_something_to_run(monkeypatch):
-    monkeypatch.setattr(parity.running.run, "record", None)  # nothing may run before
+def test_requested_backend_must_run_a_case(monkeypatch):
+    """A requested backend that skips all cases raises an error before anything runs."""
+    monkeypatch.setattr(parity.running.run, "record", None)  # nothing may run before the error
     with refuses("torch", "no such dtype"):
         run_cases([CASES["textbook"], CASES["large-logits-float16"]], ["jax", "torch"], ["float16"])
 
 
 @pytest.mark.costly("JAX compiles every stage of a case")
 @pytest.mark.usefixtures("poor_torch")
-def test_without_gradients_the_other_stages_are_compared_and_that_is_said_once():
+def test_backend_without_gradients_is_listed():
+    """A backend without gradients is compared in all other stages; one entry
+    lists what is missing, and the status is 2.
+    """
     report = run_cases([CASES["textbook"], CASES["full"]], ["jax", "torch"], with_gradients=True)
     assert not report.failed
     assert {c.backend for c in report.comparisons if "grad." in c.stage} == {"jax"}
@@ -319,21 +359,24 @@ def test_without_gradients_the_other_stages_are_compared_and_that_is_said_once()
     assert report.status == 2
 
 
-def test_gradients_that_should_be_there_and_are_not_are_failures(monkeypatch):
+def test_missing_gradients_are_failures(monkeypatch):
+    """Gradients that a backend should return but does not are failures, each as a missing stage."""
     monkeypatch.setattr(driver, "gradients", lambda *problem: {})
     report = run_cases([CASES["textbook"]], ["torch"], with_gradients=True)
     assert {c.reason for c in report.failed} == {"the trace lacks this stage"}
     assert all("grad." in c.stage for c in report.failed)
 
 
-def test_ttnn_that_is_not_here_is_said_to_have_wheels_elsewhere(monkeypatch):
+def test_missing_ttnn_names_its_platforms(monkeypatch):
+    """If ttnn is missing, the reason names the platforms for which it has wheels."""
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ttnn" else find_spec(name))
     reason = "tt needs ttnn, not installed here; it has wheels for CPython 3.10 and 3.12 on x86-64 Linux"
     assert parity.backends.why_missing("tt") == reason
 
 
-def test_a_backend_that_raises_fails_its_case_and_no_other(monkeypatch):
+def test_raising_backend_fails_one_case(monkeypatch):
+    """An exception in a backend fails its case in stage `run`, and the next case still passes."""
     original = parity.running.run.record
 
     def record_or_raise(backend, reference):
@@ -356,18 +399,20 @@ def test_a_backend_that_raises_fails_its_case_and_no_other(monkeypatch):
         ({"backends": ["numpy"]}, refuses("backend", backend="numpy")),
     ],
 )
-def test_nothing_to_run_is_an_error_and_no_success(arguments, refusal):
+def test_run_without_cases_raises(arguments, refusal):
+    """A run without cases or dtypes, or with unknown dtypes or backends, raises an error."""
     with refusal:
         run_cases(**arguments)
 
 
-# Of a narrow dtype JAX compiles a case of each kind.
+# In narrow dtypes JAX compiles one case of each kind.
 NARROW_IN_JAX = "nan-visible-causal", "nan-hidden-norm", "nan-hidden-decode"
 
 
 @sample(jax=0)
 @pytest.mark.parametrize("name", NAN_CASES)
-def test_nan_is_where_it_belongs(name, sibling):
+def test_nan_positions_match_reference(name, sibling):
+    """Cases with NaN or infinity pass, gradients included, and their report is valid JSON."""
     dtypes = ["float32", "bfloat16"] if sibling.name == "torch" or name in NARROW_IN_JAX else ["float32"]
     report = run_cases([CASES[name]], [sibling.name], dtypes, with_gradients=True)
     assert {each.dtype for each in report.comparisons} == set(dtypes)
@@ -375,7 +420,10 @@ def test_nan_is_where_it_belongs(name, sibling):
     json.dumps(report.to_dict(), allow_nan=False)
 
 
-def test_a_nan_that_a_backend_swallows_fails_and_is_named(monkeypatch):
+def test_swallowed_nan_is_a_failure(monkeypatch):
+    """A NaN that a backend replaces with 0 fails its stage, with the number of elements, in the
+    JSON, JUnit and HTML reports.
+    """
     original = parity.running.run.record
 
     def record(backend, reference):
@@ -393,7 +441,10 @@ def test_a_nan_that_a_backend_swallows_fails_and_is_named(monkeypatch):
     assert b"96 elements are not NaN" in html_page(report)
 
 
-def test_gradients_that_are_not_compared_are_told():
+def test_uncompared_gradients_are_listed():
+    """Gradients that are NaN throughout are listed as not
+    compared, with their reason and status 0.
+    """
     report = run_cases([CASES["nan-visible-causal"], CASES["nan-hidden-cross"]], ["torch"], with_gradients=True)
     (entry,) = report.not_compared
     words = (entry.what, entry.reason, entry.labels)
@@ -402,7 +453,10 @@ def test_gradients_that_are_not_compared_are_told():
     assert {c.case for c in report.comparisons if "grad." in c.stage} == {"nan-hidden-cross"}
 
 
-def test_arrays_and_modules_of_torch_lie_on_the_device_of_a_run():
+def test_torch_uses_the_device_of_the_run():
+    """Arrays and modules of torch are on the device of the
+    run, and on the default device afterwards.
+    """
     problem = make_problem(CASES["textbook"], "float32")
     with on_device("meta"):
         assert port.from_numpy(np.ones(2, np.float32)).is_meta
@@ -421,7 +475,10 @@ def test_arrays_and_modules_of_torch_lie_on_the_device_of_a_run():
     ],
     ids=["absent", "unknown", "not-torch", "mesh"],
 )
-def test_a_device_that_is_not_there_is_refused_before_anything_runs(capsys, options, words):
+def test_unavailable_device_fails_first(capsys, options, words):
+    """A device that is unavailable or cannot apply exits with 2,
+    one line of error and no output.
+    """
     assert main(["run", "--cases", "textbook", *options]) == 2
     out, err = capsys.readouterr()
     assert not out

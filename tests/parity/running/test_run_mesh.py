@@ -1,4 +1,4 @@
-"""`mha-parity run --mesh`: cases divided over virtual devices, what these send, and what is refused."""
+"""`mha-parity run --mesh`: cases divided over virtual devices, their collectives, and invalid meshes."""
 
 import json
 import subprocess
@@ -29,7 +29,7 @@ from parity.sharding.mesh import (
 
 
 def command(*arguments, status=0):
-    """What the command prints, in a process of its own: JAX has as many devices as it started with."""
+    """Return the output of the command, run in a new process because JAX keeps its number of devices."""
     program = [sys.executable, "-m", "parity", "run", "--backends", "jax", *arguments]
     done = subprocess.run(program, capture_output=True, text=True, check=False)
     assert done.returncode == status, done.stdout + done.stderr
@@ -41,7 +41,7 @@ def command(*arguments, status=0):
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """A run of `causal` and `textbook` on eight devices: what it printed, its JSON and its traces."""
+    """Run `causal` and `textbook` on eight devices; return the output, the JSON report and the folder of traces."""
     folder = tmp_path_factory.mktemp("mesh")
     report = folder / "report.json"
     mesh = ["--virtual-devices", "8", "--mesh", "data=2,tensor=4", "--grad", "--allow-skipped"]
@@ -52,7 +52,10 @@ def ran(tmp_path_factory):
 
 
 @pytest.mark.costly("a process in which JAX has more devices")
-def test_cases_are_judged_and_collectives_counted(ran):
+def test_mesh_run_counts_collectives(ran):
+    """On a 2x4 mesh no stage fails, and each fused forward
+    pass sends exactly the ideal collectives.
+    """
     printed, report, _ = ran
     assert report["summary"]["failed"] == 0
     assert report["summary"]["passed"] > 30
@@ -70,7 +73,10 @@ def test_cases_are_judged_and_collectives_counted(ran):
 
 
 @pytest.mark.costly("a process in which JAX has more devices")
-def test_cases_that_a_mesh_does_not_divide_are_named_with_the_reason(ran):
+def test_undivided_cases_are_skipped(ran):
+    """Cases that the mesh does not divide are skipped with
+    this reason, and their number is printed.
+    """
     printed, report, _ = ran
     reasons = {each["case"]: each["reason"] for each in report["results"] if each["status"] == "skipped"}
     assert reasons
@@ -79,7 +85,8 @@ def test_cases_that_a_mesh_does_not_divide_are_named_with_the_reason(ran):
 
 
 @pytest.mark.costly("a process in which JAX has more devices")
-def test_traces_carry_the_mesh(ran):
+def test_trace_records_its_mesh(ran):
+    """A trace records its mesh, its kind of axes and its collectives, which all pass."""
     _, _, folder = ran
     trace = load_trace(folder / "causal-float32-jax.safetensors")
     assert trace.numerics["mesh"] == "data=2,tensor=4"
@@ -104,13 +111,14 @@ print(json.dumps([[*map(str, report.failed)], len(report.comparisons), [*map(str
 """
 
 
-# In a ring; heads for tokens on the plain path, in parts, with the bias of distances, and with what is not finite.
+# A ring; heads exchanged for tokens on the plain path, in parts, with a distance bias, and with infinite numbers.
 OF_TOKENS = ["alibi-both-ways", "textbook", "relative-bias-padded", "nan"]
 
 
 @pytest.mark.costly("a process in which JAX has more devices")
 @pytest.mark.thorough
-def test_tokens_are_divided_along_the_only_dimension_of_a_mesh():
+def test_sequence_mesh_divides_tokens():
+    """Four cases agree on two devices that divide the sequence, without needless collectives."""
     program = [sys.executable, "-c", DIVIDED, *OF_TOKENS]
     done = subprocess.run(program, capture_output=True, text=True, check=True)
     differences, count, needless = json.loads(done.stdout)
@@ -119,7 +127,8 @@ def test_tokens_are_divided_along_the_only_dimension_of_a_mesh():
 
 
 @pytest.mark.costly("a process in which JAX has more devices")
-def test_more_devices_than_there_are_is_refused_by_name(capsys):
+def test_too_large_mesh_fails(capsys):
+    """A mesh larger than the number of devices exits with 2 and names `--virtual-devices`."""
     said = command("--virtual-devices", "2", "--mesh", "data=4", "--cases", "causal", status=2)
     assert refuses("--virtual-devices", {"--virtual-devices": 2}).is_printed_in(said)
     assert main(["run", "--backends", "jax", "--mesh", "data=2,tensor=4", "--cases", "causal"]) == 2
@@ -135,21 +144,28 @@ def test_more_devices_than_there_are_is_refused_by_name(capsys):
         *((["--mesh", mesh], refuses("mesh", mesh=mesh)) for mesh in ("heads=2", "data=2,data=2", "data=0", "data")),
     ],
 )
-def test_what_is_not_a_mesh_is_refused(arguments, refusal, capsys):
+def test_invalid_mesh_options_fail(arguments, refusal, capsys):
+    """A mesh with an unknown, repeated, zero or missing size, or
+    its options without a mesh, exit with 2.
+    """
     assert main(["run", "--backends", "jax", "--cases", "causal", *arguments]) == 2
     assert refusal.is_printed_in(capsys.readouterr().err)
 
 
-def test_a_backend_of_one_device_is_refused_by_name(capsys, monkeypatch):
+def test_mesh_with_one_device_backend_fails(capsys, monkeypatch):
+    """`--mesh` with a backend that runs on one device exits with 2 and names the backend."""
     monkeypatch.setitem(BACKENDS, "torch", BACKENDS["torch"]._replace(divided=""))
     assert main(["run", "--backends", "torch", "--cases", "causal", "--mesh", "data=2"]) == 2
     assert "torch runs on one device here, not on a mesh" in capsys.readouterr().err
 
 
-# ---- What divides, and what is needed --------------------------------------------------------------------------------
+# ---- Division and necessary collectives ------------------------------------------------------------------------------
 
 
-def test_meshes_are_written_as_they_are_typed():
+def test_mesh_is_parsed_and_printed():
+    """A mesh is parsed in any order and printed as
+    `data=2,tensor=4`; its size is the product of its axes.
+    """
     assert parse_mesh("tensor=4, data=2") == MeshPlan(data=2, tensor=4)
     assert str(MeshPlan(data=2, tensor=4)) == "data=2,tensor=4"
     assert (MeshPlan(data=2, tensor=4).size, MeshPlan().size) == (8, 1)
@@ -172,7 +188,10 @@ def test_meshes_are_written_as_they_are_typed():
         (Case("a", AttentionSpec(32, 4, fused_qkv=True), ""), MeshPlan(data=2), None),
     ],
 )
-def test_what_does_not_divide_says_why(case, plan, reason):
+def test_undivided_case_has_a_reason(case, plan, reason):
+    """The reason names the size that the mesh does not divide, and
+    is None if it divides the case.
+    """
     said = why_not_divided(case, plan)
     assert said is None if reason is None else said.startswith(reason)
 
@@ -181,7 +200,10 @@ FULL = Case("full", AttentionSpec(32, 4), "")
 SHARED = Case("shared", AttentionSpec(32, 4, num_kv_heads=2, rope=Rope(10000.0)), "")
 
 
-def test_what_is_needed():
+def test_ideal_collectives_by_mesh():
+    """Necessary collectives are exact numbers per mesh; only gradients and forward passes of
+    devices that share key/value heads are excused.
+    """
     plan = MeshPlan(data=2, tensor=4)
     assert ideal_collectives(FULL, plan, "fused.forward") == {"all-reduce": 1, "all-reduce of flags": 1}
     assert ideal_collectives(FULL, plan, "gradient") == {"all-reduce": 2, "all-reduce of flags": 1}
@@ -203,24 +225,31 @@ def test_what_is_needed():
     assert excuse_of(astride, MeshPlan(tensor=2), "blocks.forward").startswith("devices share key/value heads")
 
 
-def test_heads_and_tokens_that_are_divided_leave_heads_to_share_or_keys_to_pass_on():
+def test_collectives_by_heads_per_device():
+    """If heads and tokens are divided by 2, 4 key/value
+    heads need all-to-all, 1 or 2 a permutation.
+    """
     plan = MeshPlan(tensor=2, sequence=2)
     for count, expected in ((2, "collective-permute"), (4, "all-to-all"), (1, "collective-permute")):
         case = replace(FULL, spec=AttentionSpec(32, 4, num_kv_heads=count), seq_len=8)
         assert expected in ideal_collectives(case, plan, "fused.forward")
 
 
-def test_what_norms_over_the_width_need():
+def test_width_norms_need_all_reduces():
+    """Norms over the width of three projections add all-reduces on
+    a mesh of heads, and none on one of data.
+    """
     norms = {"qk_norm": Norm(over="width"), "v_norm": Norm("layer", over="width")}
     case, plan = replace(FULL, spec=AttentionSpec(32, 4, **norms)), MeshPlan(tensor=4)
-    assert ideal_collectives(case, plan, "step", "torch") == {"all-reduce": 1 + 4}  # of a layer norm two
+    assert ideal_collectives(case, plan, "step", "torch") == {"all-reduce": 1 + 4}  # two for a layer norm
     assert ideal_collectives(case, plan, "gradient", "torch") == {"all-reduce": 1 + 4}
     assert ideal_collectives(case, plan, "step") == {"all-reduce": 1 + 4, "all-reduce of flags": 1 + 3}
     assert ideal_collectives(case, plan, "gradient") == {"all-reduce": 1 + 8, "all-reduce of flags": 1 + 3}
     assert ideal_collectives(case, MeshPlan(data=2), "gradient") == {"all-reduce": 1}
 
 
-def test_more_than_needed_is_a_failure():
+def test_needless_collectives_fail():
+    """Needless collectives fail the report and its JUnit file, unless they have an excuse."""
     needed = Collectives("full", "float32", "jax", "forward", {"all-reduce": 1}, {"all-reduce": 1})
     gathered = replace(needed, counted={"all-reduce": 1, "all-gather": 2})
     assert (needed.passed, gathered.passed) == (True, False)
@@ -233,7 +262,8 @@ def test_more_than_needed_is_a_failure():
     assert 'message="devices send 1 all-reduce, 2 all-gather, needed 1 all-reduce"' in xml
 
 
-def test_collectives_of_a_trace_are_kept_in_its_file(tmp_path):
+def test_trace_file_keeps_collectives(tmp_path):
+    """Collectives of a trace survive its file, and needless ones still fail."""
     problem = make_problem(CASES["causal"], "float32")
     where = {"backends": {"jax": {"numerics": {"mesh": "tensor=2", "axes": "explicit"}}}}
     sent = {"fused.forward": {"all-gather": 3}}

@@ -1,4 +1,4 @@
-"""Traces: what one machine computed, judged on another."""
+"""Traces: results of one machine, compared on another."""
 
 import json
 import shutil
@@ -41,7 +41,8 @@ def change(path, tensors=None, metadata=None):
     save_tensors(path, {**old_tensors, **(tensors or {})}, {**old_metadata, **(metadata or {})})
 
 
-def test_a_trace_file_is_named_after_what_it_holds(recorded):
+def test_trace_files_are_named_by_content(recorded):
+    """Each trace file is named after its case, dtype and backend."""
     assert {path.name for path in recorded[0].iterdir()} == {
         f"{case}-{dtype}-torch.safetensors"
         for case in ("textbook", "causal", "decode")
@@ -49,7 +50,10 @@ def test_a_trace_file_is_named_after_what_it_holds(recorded):
     }
 
 
-def test_saved_traces_are_judged_as_the_run_was(recorded):
+def test_saved_traces_compare_as_in_the_run(recorded):
+    """Saved traces pass the comparison with the same ratio
+    for each case, dtype and stage as the run.
+    """
     folder, report = recorded
     again = compare_traces([folder])
     assert not again.failed
@@ -58,13 +62,15 @@ def test_saved_traces_are_judged_as_the_run_was(recorded):
     assert {(c.case, c.dtype, c.stage): c.ratio for c in again.comparisons} == ratios
 
 
-def test_a_trace_tells_where_it_was_made(recorded):
+def test_trace_records_its_environment(recorded):
+    """A trace records the numerics lock of its backend and the versions of packages."""
     trace = load_trace(recorded[0] / "causal-float32-torch.safetensors")
     assert trace.environment["backends"]["torch"]["numerics"]["float32_matmul_precision"] == "highest"
     assert "numpy" in trace.environment["packages"]
 
 
-def test_a_changed_stage_is_found_and_named(traces):
+def test_changed_stage_is_the_only_failure(traces):
+    """Scores changed by 0.001 in one trace fail that stage of that case, and nothing else."""
     path = traces / "causal-float32-torch.safetensors"
     scores = load_tensors(path)[0]["accumulated/scores"]
     change(path, {"accumulated/scores": scores + np.float32(0.001)})
@@ -72,7 +78,8 @@ def test_a_changed_stage_is_found_and_named(traces):
     assert [(c.case, c.stage) for c in report.failed] == [("causal", "scores")]
 
 
-def test_traces_made_under_different_locks_are_said_to_be(traces, tmp_path):
+def test_different_numerics_locks_warn(traces, tmp_path):
+    """Traces from different numerics locks lead to one warning, which names the difference."""
     other = tmp_path / "other"
     shutil.copytree(traces, other)
     environment = json.loads(load_tensors(other / "causal-float32-torch.safetensors")[1]["environment"])
@@ -85,7 +92,8 @@ def test_traces_made_under_different_locks_are_said_to_be(traces, tmp_path):
     assert "medium" in warnings[0]
 
 
-def test_traces_made_under_one_lock_are_not_warned_of(traces):
+def test_equal_numerics_locks_do_not_warn(traces):
+    """Traces from one numerics lock lead to no warning."""
     assert compare_traces([traces]).warnings == []
 
 
@@ -119,28 +127,36 @@ def test_traces_made_under_one_lock_are_not_warned_of(traces):
         ),
     ],
 )
-def test_a_trace_that_cannot_be_judged_is_refused(traces, metadata, refusal):
+def test_invalid_trace_metadata_raises(traces, metadata, refusal):
+    """Wrong or malformed metadata of a trace raise an error that names the file."""
     path = traces / "causal-float32-torch.safetensors"
     change(path, metadata=metadata)
     with refusal:
         compare_traces([path])
 
 
-def test_a_trace_with_a_part_of_another_name_is_refused(traces):
+def test_unknown_tensor_in_trace_raises(traces):
+    """A tensor with an unknown name in a trace raises an error
+    that names the file and the tensor.
+    """
     path = traces / "causal-float32-torch.safetensors"
     change(path, {"scores": np.zeros(1)})
     with refuses("…/causal-float32-torch.safetensors", "scores"):
         compare_traces([path])
 
 
-def test_a_trace_cut_off_is_refused(traces):
+def test_truncated_trace_raises(traces):
+    """A trace without its last byte raises an error that names the file."""
     path = traces / "causal-float32-torch.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     with refuses("…/causal-float32-torch.safetensors"):
         compare_traces([traces])
 
 
-def test_the_same_backend_from_two_places_is_judged_twice(traces, tmp_path):
+def test_same_backend_from_two_folders(traces, tmp_path):
+    """Traces of one backend from two folders are compared separately; a failure names its folder
+    and the command that reproduces it, with the device.
+    """
     other = tmp_path / "other"
     shutil.copytree(traces, other)
     path = other / "causal-float32-torch.safetensors"
@@ -155,14 +171,18 @@ def test_the_same_backend_from_two_places_is_judged_twice(traces, tmp_path):
     assert reproduction(failed[0], on_gpu) == f"{command} --device cuda:1"
 
 
-def test_a_trace_that_others_have_is_missed(traces, tmp_path):
+def test_missing_trace_leads_to_warning(traces, tmp_path):
+    """A trace that one folder has and another lacks leads to a warning that names it."""
     other = tmp_path / "other"
     shutil.copytree(traces, other)
     (other / "decode-bfloat16-torch.safetensors").unlink()
     assert f"torch ({other}) has no trace of decode in bfloat16" in compare_traces([traces, other]).warnings
 
 
-def test_a_missing_trace_is_in_the_exit_status_and_in_every_report(traces, tmp_path, capsys):
+def test_missing_trace_is_in_every_report(traces, tmp_path, capsys):
+    """A missing trace exits with 2 and appears in the output, the
+    JSON report and the JUnit file.
+    """
     other = tmp_path / "other"
     shutil.copytree(traces, other)
     (other / "decode-bfloat16-torch.safetensors").unlink()
@@ -178,7 +198,8 @@ def test_a_missing_trace_is_in_the_exit_status_and_in_every_report(traces, tmp_p
     assert error.get("message") == f"torch ({other}) has no trace of decode in bfloat16"
 
 
-def test_a_mismatch_weighs_more_than_a_missing_trace(traces, tmp_path):
+def test_mismatch_outranks_missing_trace(traces, tmp_path):
+    """A mismatch exits with 1, even if another trace is missing."""
     other = tmp_path / "other"
     shutil.copytree(traces, other)
     (other / "decode-bfloat16-torch.safetensors").unlink()
@@ -187,7 +208,8 @@ def test_a_mismatch_weighs_more_than_a_missing_trace(traces, tmp_path):
     assert main(["compare", str(traces), str(other)]) == 1
 
 
-def test_traces_in_sub_folders_are_found(traces, tmp_path):
+def test_traces_in_subfolders_are_found(traces, tmp_path):
+    """Traces two folders deep are compared, and the report names their folder."""
     (tmp_path / "all" / "deep").mkdir(parents=True)
     traces.rename(tmp_path / "all" / "deep" / "torch")
     report = compare_traces([tmp_path / "all"])
@@ -195,17 +217,20 @@ def test_traces_in_sub_folders_are_found(traces, tmp_path):
     assert list(report.environment) == [str(tmp_path / "all" / "deep" / "torch")]
 
 
-def test_a_folder_without_a_name_is_refused():
+def test_empty_folder_name_raises():
+    """An empty path as a folder of traces raises an error."""
     with refuses("a folder of traces", "''"):
         compare_traces([""])
 
 
-def test_traces_of_random_cases_are_judged(tmp_path):
+def test_traces_of_random_cases_pass(tmp_path):
+    """The trace of a random case passes in all 11 stages."""
     run_cases([random_case(31)], ["torch"], traces=tmp_path)
     assert compare_traces([tmp_path]).summary["passed"] == 11
 
 
-def test_a_folder_without_traces_is_an_error_and_no_success(tmp_path):
+def test_a_folder_without_traces_is_an_error(tmp_path):
+    """A folder without traces raises an error that names it."""
     with refuses("…/test_a_folder_without_traces_i0", "no *.safetensors in it or its subfolders"):
         compare_traces([tmp_path])
 
@@ -215,7 +240,7 @@ def test_a_folder_without_traces_is_an_error_and_no_success(tmp_path):
 
 @pytest.fixture
 def tt_traces(traces):
-    """The traces as if tt had made them, in an environment that has no torch."""
+    """Return the traces as if tt had made them, in an environment without torch."""
     for path in list(traces.iterdir()):
         environment = load_tensors(path)[1]["environment"].replace('"torch": {', '"tt": {')
         change(path, metadata={"backend": "tt", "environment": environment})
@@ -227,21 +252,28 @@ def joined(folder, names=("textbook",), dtypes=("float32",), **options):
     return run_cases([CASES[name] for name in names], ["torch"], dtypes, join=[folder], **options)
 
 
-def test_joined_traces_are_further_backends_of_the_run(tt_traces):
+def test_joined_traces_add_a_backend(tt_traces):
+    """Joined traces of tt are a third backend of the run, and
+    their environment is in the report.
+    """
     report = run_cases([CASES["textbook"]], join=[tt_traces])
     assert list(report.groups()) == [("textbook", "float32", backend) for backend in ("jax", "torch", "tt")]
     assert (report.summary, report.warnings) == ({"passed": 34, "failed": 0, "skipped": 0, "missing": 0}, [])
     assert "tt" in report.environment["joined"][str(tt_traces)]["backends"]
 
 
-def test_joined_traces_are_judged(tt_traces):
+def test_joined_traces_are_compared(tt_traces):
+    """Scores changed by 0.001 in a joined trace are the only failure."""
     path = tt_traces / "textbook-float32-tt.safetensors"
     scores = load_tensors(path)[0]["accumulated/scores"]
     change(path, {"accumulated/scores": scores + np.float32(0.001)})
     assert [(c.case, c.stage, c.backend) for c in joined(tt_traces).failed] == [("textbook", "scores", "tt")]
 
 
-def test_joined_traces_share_the_reference_of_the_run(tt_traces, monkeypatch):
+def test_joined_traces_share_the_reference(tt_traces, monkeypatch):
+    """A run with joined traces computes its reference once per
+    dtype and kind, four times in all.
+    """
     made = []
     computed = parity.core.trace.Reference._computed
 
@@ -254,32 +286,40 @@ def test_joined_traces_share_the_reference_of_the_run(tt_traces, monkeypatch):
     assert sorted(made) == ["float32", "float32", "float64", "float64"]  # accumulated and local, once
 
 
-def test_traces_of_what_does_not_run_are_left_out(tt_traces):
+def test_traces_outside_the_run_are_ignored(tt_traces):
+    """Joined traces of cases or dtypes outside the run are ignored without a warning."""
     report = joined(tt_traces, ["textbook", "causal"], ["bfloat16"])
     assert {(case, dtype) for case, dtype, _ in report.groups()} == {("textbook", "bfloat16"), ("causal", "bfloat16")}
     assert report.warnings == []
 
 
-def test_cases_of_the_run_that_the_traces_lack_are_told(tt_traces):
+def test_case_without_joined_trace_warns(tt_traces):
+    """A case of the run that the joined traces lack leads to a warning."""
     report = joined(tt_traces, ["textbook", "full"])
     assert report.warnings == ["tt has no trace of full in float32"]
 
 
-def test_traces_of_nothing_that_runs_are_told_to_lack_it(tt_traces):
+def test_unrelated_joined_traces_warn(tt_traces):
+    """Joined traces without any case of the run lead to the same warning."""
     report = joined(tt_traces, ["full"])
     assert report.warnings == ["tt has no trace of full in float32"]
 
 
-def test_a_backend_that_runs_here_too_is_joined_with_its_folder(traces):
+def test_joined_backend_is_named_by_folder(traces):
+    """A joined backend that also runs here is named with its folder."""
     assert [backend for _, _, backend in joined(traces).groups()] == ["torch", f"torch ({traces})"]
 
 
-def test_a_backend_asked_for_by_name_may_be_joined(tt_traces):
+def test_requested_backend_may_be_joined(tt_traces):
+    """A backend requested by name may come from joined traces alone."""
     report = run_cases([CASES["textbook"]], ["tt"], join=[tt_traces])
     assert [backend for _, _, backend in report.groups()] == ["tt"]
 
 
-def test_joined_traces_without_gradients_are_told(tt_traces, tmp_path):
+def test_joined_traces_without_gradients(tt_traces, tmp_path):
+    """In a run with gradients, joined traces without them are listed as not compared, with status
+    2; traces that have them succeed.
+    """
     assert joined(tt_traces, with_gradients=True).status == 0
     run_cases([CASES["textbook"]], ["torch"], traces=tmp_path / "other")
     folder = tmp_path / "other"
@@ -290,7 +330,10 @@ def test_joined_traces_without_gradients_are_told(tt_traces, tmp_path):
     assert report.status == 2
 
 
-def test_what_was_skipped_where_the_traces_were_made_is_skipped_and_not_lacking(tmp_path, monkeypatch):
+def test_skipped_case_of_trace_is_skipped(tmp_path, monkeypatch):
+    """A case that was skipped when traces were made is skipped
+    with its reason, without a warning.
+    """
     monkeypatch.setattr(torch_backend, "why_skipped", lambda case, dtype: "too full" if case.name == "full" else None)
     cases = [CASES["textbook"], CASES["full"]]
     run_cases(cases, ["torch"], traces=tmp_path)
@@ -300,7 +343,11 @@ def test_what_was_skipped_where_the_traces_were_made_is_skipped_and_not_lacking(
     assert compare_traces([tmp_path]).skipped_cases == report.skipped_cases
 
 
-def test_what_raised_an_error_where_the_traces_were_made_is_a_failure(tmp_path, monkeypatch):
+def test_recorded_error_is_a_failure(tmp_path, monkeypatch):
+    """An error raised when traces were made is a failure of stage
+    `run`, with its message escaped.
+    """
+
     def fail(problem):
         raise RuntimeError("out of \x1b[31msomething")
 
@@ -312,7 +359,8 @@ def test_what_raised_an_error_where_the_traces_were_made_is_a_failure(tmp_path, 
     assert report.warnings == []
 
 
-def test_traces_of_nothing_but_skipped_cases_are_no_success(tmp_path, monkeypatch):
+def test_only_skipped_traces_raise(tmp_path, monkeypatch):
+    """A folder whose only trace is a skipped case raises an error."""
     monkeypatch.setattr(torch_backend, "why_skipped", lambda case, dtype: "not today")
     run_cases([CASES["textbook"]], traces=tmp_path)
     (tmp_path / "textbook-float32-jax.safetensors").unlink()
@@ -320,19 +368,24 @@ def test_traces_of_nothing_but_skipped_cases_are_no_success(tmp_path, monkeypatc
         compare_traces([tmp_path])
 
 
-def test_a_joined_trace_of_other_weights_is_refused_before_the_work(tt_traces, monkeypatch):
+def test_joined_digest_is_checked_first(tt_traces, monkeypatch):
+    """A joined trace with a wrong digest raises an error before any backend runs."""
     monkeypatch.setattr(parity.running.run, "record", None)
     change(tt_traces / "textbook-float32-tt.safetensors", metadata={"digest": "0" * 64})
     with refuses("\u2026/textbook-float32-tt.safetensors"):
         joined(tt_traces)
 
 
-def test_traces_cannot_be_joined_to_a_run_with_other_weights(tt_traces):
+def test_joining_traces_with_weights_raises(tt_traces):
+    """Traces cannot be joined to a run with weights of the caller."""
     with refuses("traces to join", "weights"):
         joined(tt_traces, weights=random_weights(AttentionSpec(4, 2, d_in=3)))
 
 
-def test_values_that_are_not_those_of_the_hardware_are_told(tt_traces):
+def test_values_without_hardware_warn(tt_traces):
+    """Values that did not come from the hardware of tt lead to a
+    warning that names their origin.
+    """
     path = tt_traces / "textbook-float32-tt.safetensors"
     environment = json.loads(load_tensors(path)[1]["environment"])
     environment["backends"]["tt"]["numerics"]["values"] = "golden functions"
@@ -342,7 +395,10 @@ def test_values_that_are_not_those_of_the_hardware_are_told(tt_traces):
     ]
 
 
-def test_the_arithmetic_of_a_trace_decides_what_it_is_allowed(tt_traces):
+def test_arithmetic_sets_the_tolerance(tt_traces):
+    """A relative error of 0.0003 fails in float32 and passes if
+    the trace's arithmetic is `tensix`.
+    """
     path = tt_traces / "textbook-float32-tt.safetensors"
     tensors, metadata = load_tensors(path)
     change(path, {name: x * np.float32(1.0003) for name, x in tensors.items() if x.dtype == np.float32})

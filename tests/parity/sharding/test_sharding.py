@@ -1,4 +1,4 @@
-"""What each rank holds of a layer: the outputs of all of them add up to the layer's, and the way back is exact."""
+"""Shards of a layer: the outputs of all ranks add up to the layer's, and the round trip is exact."""
 
 from dataclasses import replace
 
@@ -40,7 +40,7 @@ LATENT = AttentionSpec(32, 8, head_dim=8, value_head_dim=6, latent=Latent(12, 4,
 
 
 def refused(spec, ranks):
-    """The field by which a layer cannot be divided, if there is one."""
+    """Return the field that prevents the division of a layer, or None."""
     if spec.num_heads % ranks:
         return "num_heads"
     for name in NORMS:
@@ -60,7 +60,7 @@ def shards_of(weights, spec, ranks):
 
 
 def outputs_of(problem, parts):
-    """What each rank computes of a problem, on every path of the reference."""
+    """Return the outputs of each rank for a problem, on every path of the reference."""
     of_ranks = []
     for rank, (weights, spec) in enumerate(parts):
         own = heads(len(parts), rank, problem.spec)
@@ -74,7 +74,7 @@ def outputs_of(problem, parts):
 
 
 def joined(of_ranks, spec):
-    """The outputs of all ranks added up, or without out_proj side by side."""
+    """Return the sum of the outputs of all ranks, or without out_proj their concatenation."""
     join = sum if spec.out_proj else lambda parts: np.concatenate(list(parts), axis=-1)
     return {name: join(part[name] for part in of_ranks) for name in of_ranks[0]}
 
@@ -89,7 +89,10 @@ def assert_bits_equal(actual, expected):
 @sample(48, ranks=[2, 8])
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", CASES)
-def test_outputs_of_all_ranks_add_up_to_those_of_the_layer(name, ranks):
+def test_rank_outputs_add_up_to_layer(name, ranks):
+    """Outputs of all ranks add up to the layer's within tolerance, and shards round-trip exactly;
+    otherwise the field that prevents division raises an error.
+    """
     problem = make_problem(CASES[name], "float64")
     spec = problem.spec
     if (field := refused(spec, ranks)) is not None:
@@ -101,7 +104,8 @@ def test_outputs_of_all_ranks_add_up_to_those_of_the_layer(name, ranks):
     parity.assert_parity(joined(outputs_of(problem, parts), spec), problem=problem, diagnose=False)
 
 
-def test_each_rank_number_divides_some_cases():
+def test_ranks_divide_enough_cases():
+    """At least 100, 80 and 5 cases are divided by 2, 4 and 8 ranks."""
     divided = {ranks: [name for name in CASES if refused(CASES[name].spec, ranks) is None] for ranks in RANKS}
     assert all(len(divided[ranks]) >= count for ranks, count in zip(RANKS, (100, 80, 5), strict=True))
 
@@ -110,7 +114,10 @@ def test_each_rank_number_divides_some_cases():
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("spec", [EVERYTHING, LATENT, replace(EVERYTHING, num_kv_heads=2, fused_qkv=True)])
 @pytest.mark.parametrize("ranks", [1, *RANKS])
-def test_there_and_back_is_exact(spec, ranks, dtype):
+def test_shard_round_trip_is_exact(spec, ranks, dtype):
+    """Shards are valid, and `unshard` restores the weights bit
+    for bit; one rank holds the layer itself.
+    """
     weights = {name: weight.astype(dtype) for name, weight in random_weights(spec).items()}
     parts = shards_of(weights, spec, ranks)
     for held, own in parts:
@@ -121,7 +128,10 @@ def test_there_and_back_is_exact(spec, ranks, dtype):
         assert_bits_equal(parts[0][0], weights)
 
 
-def test_what_a_rank_holds_of_a_layer_with_everything():
+def test_shard_of_layer_with_all_features():
+    """Rank 1 of 4 has the expected rows of each weight, the
+    spec of 2 of 8 heads, and no output bias.
+    """
     weights = random_weights(EVERYTHING)
     held, own = shard(weights, EVERYTHING, ShardPlan(4), 1)
     assert (own.num_heads, own.num_kv_heads, own.out_bias) == (2, 1, False)
@@ -142,7 +152,8 @@ def test_what_a_rank_holds_of_a_layer_with_everything():
     assert_bits_equal(held, expected)
 
 
-def test_what_a_rank_holds_of_a_layer_with_latents():
+def test_shard_of_layer_with_latents():
+    """Rank 3 of 4 has whole latent projections, and the expected rows of those per head."""
     weights = random_weights(LATENT)
     held, own = shard(weights, LATENT, ShardPlan(4), 3)
     assert own == replace(LATENT, num_heads=2, num_kv_heads=2, out_bias=False)
@@ -162,13 +173,16 @@ def test_what_a_rank_holds_of_a_layer_with_latents():
     [
         (8, 8, 4, [[0, 1], [2, 3], [4, 5], [6, 7]]),
         (8, 4, 2, [[0, 1], [2, 3]]),
-        (8, 2, 4, [[0], [0], [1], [1]]),  # neighbours share one, and not every other rank
+        (8, 2, 4, [[0], [0], [1], [1]]),  # neighbors share one, not every other rank
         (8, 1, 2, [[0], [0]]),
         (12, 3, 2, [[0, 0, 1], [1, 2, 2]]),  # groups of four query heads, six of them on a rank
         (12, 6, 4, [[0, 0, 1], [1, 2, 2], [3, 3, 4], [4, 5, 5]]),
     ],
 )
 def test_key_value_heads_of_each_rank(num_heads, num_kv_heads, ranks, expected):
+    """Each rank has the key/value heads of its query heads;
+    outputs add up to the layer's within 1e-14.
+    """
     spec = AttentionSpec(24, num_heads, num_kv_heads=num_kv_heads, head_dim=2)
     weights = random_weights(spec)
     weights["v_proj.bias"] = np.repeat(np.arange(num_kv_heads, dtype=np.float32), 2)  # each head's number
@@ -186,7 +200,8 @@ def torch_output(x, weights, spec):
     return mha_torch.multi_head_attention(x, weights, spec)[0]
 
 
-def test_the_bias_of_out_proj_is_added_once():
+def test_out_proj_bias_is_on_first_rank():
+    """Only the first rank has the output bias; with it on both ranks the output does not match."""
     problem = make_problem(CASES["full"], "float64")
     parts = shards_of(problem.weights, problem.spec, 2)
     assert [OUT_BIAS in held for held, _ in parts] == [True, False]
@@ -196,7 +211,8 @@ def test_the_bias_of_out_proj_is_added_once():
         parity.assert_parity(joined(outputs_of(problem, twice), problem.spec), problem=problem, diagnose=False)
 
 
-def test_replicated_heads_in_another_order_are_refused():
+def test_swapped_shards_raise():
+    """Shards with replicated heads in the wrong order raise an error."""
     spec = AttentionSpec(16, 8, num_kv_heads=2, out_bias=False)
     parts = [held for held, _ in shards_of(random_weights(spec), spec, 4)]
     with refuses("k_proj.weight", "different values on rank 0"):
@@ -204,18 +220,22 @@ def test_replicated_heads_in_another_order_are_refused():
 
 
 @pytest.mark.parametrize("name", ["kv_a_proj.weight", "q_a_norm.weight"])
-def test_copies_that_differ_are_refused(name):
+def test_different_copies_raise(name):
+    """Replicated latent weights that differ between ranks raise an error."""
     parts = [held for held, _ in shards_of(random_weights(LATENT), LATENT, 2)]
     parts[0][name].flat[-1] += 1.0
     with refuses(name, "different values on rank 0"):
         unshard(parts, LATENT, ShardPlan(2))
 
 
-# ---- Tokens that are divided, too ------------------------------------------------------------------------------------
+# ---- Tokens that are also divided ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spec", [EVERYTHING, LATENT])
-def test_parts_of_the_tokens_hold_the_same_weights(spec):
+def test_context_ranks_have_equal_weights(spec):
+    """Ranks that divide tokens have the weights of ranks
+    that do not; a changed copy raises an error.
+    """
     weights, plan = random_weights(spec), ShardPlan(2, context=3)
     parts = [shard(weights, spec, plan, rank) for rank in range(plan.num_ranks)]
     for rank, (held, own) in enumerate(parts):
@@ -230,7 +250,8 @@ def test_parts_of_the_tokens_hold_the_same_weights(spec):
         unshard(held, spec, plan)
 
 
-def test_tokens_of_a_layer_with_what_no_heads_can_say_are_divided():
+def test_context_divides_any_layer():
+    """Division of tokens alone leaves a layer with norms over the width and ALiBi whole."""
     spec = AttentionSpec(16, 4, qk_norm=Norm(over="width"), alibi=Alibi())
     weights = random_weights(spec)
     for rank in range(2):
@@ -239,7 +260,10 @@ def test_tokens_of_a_layer_with_what_no_heads_can_say_are_divided():
         assert_bits_equal(held, weights)
 
 
-def test_stages_of_parts_of_the_tokens_are_joined():
+def test_stages_of_tokens_are_joined():
+    """Stages of ranks that divide heads and tokens join to the whole ones, bit for bit; missing
+    ranks and stages of a cache raise errors.
+    """
     case, plan = replace(CASES["gqa-causal"], seq_len=6), ShardPlan(2, context=2)
     whole = Reference(make_problem(case, "float64")).accumulated
     whole = {name: x for name, x in whole.items() if name in ("mask", "q", "k", "v", "scores", "context", "output")}
@@ -257,7 +281,8 @@ def test_stages_of_parts_of_the_tokens_are_joined():
         parity.unshard_stages([{"cache.keys": x["k"]} for x in parts], case.spec, plan)
 
 
-def test_heads_that_ranks_do_not_divide_are_refused():
+def test_undivided_heads_raise_an_error():
+    """6 heads on 4 ranks raise an error in `shard`, `unshard` and `unshard_stages`."""
     spec = AttentionSpec(12, 6)
     refusal = refuses("num_heads", num_heads=6, tensor=4)
     for alone in (True, False):
@@ -282,7 +307,10 @@ OF_WIDTH = Norm("layer", over="width", bias=True)
         (replace(GROUPED, output_dropout=0.1), refuses("output_dropout")),
     ],
 )
-def test_what_no_rank_computes_alone_is_refused_and_held(spec, refusal):
+def test_layer_not_computed_alone_raises(spec, refusal):
+    """Norms over the width, ALiBi and output dropout raise an error on 4 ranks; with `alone=False`
+    shards are valid and round-trip exactly.
+    """
     weights = random_weights(spec)
     with refusal:
         shard(weights, spec, ShardPlan(4), 0)
@@ -295,7 +323,8 @@ def test_what_no_rank_computes_alone_is_refused_and_held(spec, refusal):
     assert_bits_equal(unshard([held for held, _ in parts], spec, ShardPlan(4)), weights)
 
 
-def test_weights_of_norms_over_the_width_are_those_of_a_ranks_heads():
+def test_width_norm_weights_follow_heads():
+    """Each rank has the weights of norms over the width that belong to its own heads."""
     spec = replace(GROUPED, qk_norm=OF_WIDTH)
     weights = random_weights(spec)
     for rank, key in enumerate((0, 0, 1, 1)):
@@ -308,7 +337,8 @@ def test_weights_of_norms_over_the_width_are_those_of_a_ranks_heads():
 
 
 @pytest.mark.parametrize("name", ["norm-width", "alibi"])
-def test_stages_of_ranks_that_compute_nothing_alone_are_joined(name):
+def test_stages_of_width_norms_are_joined(name):
+    """Stages of layers with norms over the width or ALiBi join to the whole ones, bit for bit."""
     case, plan = CASES[name], ShardPlan(2)
     whole = Reference(make_problem(case, "float64")).accumulated
     whole = {name: whole[name] for name in ("mask", "q", "k", "v", "scores", "attn_weights", "context", "output")}
@@ -317,7 +347,8 @@ def test_stages_of_ranks_that_compute_nothing_alone_are_joined(name):
     assert_bits_equal(parity.unshard_stages(parts, case.spec, plan, summed=True), whole)
 
 
-def test_bad_input():
+def test_invalid_shard_input_raises():
+    """Invalid plans, ranks, shapes, and missing, swapped or mixed shards raise errors."""
     spec = AttentionSpec(8, 4)
     weights, plan = random_weights(spec), ShardPlan(2)
     parts = [held for held, _ in shards_of(weights, spec, 2)]
@@ -345,7 +376,10 @@ def test_bad_input():
         unshard([parts[0], {name: part.astype(np.float16) for name, part in parts[1].items()}], spec, plan)
 
 
-def test_functions_refuse_shards_with_the_specification_of_all_heads(rng):
+def test_shard_with_whole_spec_raises(rng):
+    """A shard with the specification of all heads raises an error
+    in both functions of `mha_torch`.
+    """
     spec = AttentionSpec(32, 8, num_kv_heads=4, head_dim=8, rope=Rope(), qkv_bias=False, out_bias=False)
     held, own = shard(random_weights(spec), spec, ShardPlan(2), 0)
     held = {name: parity.to_torch(weight) for name, weight in held.items()}

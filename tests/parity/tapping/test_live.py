@@ -26,11 +26,12 @@ PATHS = {
     "nomic_bert": "layers.1.self_attn",
     "distilbert": "transformer.layer.1.attention",
 }
-"""Where a live layer lies, in families whose files have other names."""
+"""Paths of live layers in families whose files have different names."""
 
 
 @pytest.mark.parametrize("family", PATHS)
-def test_a_live_layer_is_known_by_its_names_in_files_and_in_memory(family):
+def test_live_layer_is_found_by_its_path(family):
+    """A live layer has the same spec and weights from the model and its path as from its module."""
     model, path = small_model(family), PATHS[family]
     module = model.get_submodule(path)
     spec, weights = parity.from_transformers(model, path=path)
@@ -41,7 +42,10 @@ def test_a_live_layer_is_known_by_its_names_in_files_and_in_memory(family):
         assert all((others[name] == weight).all() for name, weight in weights.items())
 
 
-def test_rows_of_a_packed_projection_in_files_are_those_of_the_live_ones():
+def test_live_weights_of_packed_projection():
+    """Weights of a model whose files pack projections equal those
+    of its live modules, bit for bit.
+    """
     model = small_model("nomic_bert")
     attention = model.layers[1].self_attn
     _, weights = parity.from_transformers(model, path="layers.1.self_attn")
@@ -51,19 +55,22 @@ def test_rows_of_a_packed_projection_in_files_are_those_of_the_live_ones():
 
 
 @pytest.mark.parametrize("path", ["layers.0.cross_attention", "cross_layers.0.attention", "layers.1.attention"])
-def test_a_path_that_no_layer_has_is_refused_by_name(path):
+def test_unknown_layer_path_raises(path):
+    """A path that does not belong to layer 0 raises an error that names it."""
     model = small_model("vit")
     with refuses("module", f"no layer 0 at {path}"):
         parity.from_transformers(model.layers[0].attention, model.config, 0, path=path)
 
 
-def test_a_module_of_another_model_is_refused():
+def test_module_of_other_model_raises():
+    """A module of ViT with the configuration of LLaMA raises an error."""
     model, other = small_model("vit"), small_model("llama")
     with refuses("module", "'vit', which no part of 'llama' is"):
         parity.from_transformers(model.layers[0].attention, other.config, 0)
 
 
-def test_parts_of_a_live_model_are_told_apart_by_their_paths():
+def test_live_parts_are_found_by_path():
+    """Layers of CLIP's text and vision parts are found by path, with 4 and 2 heads."""
     sizes = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1}
     text = {**sizes, "num_attention_heads": 4, "vocab_size": 64, "max_position_embeddings": 16}
     vision = {**sizes, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
@@ -73,7 +80,8 @@ def test_parts_of_a_live_model_are_told_apart_by_their_paths():
         assert parity.from_transformers(model, path=path)[0].num_heads == heads
 
 
-def test_a_table_that_another_block_holds_comes_with_the_model():
+def test_shared_t5_table_comes_with_model():
+    """Both blocks of T5 have the bias table of the first, and projections of their own."""
     model = small_model("t5", num_layers=2, num_decoder_layers=2)
     for part in ("encoder", "decoder"):
         path = f"{part}.block.{{}}.layer.0.SelfAttention"
@@ -88,7 +96,8 @@ def test_a_table_that_another_block_holds_comes_with_the_model():
 
 @sample(family=["vit", "bert"])
 @pytest.mark.parametrize("family", WITHOUT_RULES)
-def test_rules_and_observation_agree_on_live_models(family):
+def test_rules_agree_with_observation(family):
+    """Rules and observation agree on both layers, with a spec and a share above 0."""
     model = small_model(family)
     found = parity.layers_of(model, inputs_of(family))
     assert [layer.source for layer in found] == ["both", "both"], "\n".join(map(str, found))
@@ -99,7 +108,10 @@ def test_rules_and_observation_agree_on_live_models(family):
         assert 0.0 < layer.share <= 1.0
 
 
-def test_a_layer_that_only_rules_tell_is_judged_by_what_it_returns():
+def test_rules_alone_are_checked_by_output():
+    """With too few tokens to observe, rules are checked by the
+    output; an output 0.1% too large is rejected.
+    """
     model = small_model("llama")
     model.layers[1].self_attn.o_proj.register_forward_hook(lambda module, args, output: 1.001 * output)
     tokens = inputs_of("llama")["input_ids"][:1, :10]  # too few to observe
@@ -110,7 +122,10 @@ def test_a_layer_that_only_rules_tell_is_judged_by_what_it_returns():
     assert "output is" in wrong.refusal
 
 
-def test_a_layer_that_only_observation_tells_is_served(monkeypatch):
+def test_observation_without_rules_is_enough(monkeypatch):
+    """Layers of a family without rules have the observed spec, and
+    name the family without rules.
+    """
     model = small_model("llama")
     ruled, _ = parity.from_transformers(model, path="layers.0.self_attn")
     monkeypatch.delitem(FAMILIES, "llama")
@@ -124,7 +139,8 @@ def test_a_layer_that_only_observation_tells_is_served(monkeypatch):
         assert "no rules: " in str(layer)
 
 
-def test_rules_that_observation_contradicts_are_refused_with_both():
+def test_contradicted_rules_are_rejected():
+    """A layer whose observed scale contradicts the rules is rejected, with both values."""
     model = small_model("llama")
     model.layers[1].self_attn.scaling = 0.3
     right, wrong = parity.layers_of(model, inputs_of("llama"))
@@ -134,7 +150,8 @@ def test_rules_that_observation_contradicts_are_refused_with_both():
     assert wrong.identification.spec is not None
 
 
-def test_a_layer_that_nothing_tells_is_refused_with_both_reasons(monkeypatch):
+def test_unknown_layer_has_both_reasons(monkeypatch):
+    """A layer without rules that is not identified is rejected, with both reasons."""
     model = small_model("llama")
     model.layers[0].self_attn.v_proj.register_forward_hook(lambda module, args, v: v + 0.01 * v**2)
     monkeypatch.delitem(FAMILIES, "llama")
@@ -145,7 +162,8 @@ def test_a_layer_that_nothing_tells_is_refused_with_both_reasons(monkeypatch):
     assert second.source == "observation"
 
 
-def test_a_layer_that_did_not_run_is_refused(monkeypatch):
+def test_layer_that_did_not_run_is_reported(monkeypatch):
+    """A layer that the call did not run is reported as such."""
     sizes = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4}
     text = {**sizes, "vocab_size": 64, "max_position_embeddings": 32}
     config = transformers.CLIPConfig(text_config=text, vision_config={**sizes, "image_size": 8, "patch_size": 4})
@@ -163,7 +181,7 @@ def test_a_layer_that_did_not_run_is_refused(monkeypatch):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The folder of a model in bfloat16."""
+    """Save a model in bfloat16, and return its folder."""
     path = tmp_path_factory.mktemp("live") / "model"
     small_model("llama").bfloat16().save_pretrained(path)
     return path
@@ -171,12 +189,15 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def unruled(folder, monkeypatch):
-    """The same, of a family without rules."""
+    """Return the same folder, while its family has no rules."""
     monkeypatch.delitem(FAMILIES, "llama")
     return folder
 
 
-def test_a_folder_without_rules_runs_against_its_own_modules(unruled):
+def test_folder_without_rules_is_run(unruled):
+    """A folder without rules runs against transformers without a failure,
+    and a warning says that it was observed.
+    """
     report = parity.run_model(unruled, ["torch"], layers=[1], against="transformers")
     assert not report.failed
     assert {each.backend for each in report.comparisons} == {"torch", "transformers"}
@@ -184,7 +205,10 @@ def test_a_folder_without_rules_runs_against_its_own_modules(unruled):
     assert any("observed" in each and "rope=Rope(theta=10000.0): angles" in each for each in report.warnings)
 
 
-def test_a_folder_without_rules_is_converted_as_rules_would(unruled, tmp_path, monkeypatch, capsys):
+def test_folder_without_rules_is_converted(unruled, tmp_path, monkeypatch, capsys):
+    """Conversion of an observed folder requires `--rest
+    drop`, and its weights equal those by rules.
+    """
     observed, ruled = tmp_path / "observed.safetensors", tmp_path / "ruled.safetensors"
     assert main(["convert", str(unruled), str(observed), "--to", "mha_torch"]) == 2
     assert refuses("--rest", {"--rest": "keep"}).is_printed_in(capsys.readouterr().err)
@@ -199,7 +223,8 @@ def test_a_folder_without_rules_is_converted_as_rules_would(unruled, tmp_path, m
     assert weights["q_proj.weight"].dtype.name == "bfloat16"
 
 
-def test_a_recording_is_judged_by_a_folder_without_rules(unruled, tmp_path):
+def test_tap_against_folder_without_rules(unruled, tmp_path):
+    """`diagnose` finds a wrong scale in a recording, by a folder without rules."""
     model = transformers.AutoModel.from_pretrained(unruled, dtype=torch.float32, attn_implementation="eager")
     model.layers[1].self_attn.scaling = 0.3
     with torch.no_grad(), parity.tap(model) as tapped:
@@ -212,7 +237,8 @@ def test_a_recording_is_judged_by_a_folder_without_rules(unruled, tmp_path):
     assert [layer["passed"] for layer in recording["layers"]] == [True, False]
 
 
-def test_a_folder_that_lacks_weights_is_refused(unruled, tmp_path):
+def test_folder_with_missing_weights_raises(unruled, tmp_path):
+    """A folder that lacks a weight raises an error that names it."""
     model = transformers.AutoModel.from_pretrained(unruled)
     held = {name: tensor for name, tensor in model.state_dict().items() if "layers.1.self_attn.k_proj" not in name}
     model.save_pretrained(tmp_path, state_dict=held)
@@ -220,7 +246,11 @@ def test_a_folder_that_lacks_weights_is_refused(unruled, tmp_path):
         parity.run_model(tmp_path, ["torch"], against="transformers")
 
 
-def test_a_folder_whose_inputs_are_unknown_is_refused(unruled, monkeypatch):
+def test_folder_with_unknown_inputs_raises(unruled, monkeypatch):
+    """A model that fails on random inputs raises an error
+    with its message and a hint at `layers_of`.
+    """
+
     def fail(self, **inputs):
         raise RuntimeError("it wants sound")
 
@@ -230,6 +260,7 @@ def test_a_folder_whose_inputs_are_unknown_is_refused(unruled, monkeypatch):
 
 
 def test_code_in_a_folder_does_not_run(folder, tmp_path):
+    """A folder with custom code raises an error, and the code does not run."""
     values = json.loads((folder / "config.json").read_text())
     values |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModel": "own.Model"}}
     (tmp_path / "config.json").write_text(json.dumps(values))

@@ -1,4 +1,4 @@
-"""Live models tapped: nothing changes, everything is judged right, and a bug in one layer is found and named."""
+"""Taps on live models: nothing changes, correct layers pass, and a bug in one layer is found and named."""
 
 import json
 import os
@@ -37,7 +37,7 @@ from parity.running.taps import layers_in
 from parity.tapping.record import TappedCall
 
 TRIALS = int(os.environ.get("PARITY_TAP_TRIALS", "8"))
-"""How many bugs are injected, one after the other; 200 take two minutes."""
+"""The number of bugs that are injected, one after the other; 200 take two minutes."""
 
 # ---- Models ----------------------------------------------------------------------------------------------------------
 
@@ -120,7 +120,7 @@ OWN = {
         "linear_num_heads": 2,
         "layer_types": ["linear_attention", "full_attention"] * 2,
     },
-    "modernbert-decoder": {"local_attention": 10, "sliding_window": None},  # which transformers makes of the other
+    "modernbert-decoder": {"local_attention": 10, "sliding_window": None},  # which transformers computes from the other
     "bamba": {**MAMBA, "attn_layer_indices": [1, 3]},
     "falcon": {"multi_query": False, "new_decoder_architecture": False, "alibi": False},
     "falcon_h1": {**MAMBA, "mamba_d_ssm": 64},
@@ -150,8 +150,9 @@ LESS_SEEN = {  # whose output projection is in another module
     **dict.fromkeys((*BERTS, "megatron-bert", "rembert", "roformer"), SEEN - {"output"}),
 }
 MODELS = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-NOT_HERE = {"minimax"}  # whose cache, its own, is not read: judged wrong
-NOT_HERE |= {  # which do behind the attention function, or outside the module, what a layer does: docs/how-to/taps.md
+NOT_HERE = {"minimax"}  # whose special cache is not read: it fails
+# These compute a part of a layer after the attention function, or outside the module: docs/how-to/taps.md.
+NOT_HERE |= {
     *("granite_swa", "granitemoe_swa", "gpt_neox_japanese", "flint", "mimo_v2_flash"),
 }
 GENERATED = sorted(family for family in FAMILIES.keys() & MODELS.keys() - NOT_HERE if len(FAMILIES[family].stacks) == 1)
@@ -172,7 +173,7 @@ SIX_LAYERS = {
 
 
 def made(family, options, *, seed=0, implementation="eager"):
-    """A model of a family, tiny, with random weights in its attention layers, none of them near 0 or 1 in a norm."""
+    """Return a tiny model of a family. Weights of its attention are random; in norms, none is near 0 or 1."""
     configuration = type(transformers.AutoConfig.for_model(family))
     known = configuration().to_dict().keys()
     told = {name: value for name, value in options.items() if name in known and value is not None}
@@ -195,7 +196,7 @@ def of_six_layers(name, *, seed=0, implementation="eager"):
 
 
 def weights_in(model, tapped, specs):
-    """Canonical weights of each layer that was tapped and has attention."""
+    """Return canonical weights of each layer that was tapped and has attention."""
     modules = dict(model.named_modules())
     return {
         layer.index: parity.from_transformers(modules[layer.name.removesuffix(".self")], model.config, layer.index)[1]
@@ -205,7 +206,7 @@ def weights_in(model, tapped, specs):
 
 
 def prompts(length=7, *, padded=0):
-    """Two, the first with padding on its left."""
+    """Return two prompts, the first with padding on its left."""
     tokens = torch.randint(3, 64, (2, length), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(tokens)
     mask[0, :padded] = 0
@@ -227,7 +228,10 @@ def hooks_in(model):
 
 @pytest.mark.costly("generates with a model of six layers, twice")
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_results_are_the_same_bit_for_bit_and_nothing_stays(implementation):
+def test_tap_changes_and_leaves_nothing(implementation):
+    """A tapped model generates the same tokens and logits,
+    bit for bit, and no hook or patch remains.
+    """
     from transformers.cache_utils import Cache
     from transformers.modeling_utils import AttentionInterface
 
@@ -246,13 +250,16 @@ def test_results_are_the_same_bit_for_bit_and_nothing_stays(implementation):
     assert [len(layer.calls) for layer in tapped.layers] == [4] * 6
 
 
-def test_nothing_stays_after_an_exception_and_taps_may_overlap():
+def test_taps_end_on_errors_and_overlap():
+    """No hook remains after an exception, and overlapping taps
+    that end in any order record their calls.
+    """
     from transformers.modeling_utils import AttentionInterface
 
     model = of_six_layers("llama")
     function, hooks = AttentionInterface.get_interface, hooks_in(model)
     with pytest.raises(IndexError), parity.tap(model):
-        model(torch.tensor([[64]]))  # which is in no vocabulary
+        model(torch.tensor([[64]]))  # which is outside the vocabulary
     assert hooks_in(model) == hooks
     assert AttentionInterface.get_interface is function
     one, other = parity.tap(model), parity.tap(model, layers="*.1.self_attn")
@@ -269,7 +276,10 @@ def test_nothing_stays_after_an_exception_and_taps_may_overlap():
     assert AttentionInterface.get_interface is function
 
 
-def test_what_is_recorded():
+def test_recorded_names_and_shapes():
+    """A tap records names, shapes and dtypes of all stages for a
+    prompt, and a step with its cached window.
+    """
     model = of_six_layers("gemma2")
     with parity.tap(model) as tapped:
         generate(model)
@@ -302,7 +312,8 @@ def test_what_is_recorded():
 
 @sample(10, family=first_families(GENERATED, by=stack_signature))
 @pytest.mark.parametrize("family", sorted(first_families(GENERATED)))
-def test_each_layer_of_a_family_is_judged_right_while_it_generates(family):
+def test_layers_pass_during_generation(family):
+    """Every attention layer of a generating decoder passes in all stages that its family shows."""
     model = made(family, COMMON | OWN.get(family, {}))
     with parity.tap(model) as tapped:
         generate(model)
@@ -313,14 +324,17 @@ def test_each_layer_of_a_family_is_judged_right_while_it_generates(family):
     assert [layer.index for layer in layers] == [layer.index for layer in specs if layer.spec is not None]
     judged = {comparison.stage for layer in layers for comparison in layer.comparisons}
     assert judged == LESS_SEEN.get(family, SEEN)
-    if family in ("mpt", "openai-gpt"):  # which generate without a cache here, and are given all tokens again
+    if family in ("mpt", "openai-gpt"):  # which generate without a cache here, and receive all tokens again
         return
     last, axis = ("output", 1) if "output" in judged else ("v", 2)
     tokens = sum(comparison.shape[axis] for comparison in layers[-1].comparisons if comparison.stage == last)
-    assert tokens == 10 + 8  # 7 of a prompt and 3 that were fed back; with 2 of padding less
+    assert tokens == 10 + 8  # a prompt of 7 and 3 tokens that were fed back; 2 fewer with padding
 
 
-def test_the_page_says_how_many_families_there_are():
+def test_page_has_number_of_families():
+    """docs/evidence/diagnosis.md has the numbers of families of
+    decoders and of encoder-decoders.
+    """
     page = (ROOT / "docs" / "evidence" / "diagnosis.md").read_text(encoding="utf-8")
     assert f"{len(GENERATED)} families of decoders and {len(ENCODER_DECODERS)} with an encoder" in page
 
@@ -332,7 +346,8 @@ NARROW = [family for family in GENERATED if LESS_SEEN.get(family, SEEN) == SEEN 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("dtype", "implementation"), [(torch.bfloat16, "eager"), (torch.float16, "sdpa")])
-def test_layers_in_16_bits_are_judged_right(dtype, implementation):
+def test_layers_pass_in_16_bits(dtype, implementation):
+    """At least 15 families pass in bfloat16 with eager attention, and in float16 with sdpa."""
     families = [
         family for family in NARROW[implementation == "sdpa" :: 2] if implementation == "eager" or family not in NO_SDPA
     ]
@@ -347,14 +362,17 @@ def test_layers_in_16_bits_are_judged_right(dtype, implementation):
         assert verdict.passed, f"{family}: {verdict}"
 
 
-def test_scores_in_16_bits_are_allowed_to_eager_attention_alone():
+def test_16_bit_scores_only_in_eager():
+    """Scores rounded to float16 pass with eager attention, and
+    fail if the tap is marked as sdpa.
+    """
     model = made("nemotron", COMMON).to(torch.float16)
     with parity.tap(model) as tapped:
         generate(model)
     specs = specs_of(model.config.to_dict())
     weights = weights_in(model, tapped, specs)
     assert parity.judge_tap(tapped, specs, weights).passed
-    tapped.layers[2].attention = "sdpa"  # which keeps them wide
+    tapped.layers[2].attention = "sdpa"  # which keeps scores in float32
     (wrong,) = parity.judge_tap(tapped, specs, weights).wrong
     assert (wrong.index, wrong.difference.stage) == (2, "attn_weights")
 
@@ -364,7 +382,8 @@ def test_scores_in_16_bits_are_allowed_to_eager_attention_alone():
     "what",
     ["no scale", "theta", "tiled", "v heads", "window wide", "no cap", "sinks of 0"],
 )
-def test_a_bug_is_found_in_16_bits(what):
+def test_injected_bug_is_found_in_16_bits(what):
+    """In bfloat16, a bug in layer 2 is found in that layer alone and named."""
     bug = BUGS[what]
     name = {"window wide": "gemma2", "no cap": "gemma2", "sinks of 0": "gpt_oss"}.get(what, "llama")
     verdict = judged(of_six_layers(name).to(torch.bfloat16), bug, 2)
@@ -374,7 +393,8 @@ def test_a_bug_is_found_in_16_bits(what):
 
 
 @pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}])
-def test_sdpa_and_a_static_cache(options):
+def test_sdpa_with_static_cache_passes(options):
+    """All layers pass with sdpa and a dynamic or static cache, down to the output."""
     for name in ("llama", "mistral"):
         model = of_six_layers(name, implementation="sdpa")
         with parity.tap(model) as tapped:
@@ -434,7 +454,7 @@ def encoder_decoder(family, implementation="eager"):
 
 
 def from_encoded(model, **options):
-    """What is generated from two sequences, one of them padded; whisper hears no padding."""
+    """Generate from two sequences, one of them padded; for whisper without padding."""
     told = {"do_sample": False, "max_new_tokens": 4, "min_new_tokens": 4, "decoder_start_token_id": 1, **options}
     if model.config.model_type == "whisper":
         return model.generate(torch.randn(2, 8, 16, dtype=model.dtype), **told)
@@ -452,7 +472,8 @@ def verdict_by_folder(model, tapped, folder):
 @sample(7, dtype=[torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ENCODER_DECODERS)
-def test_encoders_and_decoders_and_what_is_between_them(family, dtype, tmp_path):
+def test_encoder_decoder_layers_pass(family, dtype, tmp_path):
+    """All layers of an encoder-decoder pass, including cross-attention in all seven stages."""
     model = encoder_decoder(family).to(dtype)
     with parity.tap(model) as tapped:
         from_encoded(model)
@@ -471,7 +492,10 @@ def test_encoders_and_decoders_and_what_is_between_them(family, dtype, tmp_path)
 
 
 @pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"num_beams": 2}])
-def test_cross_attention_with_and_without_a_cache(options, tmp_path):
+def test_cross_attention_passes_with_cache(options, tmp_path):
+    """Cross-attention passes with a cache, without one and with beams; a cache holds keys that were
+    computed once; saved and live recordings agree.
+    """
     model = encoder_decoder("bart", "sdpa")
     with parity.tap(model) as tapped:
         from_encoded(model, **options)
@@ -486,7 +510,10 @@ def test_cross_attention_with_and_without_a_cache(options, tmp_path):
     assert all("key_input" in layer.errors for layer in difference.layers if "encoder_attn" in layer.names[0])
 
 
-def test_bugs_in_cross_attention(tmp_path):
+def test_cross_attention_bugs_are_found(tmp_path):
+    """Swapped keys and values, an ignored mask and a changed cache are
+    each found in one cross-attention layer.
+    """
     model = encoder_decoder("bart")
     module = model.model.decoder.layers[1].encoder_attn
     model.save_pretrained(tmp_path)
@@ -523,7 +550,10 @@ def test_bugs_in_cross_attention(tmp_path):
     assert (stage, diagnosis.kind, diagnosis.stage) == ("cache.keys", "unknown", "step1.cache.keys")
 
 
-def test_what_cross_attention_cannot_be_judged(tmp_path):
+def test_uncomparable_cross_attention(tmp_path):
+    """Cross-attention specified as self-attention is not compared, a change of its input raises an
+    error, and in torch values may come from a third sequence.
+    """
     model = encoder_decoder("bart")
     with parity.tap(model) as tapped:
         from_encoded(model)
@@ -548,7 +578,10 @@ def test_what_cross_attention_cannot_be_judged(tmp_path):
     assert not parity.judge_tap(tapped, specs, weights).passed
 
 
-def test_parts_whose_layers_have_the_same_path_are_told_apart(tmp_path):
+def test_parts_with_equal_paths_are_separate(tmp_path):
+    """Layers of CLIP's text and vision parts are matched by part;
+    without parts they are ambiguous.
+    """
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2}
     text = {**sizes, "vocab_size": 64, "max_position_embeddings": 16, "eos_token_id": 2}
     vision = {**sizes, "hidden_size": 48, "num_attention_heads": 6, "image_size": 16, "patch_size": 8}
@@ -566,7 +599,10 @@ def test_parts_whose_layers_have_the_same_path_are_told_apart(tmp_path):
     assert (verdict.layers[0].not_judged, verdict.passed) == (told, False)
 
 
-def test_of_berts_layers_the_context_is_the_last_stage():
+def test_bert_layers_end_at_the_context():
+    """BERT's layers are compared up to the context; a transposed
+    projection is found at stage `v`.
+    """
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2}
     torch.manual_seed(0)
     model = transformers.BertModel(transformers.BertConfig(**sizes, vocab_size=64)).eval()
@@ -592,7 +628,7 @@ def test_of_berts_layers_the_context_is_the_last_stage():
 
 @cache
 def trials():
-    """Models, layers and bugs, in an order of chance."""
+    """Return models, bugs and layers, in random order."""
     rng = random.Random(0)
     found = []
     for name in SIX_LAYERS:
@@ -620,7 +656,10 @@ def judged(model, bug=None, layer=0):
 
 
 @pytest.mark.thorough
-def test_a_bug_in_one_layer_of_six_is_found_with_its_stage_and_its_name():
+def test_injected_bugs_are_found_and_named():
+    """At least 95% of injected bugs are found in the right layer
+    and stage, with one correct name.
+    """
     missed = []
     for seed, (name, what, layer) in enumerate(trials()):
         bug = BUGS[what]
@@ -637,7 +676,8 @@ def test_a_bug_in_one_layer_of_six_is_found_with_its_stage_and_its_name():
 
 @sample(4)
 @pytest.mark.parametrize("name", SIX_LAYERS)
-def test_none_is_named_where_none_is_planted(name):
+def test_no_bug_in_unchanged_model(name):
+    """All six layers of a model without a bug pass, and the verdict says so."""
     verdict = judged(of_six_layers(name, seed=1))
     assert verdict.passed
     assert verdict.first is None
@@ -645,7 +685,8 @@ def test_none_is_named_where_none_is_planted(name):
 
 
 @pytest.mark.costly("judges a recording of six layers and diagnoses one")
-def test_what_a_verdict_says():
+def test_verdict_names_layer_and_bug():
+    """The verdict and its dict name the first wrong layer, its stage and the likely bug."""
     verdict = judged(of_six_layers("gemma2"), BUGS["window wide"], 4)
     lines = ["First wrong layer: layer 4 (sliding_attention)", "Likely bug: window-one-too-wide"]
     assert str(verdict).splitlines()[:2] == lines
@@ -659,7 +700,7 @@ def test_what_a_verdict_says():
 
 
 def in_steps(model, tokens, first):
-    """A prompt, then token by token."""
+    """Run a prompt, then token by token."""
     found = model(tokens[:, :first], use_cache=True)
     for place in range(first, tokens.shape[1]):
         found = model(tokens[:, place : place + 1], past_key_values=found.past_key_values, use_cache=True)
@@ -667,7 +708,10 @@ def in_steps(model, tokens, first):
 
 @sample(4)
 @pytest.mark.parametrize("name", SIX_LAYERS)
-def test_a_prompt_agrees_with_the_same_in_steps(name):
+def test_prompt_agrees_with_steps(name):
+    """A recording of a prompt agrees with one of the same
+    tokens in steps, in every stage and token.
+    """
     model, tokens = of_six_layers(name), prompts(12)["input_ids"]
     with parity.tap(model) as one:
         model(tokens)
@@ -682,7 +726,8 @@ def test_a_prompt_agrees_with_the_same_in_steps(name):
 
 
 @pytest.mark.parametrize("what", ["no RoPE", "k and v", "tiled", "mask ignored", "restarted"])
-def test_the_layer_that_explains_a_difference_is_found_without_weights(what):
+def test_differing_layer_is_found_by_taps(what):
+    """Two recordings, without weights, locate a bug in layer 3 and in one of its stages."""
     model, tokens = of_six_layers("llama"), prompts(12)["input_ids"]
     with parity.tap(model) as one:
         model(tokens)
@@ -696,7 +741,10 @@ def test_the_layer_that_explains_a_difference_is_found_without_weights(what):
     assert str(difference).startswith(f"layer 3, stage {difference.first.stage}: ")
 
 
-def test_what_two_recordings_must_have_in_common():
+def test_taps_need_the_same_inputs():
+    """Different inputs are reported as such; an empty
+    recording or another batch size raises an error.
+    """
     model = of_six_layers("llama")
     with parity.tap(model) as one:
         model(prompts(12)["input_ids"])
@@ -719,7 +767,8 @@ def test_what_two_recordings_must_have_in_common():
 # ---- Printed ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_recording_is_printed_as_what_was_seen_and_not_as_its_numbers():
+def test_tap_prints_names_of_stages():
+    """A printed recording has a line per layer with its stages, and no numbers."""
     model = of_six_layers("qwen3")
     with parity.tap(model) as tapped:
         model(prompts(12)["input_ids"])
@@ -734,7 +783,8 @@ def test_a_recording_is_printed_as_what_was_seen_and_not_as_its_numbers():
 # ---- Files -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_file_holds_the_recording(tmp_path):
+def test_saved_tap_round_trip(tmp_path):
+    """A saved recording is equal when loaded, and passes; other files raise an error."""
     model = of_six_layers("gpt_oss")
     with parity.tap(model) as tapped:
         generate(model)
@@ -761,7 +811,7 @@ def test_a_file_holds_the_recording(tmp_path):
 
 
 class Block(torch.nn.Module):
-    """Our layer in a model of somebody's own."""
+    """Our layer in a user's model."""
 
     def __init__(self, spec):
         super().__init__()
@@ -772,7 +822,8 @@ class Block(torch.nn.Module):
         return x + self.out(self.attn(x, is_causal=True)[0])
 
 
-def test_our_own_modules():
+def test_tap_of_mha_torch_modules():
+    """Our modules in a user's model pass, and a transposed projection of one is named."""
     torch.manual_seed(0)
     spec = AttentionSpec(32, 4, num_kv_heads=2, rope=Rope(10000.0))
     model = torch.nn.Sequential(Block(spec), Block(spec)).eval()
@@ -789,7 +840,10 @@ def test_our_own_modules():
     assert verdict.first.diagnosis.explanations[0].bugs == ("q_proj-transposed",)
 
 
-def test_torch_layers_are_seen_also_on_their_fast_path():
+def test_tap_of_torch_fast_path():
+    """A tap records torch's fast path without changing the
+    output; causality decides whether it passes.
+    """
     torch.manual_seed(0)
     module = torch.nn.MultiheadAttention(32, 4).eval()  # (T, B, E)
     model, x = torch.nn.Sequential(), torch.randn(6, 2, 32)
@@ -806,7 +860,8 @@ def test_torch_layers_are_seen_also_on_their_fast_path():
     assert not parity.judge_tap(tapped, specs, weights, is_causal=True).passed
 
 
-def test_layers_are_chosen_by_name_and_by_class():
+def test_layers_are_selected_by_pattern():
+    """`layers` selects modules by patterns of names and classes; no match raises an error."""
     model = of_six_layers("llama")
     with parity.tap(model, layers=["model.layers.[12].self_attn", "LlamaMLP"]) as tapped:
         model(**prompts())
@@ -822,10 +877,13 @@ def test_layers_are_chosen_by_name_and_by_class():
         parity.tap(torch.nn.Linear(2, 2)).__enter__()
 
 
-# ---- What is refused -------------------------------------------------------------------------------------------------
+# ---- Invalid models and recordings -----------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_tapped_or_judged_is_refused():
+def test_invalid_taps_raise():
+    """A dict, a compiled model, and caches that began before the tap or were cropped raise errors;
+    layers that were not called are not compared.
+    """
     with refuses_type("model", "dict"):
         parity.tap({})
     model = of_six_layers("llama")
@@ -852,7 +910,10 @@ def test_what_cannot_be_tapped_or_judged_is_refused():
     assert f"Not compared: {every_layer}, because it was not called" in str(verdict)
 
 
-def test_plain_lists_are_of_the_tapped_layers():
+def test_plain_lists_match_tapped_layers():
+    """Lists of specs and weights belong to tapped layers in
+    order; other lengths and types raise errors.
+    """
     model = of_six_layers("llama")
     layers = specs_of(model.config.to_dict())
     with parity.tap(model) as tapped, torch.no_grad():
@@ -895,7 +956,10 @@ def small_gemma():
     return model, {place: parity.from_transformers(layer.self_attn, config)[1] for place, layer in layers}
 
 
-def test_padding_within_a_prompt_blames_no_window():
+def test_padding_inside_prompt_is_left_out():
+    """Padding between tokens is left out of windowed layers,
+    which are not compared if nothing remains.
+    """
     model, weights = small_gemma()
     tokens = torch.arange(1, 13)[None].repeat(2, 1)
     real = torch.ones_like(tokens)
@@ -916,9 +980,10 @@ def test_padding_within_a_prompt_blames_no_window():
 
 
 @pytest.mark.costly("the search tries all bugs, for every layer")
-def test_an_explanation_is_tried_in_later_layers(monkeypatch):
+def test_explanation_is_reused_in_layers(monkeypatch):
+    """An explanation of the first wrong layer is reused for later ones without another search."""
     model, weights = small_gemma()
-    model.model.rotary_emb.sliding_attention_inv_freq /= 8.0  # a pattern, which no known bug is
+    model.model.rotary_emb.sliding_attention_inv_freq /= 8.0  # a pattern that is not a known bug
     with parity.tap(model) as tapped:
         generate(model)
     searched = []
@@ -939,7 +1004,8 @@ def test_an_explanation_is_tried_in_later_layers(monkeypatch):
 
 
 @pytest.mark.costly("diagnoses several layers of a recording")
-def test_other_bugs_in_later_layers_keep_their_name():
+def test_different_bugs_are_kept_apart():
+    """Different bugs in two layers are found at their own stages, with different causes."""
     model, weights = small_gemma()
     specs = specs_of(model.config.to_dict())
     weights[0] = {**weights[0], "k_proj.weight": weights[0]["k_proj.weight"] * 2.0}
@@ -978,7 +1044,10 @@ FULL = AttentionSpec(32, 4)
 
 
 @pytest.mark.parametrize("key", ["", "MultiHeadDotProductAttention", 0])
-def test_a_flax_module_that_is_the_layer_is_compared(key, rng):
+def test_flax_root_module_is_compared(key, rng):
+    """A bound linen module that is itself the layer passes, with
+    weights by name, class or index.
+    """
     x = jnp.asarray(rng.standard_normal((2, 6, 32), dtype=np.float32))
     module = linen.MultiHeadDotProductAttention(4, qkv_features=32)
     bound = module.bind(module.init(jax.random.key(0), x))
@@ -994,7 +1063,10 @@ def judged_in_flax(tapped, weights, *, is_causal=True):
     return parity.judge_tap(tapped, dict.fromkeys(weights, FULL), weights, is_causal=is_causal)
 
 
-def test_linen_modules_are_intercepted(rng):
+def test_linen_layers_pass(rng):
+    """Layers of linen pass in six stages with an unchanged output, and `sow` is restored; a
+    transposed projection of one is named.
+    """
     x = jnp.asarray(rng.standard_normal((2, 6, 32), dtype=np.float32))
     mask = linen.make_causal_mask(x[..., 0])
     model = LinenBlock()
@@ -1022,8 +1094,9 @@ def test_linen_modules_are_intercepted(rng):
     assert first.diagnosis.explanations[0].bugs == ("k_proj-transposed",)
 
 
-@pytest.mark.filterwarnings("ignore:Using 'Module.sow")  # which stays without a capture
-def test_nnx_modules_are_intercepted(rng):
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow")  # which remains without a capture
+def test_nnx_layers_pass(rng):
+    """Layers of nnx pass in seven stages, with and without weights, and the class is restored."""
     rngs = nnx.Rngs(0)
     model = NnxBlock(lambda: nnx.MultiHeadAttention(4, 32, decode=False, rngs=rngs))
     x = jnp.asarray(rng.standard_normal((2, 6, 32), dtype=np.float32))
@@ -1032,7 +1105,7 @@ def test_nnx_modules_are_intercepted(rng):
     with parity.tap(model) as tapped:
         found = model(x, mask=mask, sow_weights=True)
     assert nnx.MultiHeadAttention.__call__ is call
-    assert np.allclose(found, expected, atol=1e-6)  # with weights it takes another path of its own
+    assert np.allclose(found, expected, atol=1e-6)  # with weights it runs a different path
     assert [layer.name for layer in tapped.layers] == ["layers.0", "layers.1"]
     weights = {place: parity.weights_of(layer) for place, layer in enumerate(model.layers)}
     verdict = judged_in_flax(tapped, weights)
@@ -1044,7 +1117,10 @@ def test_nnx_modules_are_intercepted(rng):
     assert judged_in_flax(again, weights).passed
 
 
-def test_our_own_nnx_modules_and_torchs_beside_them(rng):
+def test_jax_and_torch_taps_agree(rng):
+    """Recordings of our JAX and torch layers with the same weights
+    pass, and agree with each other.
+    """
     weights = [parity.random_weights(FULL, seed) for seed in (1, 2)]
     ours = NnxBlock(lambda: mha_jax.MultiHeadAttention(FULL, rngs=nnx.Rngs(0)))
     theirs = torch.nn.ModuleList([mha_torch.MultiHeadAttention(FULL) for _ in weights])
@@ -1069,7 +1145,7 @@ def test_our_own_nnx_modules_and_torchs_beside_them(rng):
 
 
 class OthersAttention(nnx.Module):
-    """As other libraries of nnx have it: positions by another name, heads before RoPE, and the cache comes first."""
+    """Attention as in other libraries of nnx: positions have a different name, and the cache is returned first."""
 
     def __init__(self, spec, weights):
         self.inner = mha_jax.MultiHeadAttention(spec, rngs=nnx.Rngs(0))
@@ -1082,20 +1158,23 @@ class OthersAttention(nnx.Module):
 
 
 class Underscored(nnx.Module):
-    """Layers whose numbers are parts of words."""
+    """Layers whose numbers are parts of names."""
 
     def __init__(self, layers):
         for number, layer in layers.items():
             setattr(self, f"layers_{number}", layer)
 
 
-def test_layers_of_another_nnx_library_are_judged_by_the_folder_of_transformers(rng):
+def test_other_nnx_library_by_layer_number(rng):
+    """Layers of a different nnx library are matched by number with weights of transformers; wrong
+    weights are found in layer 10, and weights without names compare nothing.
+    """
     spec = AttentionSpec(32, 4, qkv_bias=False, out_bias=False, rope=Rope(10000.0))
     numbers = range(12)
     weights = {number: parity.random_weights(spec, number) for number in numbers}
     model = Underscored({number: OthersAttention(spec, weights[number]) for number in numbers})
     x = jnp.asarray(rng.standard_normal((1, 6, 32), dtype=np.float32))
-    places = jnp.asarray([[0, 1, 2, 5, 6, 9]])  # not 0, 1, …, so that RoPE tells
+    places = jnp.asarray([[0, 1, 2, 5, 6, 9]])  # not 0, 1, …, so that RoPE has an effect
     with parity.tap(model, "OthersAttention") as tapped:
         for number in numbers:
             getattr(model, f"layers_{number}")(x, places)
@@ -1113,7 +1192,10 @@ def test_layers_of_another_nnx_library_are_judged_by_the_folder_of_transformers(
 
 
 @pytest.mark.thorough
-def test_a_layer_with_the_rope_of_another_is_said_to_have_it():
+def test_rope_of_another_layer_is_named():
+    """A layer that uses the RoPE of a different layer is
+    reported to be like that layer, if one matches.
+    """
     yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
     rope = {"sliding_attention": ROPE, "full_attention": yarn}
     options = SIX | {"num_hidden_layers": 2, "layer_types": KINDS[:2], "rope_parameters": rope}
@@ -1138,7 +1220,8 @@ def test_a_layer_with_the_rope_of_another_is_said_to_have_it():
     assert wrong.like == ""
 
 
-def test_a_compiled_flax_model_is_refused(rng):
+def test_compiled_flax_model_raises(rng):
+    """A tapped nnx model under `jax.jit` raises a `TypeError`, and the class is restored."""
     model = NnxBlock(lambda: nnx.MultiHeadAttention(4, 32, decode=False, rngs=nnx.Rngs(0)))
     x = jnp.asarray(rng.standard_normal((2, 6, 32), dtype=np.float32))
     call = nnx.MultiHeadAttention.__call__
@@ -1152,7 +1235,7 @@ def test_a_compiled_flax_model_is_refused(rng):
 
 @pytest.fixture(scope="module")
 def recordings(tmp_path_factory):
-    """A model's folder, and recordings of it as it is and with a bug in layer 4."""
+    """Write a model's folder, a recording of it, and a recording with a bug in layer 4; return their paths."""
     folder = tmp_path_factory.mktemp("recordings")
     model = of_six_layers("gemma2")
     model.save_pretrained(folder / "model")
@@ -1166,7 +1249,10 @@ def recordings(tmp_path_factory):
 
 
 @pytest.mark.costly("judges a recording of six layers and diagnoses one")
-def test_a_recording_is_diagnosed_by_its_model(recordings, tmp_path, capsys):
+def test_diagnose_command_uses_model(recordings, tmp_path, capsys):
+    """`diagnose --model` finds the bug of a recording and exits with 1, or with 0 if there is none;
+    `--weights` is deprecated.
+    """
     model, right, wrong = recordings
     assert main(["diagnose", wrong, "--model", model, "--json", str(tmp_path / "told.json")]) == 1
     out = capsys.readouterr().out
@@ -1185,7 +1271,8 @@ def test_a_recording_is_diagnosed_by_its_model(recordings, tmp_path, capsys):
     assert "6 layers agree with the reference" in captured.out
 
 
-def test_recordings_are_compared_as_traces_are(recordings, tmp_path, capsys):
+def test_compare_command_with_recordings(recordings, tmp_path, capsys):
+    """`compare --model` fails the wrong layer of one recording, in JSON and in the HTML page."""
     model, right, wrong = recordings
     page, told = tmp_path / "page.html", tmp_path / "told.json"
     assert main(["compare", right, wrong, "--model", model, "--html", str(page), "--json", str(told)]) == 1
@@ -1199,7 +1286,10 @@ def test_recordings_are_compared_as_traces_are(recordings, tmp_path, capsys):
     assert main(["compare", right, "--model", model]) == 0
 
 
-def test_two_recordings_are_compared_without_a_model(recordings, tmp_path, capsys):
+def test_two_recordings_without_model(recordings, tmp_path, capsys):
+    """`compare` and `diagnose` find the layer and the stage where two recordings differ; only
+    `compare` prints all stages.
+    """
     _, right, wrong = recordings
     told = tmp_path / "told.json"
     for command in ("compare", "diagnose"):
@@ -1210,7 +1300,8 @@ def test_two_recordings_are_compared_without_a_model(recordings, tmp_path, capsy
         assert json.loads(told.read_text())["layers"][4]["stage"] == "mask"
 
 
-def test_keys_that_a_window_drops_from_its_cache_stay_those_of_earlier_calls():
+def test_dropped_window_keys_are_restored():
+    """Keys that a window dropped from the cache are those of earlier calls."""
     cached, joined = np.ones((1, 2, 3, 4), np.float32), {"k": np.arange(40.0).reshape(1, 2, 5, 4)}
     whole = TappedCall({"cache.keys": cached}, past=4)
     np.testing.assert_array_equal(_cache(whole, joined, "k"), cached)
@@ -1218,7 +1309,8 @@ def test_keys_that_a_window_drops_from_its_cache_stay_those_of_earlier_calls():
     np.testing.assert_array_equal(found, np.concatenate([joined["k"][:, :, :2], cached], axis=2))
 
 
-def test_a_narrow_terminal_has_a_line_for_each_layer(recordings):
+def test_narrow_terminal_prints_each_layer(recordings):
+    """At a width of 60 columns, each of six layers has a line with its errors."""
     _, right, wrong = map(str, recordings)
     difference, out = parity.judge_taps(parity.load_tap(right), parity.load_tap(wrong)), StringIO()
     print_difference(difference, Console(file=out, width=60), with_table=True)
@@ -1228,7 +1320,8 @@ def test_a_narrow_terminal_has_a_line_for_each_layer(recordings):
         assert f"{layer.layer}: input {layer.errors['input']:.0e}, " in printed
 
 
-def test_tokens_after_another_one_are_left_out(recordings):
+def test_tokens_after_difference_are_ignored(recordings):
+    """Tokens that follow a different generated token are left out, and their number is reported."""
     _, right, wrong = map(str, recordings)
     difference = parity.judge_taps(parity.load_tap(right), parity.load_tap(wrong))
     assert difference.left_out > 0
@@ -1236,7 +1329,8 @@ def test_tokens_after_another_one_are_left_out(recordings):
     assert f"{difference.left_out} tokens were left out" in str(difference)
 
 
-def test_what_the_commands_refuse(recordings, tmp_path, capsys):
+def test_invalid_recording_commands_fail(recordings, tmp_path, capsys):
+    """Commands without a model, with mixed files or with unsuitable options exit with 2."""
     model, right, wrong = recordings
     parity.save(tmp_path / "layer.safetensors", parity.random_weights(FULL), FULL)
     layer, page = str(tmp_path / "layer.safetensors"), str(tmp_path / "page.html")
@@ -1252,7 +1346,8 @@ def test_what_the_commands_refuse(recordings, tmp_path, capsys):
         assert refusal.is_printed_in(capsys.readouterr().err)
 
 
-def test_steps_of_an_nnx_module_with_its_cache(rng):
+def test_nnx_steps_with_cache_pass(rng):
+    """Six steps of an nnx layer with its cache are recorded with their past lengths, and pass."""
     model = NnxBlock(lambda: nnx.MultiHeadAttention(4, 32, decode=True, rngs=nnx.Rngs(0)), count=1)
     model.layers[0].init_cache((2, 6, 32))
     x = jnp.asarray(rng.standard_normal((2, 6, 32), dtype=np.float32))
@@ -1266,18 +1361,21 @@ def test_steps_of_an_nnx_module_with_its_cache(rng):
 
 
 @pytest.mark.costly("judges a recording of three beams")
-def test_a_beam_search_differs_at_the_cache():
+def test_beam_search_differs_at_the_cache():
+    """Beam search reorders the cache, so a layer first differs at its cached keys."""
     model = of_six_layers("llama")
     specs = specs_of(model.config.to_dict())
     with parity.tap(model) as tapped:
         generate(model, num_beams=3)
     weights = weights_in(model, tapped, specs)
-    verdict = parity.judge_tap(tapped, {0: specs[0].spec}, weights)  # of one layer: the others' caches differ alike
+    verdict = parity.judge_tap(
+        tapped, {0: specs[0].spec}, weights
+    )  # for one layer: the caches of others differ equally
     assert stage_named(verdict.first.difference.stage).quantity == "cache.keys"
 
 
 class _Decoder(nnx.Module):
-    """A layer of a library whose cache nobody here knows."""
+    """A layer of a library whose cache is unknown here."""
 
     def __init__(self):
         self.self_attention = SelfAttention()
@@ -1291,7 +1389,8 @@ class SelfAttention(nnx.Module):
         return 2.0 * x
 
 
-def test_steps_with_a_cache_that_is_not_known_are_no_prompts():
+def test_steps_with_unknown_cache_raise():
+    """A step with an unknown cache has no past length, and its comparison raises an error."""
     model, x = _Decoder(), jnp.ones((1, 3, 8))
     with parity.tap(model) as tapped:
         model(x)

@@ -1,4 +1,4 @@
-"""What other people's tests get: `assert_parity`, its fixture, and `--parity-report`, also from an installed wheel."""
+"""Tests of `assert_parity`, its fixture and `--parity-report`, also from an installed wheel."""
 
 import importlib.util
 import json
@@ -21,7 +21,7 @@ from helpers.samples import sample
 from helpers.shell import NO_HYPOTHESIS
 
 import parity.reporting.html
-import parity.reporting.junit  # pytester forgets what its runs import, so both are imported before
+import parity.reporting.junit  # pytester unloads modules that its runs import, so both are imported before
 import parity.testing.assertion
 from parity import CASES, assert_parity, make_problem
 from parity.backends.record import record
@@ -49,7 +49,7 @@ def x(rng):
 
 
 def why(*args, **options):
-    """The message of the failure, which there must be."""
+    """Return the message of a comparison, which must fail."""
     with pytest.raises(AssertionError) as caught:
         assert_parity(*args, **options)
     return str(caught.value)
@@ -60,12 +60,14 @@ def why(*args, **options):
 
 @pytest.mark.parametrize("of", FROM_NUMPY)
 @pytest.mark.parametrize("to", FROM_NUMPY)
-def test_arrays_of_all_frameworks_are_compared(x, of, to):
+def test_all_array_types_are_compared(x, of, to):
+    """NumPy, torch and JAX arrays are compared with each other; one of 120 wrong elements fails."""
     assert_parity(FROM_NUMPY[of](x), FROM_NUMPY[to](x))
     assert "1 / 120" in why(FROM_NUMPY[of](x + (np.arange(120) == 7).reshape(x.shape)), FROM_NUMPY[to](x))
 
 
-def test_bfloat16_of_all_frameworks_is_compared(x):
+def test_all_bfloat16_types_are_compared(x):
+    """A bfloat16 tensor of torch passes against JAX's and NumPy's bfloat16 of the same values."""
     assert_parity(torch.tensor(x, dtype=torch.bfloat16), jnp.asarray(x, jnp.bfloat16))
     assert_parity(torch.tensor(x, dtype=torch.bfloat16), x.astype(ml_dtypes.bfloat16))
 
@@ -74,23 +76,30 @@ def test_bfloat16_of_all_frameworks_is_compared(x):
     ("dtype", "passes", "fails"),
     [("float64", 3e-15, 4e-15), ("float32", 1.5e-6, 2.5e-6), ("float16", 0.0035, 0.0045), ("bfloat16", 0.025, 0.04)],
 )
-def test_without_the_noise_some_units_of_rounding_are_allowed(rng, dtype, passes, fails):
+def test_default_tolerance_in_rounding_units(rng, dtype, passes, fails):
+    """Without a same-precision result, an error just within the tolerance of the dtype
+    passes, and a larger one fails, in units of rounding.
+    """
     x = rng.standard_normal((2, 3, 4, 5))
     assert_parity((x * (1 + passes)).astype(dtype_named(dtype)), x)
     assert "units of rounding" in why((x * (1 + fails)).astype(dtype_named(dtype)), x)
 
 
-def test_the_narrowest_dtype_of_all_arrays_decides(x):
+def test_narrowest_dtype_sets_tolerance(x):
+    """A bfloat16 array among the actual ones allows an error of 1% in others; without it, the
+    error fails.
+    """
     rounded = x.astype(ml_dtypes.bfloat16)
     assert_parity({"q": rounded, "scores": x * np.float32(1.01)}, {"q": x, "scores": x})
     assert "/scores" in why({"q": x, "scores": x * np.float32(1.01)}, {"q": x, "scores": x})
 
 
-def test_a_dtype_that_no_array_shows_can_be_told(x):
+def test_dtype_argument_sets_tolerance(x):
+    """With dtype="bfloat16", an error of 1% in float32 arrays passes."""
     assert_parity(x * np.float32(1.01), x, dtype="bfloat16")
 
 
-# JAX compiles a case anew for a dtype.
+# JAX compiles a case again for each dtype.
 @pytest.mark.costly("JAX compiles every stage of a case")
 @sample(where=lambda case, dtype: (case, dtype) in [("rope-far", "float32"), ("large-logits", "bfloat16")])
 @pytest.mark.parametrize(
@@ -105,14 +114,18 @@ def test_a_dtype_that_no_array_shows_can_be_told(x):
         ("decode-gqa-rope", "bfloat16"),
     ],
 )
-def test_correct_implementations_stay_within_what_is_allowed_without_the_noise(case, dtype):
+def test_correct_backends_agree_by_default(case, dtype):
+    """Torch and JAX agree in all shared stages of a case by the default tolerance."""
     reference = Reference(make_problem(CASES[case], dtype))
     stages = {name: record(name, reference).accumulated for name in ("torch", "jax")}
-    shared = {name: x for name, x in stages["jax"].items() if stage_named(name).path != "blocks"}  # torch has none
+    shared = {name: x for name, x in stages["jax"].items() if stage_named(name).path != "blocks"}  # torch has no blocks
     assert_parity(stages["torch"], shared)
 
 
-def test_the_error_of_the_same_precision_is_the_noise(x):
+def test_same_precision_sets_tolerance(x):
+    """With `same_precision` off by 0.1%, an error of 0.3% passes and one of 0.6% fails; with
+    an exact one, 0.01% fails.
+    """
     expected = x.astype(np.float64)
     noisy = x * np.float32(1.001)
     assert_parity(x * np.float32(1.003), expected, same_precision=noisy)
@@ -120,7 +133,10 @@ def test_the_error_of_the_same_precision_is_the_noise(x):
     assert "/output" in why(x * np.float32(1.0001), expected, same_precision=x)
 
 
-def test_the_noise_of_float64_is_that_of_float64(x):
+def test_same_precision_applies_to_float64(x):
+    """In float64, with `same_precision` off by 1e-12, an error of 3e-12 passes and one of
+    6e-12 fails.
+    """
     expected = x.astype(np.float64)
     noisy = expected * (1 + 1e-12)
     assert_parity(expected * (1 + 3e-12), expected, same_precision=noisy)
@@ -128,7 +144,10 @@ def test_the_noise_of_float64_is_that_of_float64(x):
 
 
 @pytest.mark.costly("JAX compiles every stage of a case, with gradients")
-def test_a_problem_gives_what_is_expected_and_its_noise(sibling):
+def test_problem_sets_expected_and_tolerance(sibling):
+    """With `problem`, stages and gradients of an implementation pass against its reference;
+    scores off by 1% fail beyond its error.
+    """
     reference = Reference(make_problem(CASES["causal"], "bfloat16"), with_gradients=True)
     stages = record(sibling.name, reference).accumulated
     assert_parity({name: sibling.array(value) for name, value in stages.items()}, problem=reference.problem)
@@ -139,7 +158,10 @@ def test_a_problem_gives_what_is_expected_and_its_noise(sibling):
     assert "beyond 4.08 times the error of the same-precision reference" in text
 
 
-def test_a_stage_that_the_reference_lacks_is_a_failure(x):
+def test_stage_unknown_to_reference_fails(x):
+    """A stage that the reference of a problem does not have fails, and the message lists its
+    stages.
+    """
     text = why({"hidden": x}, problem=make_problem(CASES["causal"], "float32"))
     assert "parity/hidden" in text
     assert "the reference has no such stage, only mask, q, k, v, scores" in text
@@ -179,7 +201,10 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("what", FAILURES)
-def test_nothing_passes_silently(what):
+def test_invalid_comparisons_fail(what):
+    """Wrong shapes, dtypes or values, NaN, infinities, no elements and missing or additional
+    stages fail with their reason.
+    """
     actual, expected, words = FAILURES[what]
     assert re.search(words, why(actual, expected))
 
@@ -192,18 +217,21 @@ def test_nothing_passes_silently(what):
         (ONE * np.float32("nan"), "6 elements of same_precision are NaN or infinite"),
     ],
 )
-def test_a_same_precision_that_tells_no_noise_fails(same_precision, words):
+def test_unusable_same_precision_fails(same_precision, words):
+    """A `same_precision` with another shape or dtype, or with NaN, fails with this reason."""
     assert re.search(words, why(ONE.copy(), ONE.astype(np.float64), same_precision=same_precision))
 
 
-def test_a_stage_that_same_precision_lacks_is_a_failure():
+def test_stage_without_same_precision_fails():
+    """A stage that `same_precision` does not have fails with this reason."""
     text = why({"q": ONE, "k": ONE}, {"q": ONE, "k": ONE}, same_precision={"q": ONE.copy()})
     assert "/k: " in text
     assert re.search("reason +same_precision ", text)
 
 
 @pytest.mark.parametrize("equal", [ONE > 0, np.array([1, 2]), np.zeros((2, 2), np.float32), np.float32(3.0)], ids=repr)
-def test_what_is_equal_passes(equal):
+def test_equal_arrays_always_pass(equal):
+    """Equal masks, integers, zeros and scalars pass."""
     assert_parity(equal, equal)
 
 
@@ -219,23 +247,29 @@ def test_what_is_equal_passes(equal):
         ({"expected": ONE, "dtype": "float8"}, refuses("dtype", dtype="float8")),
     ],
 )
-def test_arguments_that_do_not_go_together_are_refused(options, refusal):
+def test_conflicting_arguments_raise(options, refusal):
+    """Arguments that conflict or have a wrong type or value raise an error with their names."""
     with refusal:
         assert_parity(ONE, **options)
 
 
-def test_there_is_no_absolute_tolerance():
+def test_absolute_tolerance_is_rejected():
+    """`atol` is not an argument: it raises a TypeError."""
     with pytest.raises(TypeError, match="atol"):
         assert_parity(ONE, expected=ONE, atol=1e-3)
 
 
 @pytest.mark.parametrize("options", [{"expected": ONE}, {"problem": parity.make_problem("full", "float32")}])
-def test_a_function_that_returns_nothing_is_told(options):
+def test_missing_return_is_suggested(options):
+    """If `actual` is None, the error suggests a missing return."""
     with refuses_type("actual", "None: is there a return missing?"):
         assert_parity(None, **options)
 
 
-def test_the_message_says_what_where_and_how_much(x):
+def test_message_has_place_and_size(x):
+    """The message has the stage, shape with axes, number of mismatches, worst index and
+    values, tolerance and reason.
+    """
     actual = x.copy()
     actual[1, 2, 3, 4] = 7.0
     lines = why(actual, x, stage="context", name="layer 3").splitlines()
@@ -257,11 +291,17 @@ def test_the_message_says_what_where_and_how_much(x):
         ("layers.0.q_proj.weight", (2, 3), "(out=0, in=0)"),
     ],
 )
-def test_the_place_is_told_by_the_letters_of_the_stage_if_it_has_any(stage, shape, place):
+def test_place_uses_axes_of_stage(stage, shape, place):
+    """The index of the worst error has the axis names of the stage, or axis0, axis1, … if its
+    axes are unknown.
+    """
     assert f"at {place}: 2, expected 1" in why(np.full(shape, 2.0), np.ones(shape), stage=stage)
 
 
-def test_the_message_leads_with_the_first_stage_of_the_data_flow_that_differs():
+def test_message_begins_with_first_stage():
+    """The message begins with the first wrong stage in data flow order, and lists the others
+    and those that agree.
+    """
     right = dict.fromkeys(["attn_weights", "k", "output", "q", "scores"], ONE)  # sorted by name, as jax.jit gives them
     wrong = {**right, "attn_weights": 2 * ONE, "output": 2 * ONE, "scores": 2 * ONE}
     lines = why(wrong, right).splitlines()
@@ -270,7 +310,8 @@ def test_the_message_leads_with_the_first_stage_of_the_data_flow_that_differs():
     assert NEXT in lines[-1]
 
 
-def test_steps_come_one_after_the_other():
+def test_steps_are_ordered_by_number():
+    """Stages of step 2 come before those of step 10, each in data flow order."""
     stages = [f"step{step}.{stage}" for step in (10, 2) for stage in ("output", "q")]
     right = dict.fromkeys(stages, ONE)
     text = why(dict.fromkeys(stages, 2 * ONE), right)
@@ -278,7 +319,8 @@ def test_steps_come_one_after_the_other():
     assert "step2.output, step10.q, step10.output\n" in text
 
 
-def test_stages_of_other_names_stay_in_the_order_of_expected():
+def test_unknown_stages_keep_expected_order():
+    """With an unknown stage among them, stages are reported in the order of `expected`."""
     right = dict.fromkeys(["norm", "v", "q"], ONE)
     text = why(dict.fromkeys(["q", "v", "norm"], 2 * ONE), right)
     assert text.startswith("parity/norm")
@@ -302,7 +344,7 @@ def test_port(assert_parity, port, scale):
     assert_parity(port(values) * scale, values, stage="context")
 """
 
-# Of NumPy only, as processes of pytest-xdist import it again.
+# With NumPy only, because processes of pytest-xdist import it again.
 TWO_TESTS = """
 import numpy as np
 
@@ -335,7 +377,10 @@ def run_two_tests(pytester):
     return pytester.runpytest_inprocess
 
 
-def test_tests_of_ports_pass_and_fail(pytester):
+def test_fixture_passes_and_fails_tests(pytester):
+    """With the fixture, right ports pass and wrong ones fail on each framework, with the
+    test's name in the message.
+    """
     pytester.makepyfile(test_ports=PORTS)
     result = pytester.runpytest_inprocess()
     result.assert_outcomes(passed=3, failed=3)
@@ -344,14 +389,18 @@ def test_tests_of_ports_pass_and_fail(pytester):
         result.stdout.fnmatch_lines([title, "E*(B N T H) = (2, 3, 4, 5)", "E*mismatched  120 / 120 (100.0%)"])
 
 
-def test_the_traceback_ends_in_the_test(run_two_tests):
+def test_traceback_ends_in_the_test(run_two_tests):
+    """The traceback of a failure ends at the call in the test, without frames of the plugin."""
     result = run_two_tests()
     result.stdout.fnmatch_lines([">*assert_parity({*", "test_two.py:9: AssertionError"])
     result.stdout.no_fnmatch_line("*pytest_plugin.py:*")
     result.stdout.no_fnmatch_line("*assertion.py:*")
 
 
-def test_the_report_has_every_comparison(run_two_tests, pytester):
+def test_report_has_every_comparison(run_two_tests, pytester):
+    """--parity-report writes all 3 comparisons with a summary and the environment, and prints
+    its path.
+    """
     result = run_two_tests("--parity-report", "report.json")
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(["*parity report: */report.json (3 comparisons, 1 failed)*"])
@@ -362,14 +411,18 @@ def test_the_report_has_every_comparison(run_two_tests, pytester):
 
 
 @pytest.mark.costly("starts workers of xdist")
-def test_the_report_of_several_processes_has_every_comparison(run_two_tests, pytester):
+def test_report_of_workers_is_complete(run_two_tests, pytester):
+    """With two workers of pytest-xdist, the report has the comparisons of both, in the same
+    order.
+    """
     result = run_two_tests("-n", "2", "--parity-report", "report.json")
     result.assert_outcomes(passed=1, failed=1)
     assert results(pytester.path / "report.json") == RESULTS_OF_TWO_TESTS
 
 
 @pytest.mark.costly("starts a worker of xdist")
-def test_the_report_says_which_process_was_lost(pytester):
+def test_report_names_lost_worker(pytester):
+    """If a worker crashes, the report has a warning with its name."""
     pytester.makepyfile("def test_crash(): import os; os._exit(1)")
     result = pytester.runpytest_inprocess("-n", "1", "--max-worker-restart", "0", "--parity-report", "report.json")
     assert result.ret == pytest.ExitCode.TESTS_FAILED
@@ -379,14 +432,18 @@ def test_the_report_says_which_process_was_lost(pytester):
 
 @pytest.mark.costly("starts a worker of xdist")
 @pytest.mark.parametrize("processes", ["0", "1"])
-def test_a_report_of_no_comparison_is_a_report(pytester, processes):
+def test_report_can_have_no_comparisons(pytester, processes):
+    """Without comparisons, the report is written without results, with and without workers."""
     pytester.makepyfile(NO_COMPARISON)
     result = pytester.runpytest_inprocess("-n", processes, "--parity-report", "report.json")
     assert result.ret == pytest.ExitCode.OK
     assert results(pytester.path / "report.json") == []
 
 
-def test_the_report_may_be_junit_xml(run_two_tests, pytester):
+def test_report_can_be_junit_xml(run_two_tests, pytester):
+    """A report with suffix .xml is JUnit XML, with one test per test, name and dtype, and its
+    failure.
+    """
     run_two_tests("--parity-report", "report.xml")
     root = ElementTree.parse(pytester.path / "report.xml").getroot()
     assert root.attrib["failures"] == "1"
@@ -429,8 +486,10 @@ NAMES = ("fused-qkv-read-per-head", "out_proj-bias-missing")
 
 @pytest.mark.costly("starts a worker of xdist")
 @pytest.mark.parametrize(("suffix", "processes"), [("json", "1"), ("xml", "0"), ("html", "0")])
-def test_every_report_has_the_diagnosis(pytester, suffix, processes):
-    """Of a layer whose stages have other axes; a worker sends it on."""
+def test_reports_have_the_diagnosis(pytester, suffix, processes):
+    """JSON, XML and HTML have the diagnosis of a layer with two bugs, whose stages have
+    different axes; for JSON, a worker sends it.
+    """
     pytester.makepyfile(test_stages=TESTS_WITH_STAGES)
     result = pytester.runpytest_inprocess("-W", "ignore", "-n", processes, "--parity-report", f"report.{suffix}")
     result.assert_outcomes(passed=1, failed=1)
@@ -467,7 +526,10 @@ class TestPort:
 
 @pytest.mark.costly("starts a worker of xdist")
 @pytest.mark.parametrize("processes", ["0", "1"])
-def test_junit_names_a_test_as_pytest_does(pytester, processes):
+def test_junit_names_match_pytest(pytester, processes):
+    """Tests have the class and name of pytest's own JUnit XML, followed by the name and dtype
+    of the comparison.
+    """
     pytester.mkdir("ports").joinpath("test_port.py").write_text(TESTS_IN_CLASSES)
     reports = ("--parity-report", "ours.xml", "--junit-xml", "pytest.xml")
     pytester.runpytest_inprocess("-n", processes, *reports).assert_outcomes(passed=2)
@@ -480,7 +542,8 @@ def test_junit_names_a_test_as_pytest_does(pytester, processes):
 
 
 @pytest.mark.parametrize("name", ["report.html", "REPORT.HTML"])
-def test_the_report_may_be_a_page(run_two_tests, pytester, name):
+def test_report_can_be_html(run_two_tests, pytester, name):
+    """A report with suffix .html, in either case, is a page with the name of the failed test."""
     run_two_tests("--parity-report", name)
     assert "test_two.py::test_wrong layer 3" in (pytester.path / name).read_text()
 
@@ -493,7 +556,8 @@ def test_the_report_may_be_a_page(run_two_tests, pytester, name):
         ("/proc/report.json", refuses("--parity-report", "/proc/report.json: No such file or directory")),
     ],
 )
-def test_a_report_that_cannot_be_written_is_told_before_any_test_runs(run_two_tests, path, refusal):
+def test_unwritable_report_is_usage_error(run_two_tests, path, refusal):
+    """A report path that cannot be written is a usage error before any test is collected."""
     result = run_two_tests("--parity-report", path)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert refusal.is_printed_in(result.stderr.str())
@@ -501,7 +565,8 @@ def test_a_report_that_cannot_be_written_is_told_before_any_test_runs(run_two_te
     result.stdout.no_fnmatch_line("*collected*")
 
 
-def test_a_report_whose_library_is_missing_is_told_before_any_test_runs(run_two_tests, monkeypatch):
+def test_missing_report_library_fails_early(run_two_tests, monkeypatch):
+    """Without jinja2, an HTML report is a usage error before any test is collected."""
     monkeypatch.setattr("parity.core.packages.is_installed", lambda package: package != "jinja2")
     result = run_two_tests("--parity-report", "report.html")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
@@ -509,14 +574,18 @@ def test_a_report_whose_library_is_missing_is_told_before_any_test_runs(run_two_
     result.stdout.no_fnmatch_line("*collected*")
 
 
-def test_a_page_needs_no_library_of_pictures_for_it_holds_none(run_two_tests, monkeypatch):
+def test_html_report_needs_no_pillow(run_two_tests, monkeypatch):
+    """An HTML report, which has no pictures, is written without pillow."""
     monkeypatch.setattr("parity.core.packages.is_installed", lambda package: package != "pillow")
     result = run_two_tests("--parity-report", "report.html")
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(["*parity report: *report.html (* comparisons, 1 failed)*"])
 
 
-def test_a_report_that_can_no_longer_be_written_is_an_error(pytester):
+def test_lost_report_folder_is_usage_error(pytester):
+    """If the folder of the report is deleted during the tests, the session ends with a usage
+    error about it.
+    """
     pytester.mkdir("reports")
     pytester.makepyfile("def test_it(): import shutil; shutil.rmtree('reports')")
     result = pytester.runpytest_inprocess("--parity-report", "reports/report.json")
@@ -524,7 +593,8 @@ def test_a_report_that_can_no_longer_be_written_is_an_error(pytester):
     result.stdout.fnmatch_lines(["ERROR: --parity-report cannot be written: *", "*1 passed*"])
 
 
-def test_the_plugin_can_be_switched_off(run_two_tests):
+def test_plugin_can_be_disabled(run_two_tests):
+    """With `-p no:mha_parity`, the fixture does not exist."""
     result = run_two_tests("-p", "no:mha_parity")
     result.assert_outcomes(errors=2)
     result.stdout.fnmatch_lines(["*fixture 'assert_parity' not found"])
@@ -534,7 +604,7 @@ def test_the_plugin_can_be_switched_off(run_two_tests):
 
 
 def run(*command, cwd=ROOT, status=0):
-    """What a command prints."""
+    """Return the output of a command, which must end with the given status."""
     words = [str(word) for word in command]
     done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=cwd)
     assert done.returncode == status, done.stdout + done.stderr
@@ -542,7 +612,8 @@ def run(*command, cwd=ROOT, status=0):
 
 
 @pytest.mark.costly("modules that a new process imports")
-def test_loading_the_plugin_imports_nothing_but_pytest():
+def test_plugin_imports_only_pytest():
+    """After pytest, importing the plugin loads only five modules of parity, and no library."""
     program = """
 import sys, pytest
 before = set(sys.modules)
@@ -555,7 +626,10 @@ print(*sorted(set(sys.modules) - before))
 
 
 @pytest.mark.costly("modules that a new process imports")
-def test_every_public_name_is_there_and_needs_no_framework():
+def test_public_names_need_no_framework():
+    """All public names of parity exist and are in `dir`, and accessing them imports no
+    framework.
+    """
     program = """
 import sys
 import parity
@@ -566,18 +640,22 @@ assert not {"jax", "torch", "ttnn"} & set(sys.modules)
     run(sys.executable, "-c", program)
 
 
-def test_no_public_name_is_that_of_a_module_or_a_room():  # which would take its place once it is imported
+def test_public_names_are_not_modules():
+    """No public name of parity is the name of a module or package in it, which would replace
+    it once imported.
+    """
     assert not [name for name in parity.__all__ if importlib.util.find_spec(f"parity.{name}")]
 
 
-def test_an_unknown_name_is_an_error():
+def test_unknown_name_raises_error():
+    """An unknown attribute of parity raises an AttributeError with its name."""
     with pytest.raises(AttributeError, match="module 'parity' has no attribute 'nothing'"):
         parity.nothing  # noqa: B018
 
 
 @pytest.fixture
 def python_with_the_wheel(tmp_path):
-    """The Python of a fresh environment that has the wheel; what the wheel needs is that of this environment."""
+    """Return the Python of a fresh environment with the wheel, which borrows dependencies."""
     for package in ("parity", "mha_spec", "mha_jax", "mha_torch", "mha_tt"):
         shutil.copytree(ROOT / package, tmp_path / "source" / package, ignore=shutil.ignore_patterns("__pycache__"))
     for file in ("pyproject.toml", "README.md", "LICENSE"):
@@ -596,7 +674,10 @@ def python_with_the_wheel(tmp_path):
 
 @pytest.mark.costly("pip builds and installs a wheel")
 @pytest.mark.thorough
-def test_the_plugin_of_an_installed_wheel_works_in_a_fresh_environment(python_with_the_wheel, tmp_path):
+def test_installed_wheel_provides_plugin(python_with_the_wheel, tmp_path):
+    """In a fresh environment with the wheel, the plugin is loaded, one test passes, one
+    fails, and the report has both.
+    """
     port = """
 import numpy as np
 import parity

@@ -126,7 +126,8 @@ EACH_BRANCH = (
 @pytest.mark.parametrize("name", WRITTEN)
 @pytest.mark.parametrize("framework", ["jax", "torch"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_case_is_written_and_agrees_with_the_reference(dtype, framework, name):
+def test_written_case_matches_reference(dtype, framework, name):
+    """The written layer of a case has the output of the reference."""
     problem = problem_of(name, dtype)
     module = module_of(written_case(name, framework)[0])
     outputs = {"jax": JAX, "torch": TORCH}[framework].outputs(module, problem)
@@ -134,7 +135,10 @@ def test_every_case_is_written_and_agrees_with_the_reference(dtype, framework, n
 
 
 @pytest.mark.parametrize("framework", ["jax", "torch"])
-def test_a_layer_attends_to_the_static_cache_of_another_layer(framework):
+def test_written_layer_with_shared_cache(framework):
+    """A written layer that shares keys matches the
+    reference with the static cache of another layer.
+    """
     case = replace(CASES["decode-shared-kv"], name="static", new_lengths=())
     problem = parity.make_problem(case, "float32")
     module = module_of(source_of(problem.spec, framework, **call_of(case)))
@@ -193,6 +197,7 @@ def test_positions_of_padding_change_nothing(framework, name):
 
 
 def test_only_cases_of_nan_are_not_written():
+    """Only cases that are not finite are left out, fewer than a tenth of all."""
     assert {name for name, case in CASES.items() if case.not_finite} == NOT_FINITE
     assert len(NOT_FINITE) < len(CASES) / 10
 
@@ -205,7 +210,7 @@ FRAMEWORKS = ("jax", "torch", "ttnn")
 
 @pytest.fixture(scope="module")
 def sources() -> dict[str, str]:
-    """Every part of every template, by a name for its file."""
+    """Return the sources of cases that cover every part of every template, by file name."""
     found = {}
     for name in EACH_BRANCH:
         for framework in FRAMEWORKS:
@@ -215,10 +220,9 @@ def sources() -> dict[str, str]:
 
 @pytest.mark.costly("writes and runs a layer for each branch of the templates")
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_executed_cases_take_all_branches(framework):
-    """A part of a template that no executed case has may be wrong unseen: both outcomes of each condition run.
-
-    All these cases run in each framework: those of ttnn in tests/siblings/mha_tt.
+def test_cases_cover_both_branches(framework):
+    """Both outcomes of each condition of a template occur in EACH_BRANCH, so that no part may be
+    wrong unseen. These cases run in each framework; those of ttnn in `tests/siblings/mha_tt`.
     """
     outcomes: dict[str, set[bool]] = {}
     for name in EACH_BRANCH:
@@ -228,7 +232,8 @@ def test_executed_cases_take_all_branches(framework):
     assert only_one == {}
 
 
-def test_what_is_written_imports_nothing_of_ours_and_has_no_branch(sources):
+def test_written_code_is_self_contained(sources):
+    """Written code imports only frameworks and the standard library, and has no `if` statement."""
     allowed = {"collections.abc", "jax", "jax.numpy", "math", "numpy", "torch", "torch.nn.functional", "ttnn", "typing"}
     for name, source in sources.items():
         nodes = list(ast.walk(ast.parse(source)))
@@ -239,7 +244,8 @@ def test_what_is_written_imports_nothing_of_ours_and_has_no_branch(sources):
 
 
 @pytest.mark.costly("ruff is a program")
-def test_what_is_written_is_formatted_and_has_nothing_unused(sources, tmp_path):
+def test_written_code_passes_ruff(sources, tmp_path):
+    """Written code passes `ruff format --check` and `ruff check`."""
     for name, source in sources.items():
         (tmp_path / f"{name}.py").write_text(source)
     options = ["--isolated", "--line-length", "120"]
@@ -251,13 +257,15 @@ def test_what_is_written_is_formatted_and_has_nothing_unused(sources, tmp_path):
 
 
 @pytest.mark.parametrize("framework", ["jax", "torch", "ttnn"])
-def test_a_llama_layer_with_a_static_cache_has_at_most_150_lines(framework):
+def test_llama_layer_has_at_most_150_lines(framework):
+    """A written LLaMA layer with a static cache has at most 150 lines, and cites its paper."""
     source = source_of(LLAMA, framework, cache="static")
     assert len(source.splitlines()) <= 150
     assert "arXiv:2407.21783" in source
 
 
-def test_dropout_of_attention_weights_is_written_in_torch_and_named_elsewhere():
+def test_dropout_is_written_in_torch_alone():
+    """A written layer of torch has dropout in training only; one of JAX names it as left out."""
     spec = AttentionSpec(32, 4, dropout=0.5)
     x = torch.ones(1, 4, 32)
     layer = module_of(source_of(spec, "torch")).Attention()
@@ -275,12 +283,18 @@ def test_dropout_of_attention_weights_is_written_in_torch_and_named_elsewhere():
         ({"is_cross": True}, "is_cross"),
     ],
 )
-def test_a_call_that_cannot_be_is_refused(call, argument):
+def test_impossible_call_raises(call, argument):
+    """An unknown cache, and a mask, bidirectional or cross-
+    attention with one or with RoPE, raise an error.
+    """
     with refuses(argument, ""):
         source_of(LLAMA, "torch", **call)
 
 
-def test_a_framework_and_a_layer_that_cannot_be_written_are_refused():
+def test_layer_that_cannot_be_written_raises():
+    """An unknown framework, and layers that do not fit their
+    call, raise errors that name the argument.
+    """
     with refuses("framework", {"framework": "tensorflow"}):
         source_of(LLAMA, "tensorflow")
     with refuses("is_cross", {"d_in": 20, "d_kv": 24}):
@@ -302,7 +316,8 @@ def test_a_framework_and_a_layer_that_cannot_be_written_are_refused():
 
 @pytest.mark.parametrize("with_trace", [False, True])
 @pytest.mark.parametrize("framework", ["jax", "torch"])
-def test_the_test_of_a_layer_that_shares_keys_passes_its_inputs(framework, with_trace, tmp_path, monkeypatch):
+def test_written_test_of_shared_keys_passes(framework, with_trace, tmp_path, monkeypatch):
+    """The written test of a layer with shared keys passes, by reference and by trace."""
     spec = AttentionSpec(32, 4, num_kv_heads=2, shared_kv=True, qk_norm=Norm(), rope=Rope(), window_size=4)
     check = check_of("written", spec, framework, CallForm(), with_trace=with_trace)
     (tmp_path / "written_trace.npz").write_bytes(check.trace or b"")
@@ -314,8 +329,10 @@ def test_the_test_of_a_layer_that_shares_keys_passes_its_inputs(framework, with_
 
 
 @pytest.mark.parametrize("framework", ["jax", "torch"])
-def test_sections_without_positions_are_one_axis(framework):
-    """As many tokens as heads and sequences: an axis that is taken for another one shows."""
+def test_sections_without_positions(framework):
+    """A written layer with sections and no positions equals one with plain RoPE. It has as many
+    tokens as heads and sequences, so that a confused axis shows.
+    """
     spec = AttentionSpec(32, 4, rope=Rope(sections=(2, 1, 1)))
     plain = spec.replace(rope=Rope())
     case = parity.Case("sections", plain, "one axis", batch=4, seq_len=4, is_causal=True)
@@ -324,7 +341,8 @@ def test_sections_without_positions_are_one_axis(framework):
     parity.assert_parity({"jax": JAX, "torch": TORCH}[framework].outputs(module, problem), problem=problem)
 
 
-def test_a_cache_that_is_full_is_no_silent_bug():
+def test_full_written_cache_raises():
+    """A step beyond the capacity of a written static cache raises a `RuntimeError`."""
     for spec in (AttentionSpec(32, 4), AttentionSpec(32, 4, latent=Latent(16, 4))):
         module = module_of(source_of(spec, "torch", cache="static"))
         layer, x = module.Attention().eval(), torch.ones(1, 4, 32)
@@ -382,7 +400,10 @@ def scaled(x: float, bias: float, power: int) -> float:
 '''
 
 
-def test_a_template_keeps_what_is_needed():
+def test_template_keeps_needed_parts():
+    """A template specialized for a layer is exactly the expected
+    text: needed parts with values inserted.
+    """
     known = {"spec": {"width": 2, "depth": 2, "factor": 0.5}, "ABSENT": None}
     assert specialize(TEMPLATE, known, ["bias"], ["scaled"]) == (
         '"""A module."""\n\nimport math\n\nWIDTH = 2\n\n\n'
@@ -393,7 +414,10 @@ def test_a_template_keeps_what_is_needed():
     )
 
 
-def test_a_template_with_another_layer_takes_other_branches():
+def test_template_branches_follow_the_layer():
+    """A template specialized for a layer with a bias keeps
+    the function and the branch that need it.
+    """
     known = {"spec": {"width": 4, "depth": 3, "factor": 1.0, "bias": True}, "ABSENT": None}
     source = specialize(TEMPLATE, known, [], ["scaled"])
     assert "WIDTH = 4\nDEPTH = 3\n" in source
@@ -409,7 +433,8 @@ def test_a_template_with_another_layer_takes_other_branches():
         ("y = spec.missing + x\n", "able to compute spec.missing"),
     ],
 )
-def test_a_template_that_leaves_what_is_known_is_refused(body, words):
+def test_invalid_template_raises(body, words):
+    """A condition or expression that a template cannot decide raises an error."""
     with pytest.raises(ValueError, match=words):
         specialize(f"{body}print(y)\n", {"spec": object()})
 
@@ -454,7 +479,8 @@ def written_in(layout: str, path: Path) -> AttentionSpec:
 
 @sample(24)
 @pytest.mark.parametrize("layout", list(LAYOUTS))
-def test_a_loader_makes_the_weights_of_each_layout(layout, tmp_path):
+def test_loader_reads_each_layout(layout, tmp_path):
+    """Written loaders of all frameworks read the weights of a layer in each layout, bit for bit."""
     path = tmp_path / "layer.safetensors"
     spec = written_in(layout, path)
     with open_layers(path, layout, prefix="layers.3", spec=spec) as (layer,):
@@ -520,7 +546,10 @@ def run_command(*arguments: object) -> int:
         *(pytest.param("jax", cache, marks=pytest.mark.thorough) for cache in ("static", None)),
     ],
 )
-def test_the_command_writes_a_layer_and_tests_that_pass(llama, tmp_path, framework, cache):
+def test_command_writes_passing_tests(llama, tmp_path, framework, cache):
+    """The command writes a layer with tests by reference and by trace,
+    which pass; the latter need no `parity`.
+    """
     options = ["--layers", 3, "--to", framework, *(["--cache", cache] if cache else [])]
     for kind in ("reference", "trace"):
         assert run_command(llama, *options, "--output", tmp_path / f"by_{kind}.py", "--test", kind) == 0
@@ -536,7 +565,10 @@ def test_the_command_writes_a_layer_and_tests_that_pass(llama, tmp_path, framewo
 
 
 @pytest.mark.costly("pytest as a user runs it")
-def test_a_written_layer_with_a_bug_fails_its_tests(llama, tmp_path):
+def test_written_tests_detect_reversed_rope(llama, tmp_path):
+    """A written layer with reversed RoPE fails both of its tests,
+    and the reference names the bug.
+    """
     for kind in ("reference", "trace"):
         path = tmp_path / f"by_{kind}.py"
         run_command(llama, "--to", "torch", "--output", path, "--test", kind)
@@ -554,7 +586,10 @@ def test_a_written_layer_with_a_bug_fails_its_tests(llama, tmp_path):
     assert "rope-reversed" in found.stdout  # the reference names what is wrong
 
 
-def test_the_written_layer_is_that_of_the_model(llama, tmp_path):
+def test_written_layer_matches_model(llama, tmp_path):
+    """A written layer with weights from the model's state dict has
+    the output of the model's layer.
+    """
     from transformers import LlamaForCausalLM
 
     path = tmp_path / "written_llama.py"
@@ -577,6 +612,7 @@ def test_the_written_layer_is_that_of_the_model(llama, tmp_path):
 
 
 def test_standard_output_has_the_source(llama, capsys):
+    """Without `--output`, the source is printed, with the names of the selected layer's tensors."""
     assert run_command(llama, "--layers", 1, "--to", "jax") == 0
     source = capsys.readouterr().out
     assert "def attention(params: Params, x: Array) -> Array:" in source
@@ -604,7 +640,10 @@ def test_standard_output_has_the_source(llama, capsys):
         (["--to", "torch", "--output", "{there}"], "{there}"),
     ],
 )
-def test_what_the_command_cannot_do_is_refused_in_a_line(llama, tmp_path, capsys, options, begin):
+def test_impossible_options_print_one_line(llama, tmp_path, capsys, options, begin):
+    """Impossible options exit with 2 and one line of error that
+    begins with the option, and overwrite no file.
+    """
     there = tmp_path / "attention.py"
     there.write_text("precious")
     assert run_command(llama, *(each.format(there=there) for each in options)) == 2

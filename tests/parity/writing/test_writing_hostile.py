@@ -1,4 +1,4 @@
-"""`write` of files from others: their text is data in what is written, and never runs."""
+"""`write` with untrusted files: their text is data in the written module, and never runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CONFIG = {
 
 SYSTEM = '__import__("os").system("touch PWNED")'
 FROM_SPEC = 'spec.__class__.__init__.__globals__["__builtins__"]["__import__"]("os").system("touch PWNED")'
-"""Expressions that leave a file behind: one for anyone who evaluates them, one for who knows only `spec`."""
+"""Expressions that leave a file behind: one in any evaluation, one in an evaluation that has only `spec`."""
 
 HOSTILE = {
     "known expression": f'"""+str({FROM_SPEC})+"""',
@@ -62,10 +62,10 @@ HOSTILE = {
     "both quotes": "'\"",
     "long": "x" * 300,
 }
-"""Text for names of tensors: before the layer's own names, where each is kept as it is."""
+"""Text for names of tensors, before the layer's own names; each is kept unchanged."""
 
 LINE_ENDS = ["\n", "\r", "\r\n", "\u2028", "\u2029", "\u0085", "\x0b", "\x0c", "\x00", "\x1b[2J", "\u202e", "\udc80"]
-"""Text that is not printable: names with it are refused."""
+"""Text that is not printable: names with it raise an error."""
 
 
 def tensors_of(prefix: str, spec: AttentionSpec = SPEC) -> dict[str, np.ndarray]:
@@ -86,7 +86,7 @@ def save(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
 
 
 def file_of(folder: Path, prefix: str, suffix: str) -> tuple[Path, dict[str, np.ndarray]]:
-    """Write a layer under a prefix, with a configuration for a folder of safetensors; return what `write` reads."""
+    """Write a layer under a prefix, with a configuration for a folder of safetensors; return path and tensors."""
     tensors = tensors_of(prefix)
     if suffix == "folder":
         (folder / "config.json").write_text(json.dumps(CONFIG))
@@ -132,7 +132,7 @@ def check_written(path: Path, framework: str, tensors: Mapping[str, np.ndarray])
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A current folder in which no text of a file may leave a file."""
+    """Change to a folder in which no text of a file may leave a file behind."""
     monkeypatch.chdir(tmp_path)
     source = tmp_path / "source"
     source.mkdir()
@@ -156,6 +156,9 @@ WORST = ("known expression", "expression", "end of a key, escaped", "words of th
     [*(("torch", name) for name in HOSTILE), *((framework, name) for framework in ("jax", "ttnn") for name in WORST)],
 )
 def test_names_of_tensors_stay_data(folder, framework, name):
+    """Names of tensors are keys in the written module and nothing
+    else, and its loader returns the weights.
+    """
     prefix = f"{HOSTILE[name]}.{LAYER}"
     source, tensors = file_of(folder, prefix, "folder")
     assert run_write(source, framework, "--cache", "static") == 0
@@ -165,6 +168,7 @@ def test_names_of_tensors_stay_data(folder, framework, name):
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt", ".npz"])
 @pytest.mark.parametrize("text", [HOSTILE[name] for name in ("known expression", "statement", "end of a key, escaped")])
 def test_names_in_each_format_stay_data(folder, text, suffix):
+    """Names in safetensors, pt and npz files are keys in the written module and nothing else."""
     prefix = f"{text}.{LAYER}"
     source, tensors = file_of(folder, prefix, suffix)
     assert run_write(source, "torch", "--from", LAYOUT, "--prefix", prefix, "--num-heads", "2") == 0
@@ -172,7 +176,8 @@ def test_names_in_each_format_stay_data(folder, text, suffix):
 
 
 @pytest.mark.parametrize("text", [HOSTILE[name] for name in ("known expression", "expression", "statement")])
-def test_a_prefix_after_the_number_stays_data(folder, text):
+def test_prefix_after_number_stays_data(folder, text):
+    """Text after a layer's number is part of keys in the written module, but not of its test."""
     tensors = {**tensors_of(f"layers.0.{text}"), "other": np.ones(1, np.float32)}
     save(folder / "weights.npz", tensors)
     options = ("--from", LAYOUT, "--prefix", f"layers.{{i}}.{text}", "--num-heads", "2")
@@ -191,7 +196,8 @@ NOT_IN_NAMES = {".safetensors": ["\udc80"], ".npz": ["\x00", "\udc80"], ".pt": [
     [(suffix, end) for suffix, others in NOT_IN_NAMES.items() for end in LINE_ENDS if end not in others],
     ids=ascii,
 )
-def test_names_with_line_ends_are_refused(folder, capsys, suffix, end):
+def test_names_with_line_ends_fail(folder, capsys, suffix, end):
+    """A name with an unprintable character exits with 2, one line of error and no module."""
     prefix = f'"""{end}{SYSTEM}{end}"""'
     source, _ = file_of(folder, prefix, suffix)
     assert run_write(source, "torch", "--from", LAYOUT, "--prefix", prefix, "--num-heads", "2") == 2
@@ -206,7 +212,9 @@ def test_names_with_line_ends_are_refused(folder, capsys, suffix, end):
 
 @pytest.mark.parametrize("text", [HOSTILE[name] for name in ("known expression", "statement", "backslash", "shell")])
 def test_metadata_of_convert_stay_data(folder, text):
-    """A file with the metadata of `convert`, which give its layout, prefix and specification."""
+    """Text in the metadata of `convert`, which set layout, prefix and specification, stays data in
+    the written module and its test.
+    """
     prefix = f"{text}.layers.0"
     path = folder / "converted.safetensors"
     parity.save(path, parity.random_weights(SPEC), SPEC, LAYOUT, prefix=prefix)
@@ -229,8 +237,10 @@ def values_within(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str,
         yield path
 
 
-def test_a_specification_of_metadata_has_no_text(folder, capsys):
-    """Text in place of each value of a specification is refused, or ignored as an unknown entry is."""
+def test_spec_in_metadata_has_no_text(folder, capsys):
+    """Text instead of any value of a specification in metadata exits
+    with 2, one line of error and no module.
+    """
     spec = json.loads(SPEC.to_json())
     path = folder / "w.safetensors"
     parity.save(path, parity.random_weights(SPEC), SPEC, LAYOUT, prefix="layers.0")
@@ -251,7 +261,10 @@ def test_a_specification_of_metadata_has_no_text(folder, capsys):
 
 
 @pytest.mark.parametrize("name", [*CONFIG, "rope_theta", "rope_scaling", "torch_dtype", "hidden_act", "_name_or_path"])
-def test_text_of_a_configuration_stays_data(folder, capsys, name):
+def test_configuration_text_stays_data(folder, capsys, name):
+    """Text in a key or value of a configuration stays data,
+    or exits with 2, one error and no module.
+    """
     save(folder / "model.safetensors", tensors_of(LAYER))
     code, lines = HOSTILE["known expression"], f"\n\u2028\u0085\r'''{SYSTEM}"
     for text, value in ((code, code), (lines, {"rope_type": lines, lines: [lines]})):
@@ -294,7 +307,9 @@ PIECES = [
 
 
 def test_random_names_stay_data(folder, capsys):
-    """Names of random pieces: what is written parses and loads, or one line says why nothing is."""
+    """A name of random pieces yields a module that parses and loads, or exits
+    with 2, one line of error and no module.
+    """
     drawn = random.Random(0)
     written = 0
     for number in range(30):
@@ -322,7 +337,8 @@ def test_random_names_stay_data(folder, capsys):
 # ---- The parts ------------------------------------------------------------------------------------------------------
 
 
-def test_a_literal_is_the_text_in_one_line_of_ascii():
+def test_literal_is_text_in_printable_ascii():
+    """A literal of any text is printable ASCII and evaluates to the text."""
     drawn = random.Random(1)
     characters = [chr(drawn.randrange(0x110000)) for _ in range(2000)] + [chr(code) for code in range(0x300)]
     for text in (*HOSTILE.values(), *LINE_ENDS, *PIECES, "".join(characters), *characters):
@@ -344,7 +360,8 @@ def test_a_literal_is_the_text_in_one_line_of_ascii():
         'x = tensors["a" + "a"]\n',
     ],
 )
-def test_a_name_anywhere_else_is_no_written_module(source):
+def test_name_outside_of_keys_raises(source):
+    """A name outside of a key of `tensors`, or a wrong key, raises an error."""
     check_keys('x = tensors["a"]\n', "x = tensors[0]\n", ["a"])
     with refuses("a written module", ""):
         check_keys(source, "x = tensors[0]\n", ["a"])
@@ -367,7 +384,10 @@ def test_a_name_anywhere_else_is_no_written_module(source):
         "[*(1, 2)]",
     ],
 )
-def test_expressions_of_a_template_reach_nothing_private(text):
+def test_private_template_expression_raises(text):
+    """Private attributes, methods, formatting and other syntax in
+    expressions of a template raise an error.
+    """
     with refuses("a template", ""):
         value_of(ast.parse(text, mode="eval").body, {"spec": SPEC, **FUNCTIONS})
 
@@ -390,7 +410,8 @@ def test_expressions_of_a_template_reach_nothing_private(text):
         "spec.rope.exponents(spec.head_dim)[0]",
     ],
 )
-def test_expressions_have_the_values_that_python_gives(text):
+def test_expressions_evaluate_as_in_python(text):
+    """Expressions that templates support have the values of Python's `eval`."""
     known = {"spec": SPEC, "Rope": Rope, **FUNCTIONS}
     assert value_of(ast.parse(text, mode="eval").body, known) == eval(text, known)
 

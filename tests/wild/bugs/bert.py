@@ -2,7 +2,7 @@
 
 from wild.bugs.writer import Writer
 
-# A table: a record each, the edit beside its words.
+# A table with one record per bug: the edit next to its description.
 # fmt: off
 m = Writer("bert", "bert")
 

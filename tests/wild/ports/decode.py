@@ -19,7 +19,7 @@ def rope(x, positions, theta):
 
 
 def write(cache, new, start):
-    """Of one sequence: new (T, K, H) into cache (slots, K, H) from slot `start` on."""
+    """Write new (T, K, H) of one sequence to its cache (slots, K, H) from slot `start` on."""
     return jax.lax.dynamic_update_slice(cache, new, (start, 0, 0))
 
 
@@ -76,7 +76,7 @@ def port(p, how):
     spec, case = p.spec, p.case
     w = {name: parity.to_jax(array) for name, array in p.weights.items()}
     x = parity.to_jax(p.inputs["query"])
-    # Padding is written, too, and overwritten by what comes next: the cache has room for it.
+    # Padding is also written, and then overwritten by the next tokens: the cache has room for it.
     cache = init_cache(spec, case.batch, case.capacity, x.dtype)
     run = how.wrap(partial(step, spec, how.wide, case.first_position))
     rec, start = {}, 0

@@ -1,4 +1,4 @@
-"""As in Meta's LLaMA: torch, RoPE as complex numbers on neighbours, (B, T, N, H), a cache made beforehand."""
+"""As in Meta's LLaMA: torch, RoPE as complex numbers on neighbors, (B, T, N, H), a cache made beforehand."""
 
 import math
 

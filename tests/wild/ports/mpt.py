@@ -1,4 +1,4 @@
-"""As in MPT and BLOOM: torch, one Wqkv, ALiBi in place of positions, values clipped, LayerNorm over the whole width."""
+"""As in MPT and BLOOM: torch, one Wqkv, ALiBi instead of positions, values clipped, LayerNorm over the whole width."""
 
 import math
 from types import SimpleNamespace
