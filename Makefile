@@ -31,15 +31,15 @@ test: .venv/installed
 # Without a card: on the mock of a board.
 test-tt: .venv-tt/installed
 	rm -f build/tt-*.xml
-	$(IF_TT) MHA_TT_MOCK=n150 $(BIN_TT)/pytest -m 'not thorough' tests/siblings/mha_tt $(TWO_WORKERS) --junit-xml build/tt-n150.xml
+	$(IF_TT) MHA_TT_MOCK=n150 $(BIN_TT)/pytest -m 'not thorough' tests/siblings $(TWO_WORKERS) --junit-xml build/tt-n150.xml
 
 # The rest: thorough tests, and rows outside of samples. Also tests of tt that depend on the board, on a second one, which
 # accepts other programs, and on which recordings were made.
 test-thorough: export SAMPLES := all
 test-thorough: .venv/installed .venv-tt/installed
 	$(BIN)/pytest -m thorough $(TWO_WORKERS)
-	$(IF_TT) MHA_TT_MOCK=n150 $(BIN_TT)/pytest -m thorough tests/siblings/mha_tt $(TWO_WORKERS) --junit-xml build/tt-thorough.xml
-	$(IF_TT) MHA_TT_MOCK=p150 $(BIN_TT)/pytest -m board tests/siblings/mha_tt $(TWO_WORKERS) --junit-xml build/tt-p150.xml
+	$(IF_TT) MHA_TT_MOCK=n150 $(BIN_TT)/pytest -m thorough tests/siblings $(TWO_WORKERS) --junit-xml build/tt-thorough.xml
+	$(IF_TT) MHA_TT_MOCK=p150 $(BIN_TT)/pytest -m board tests/siblings $(TWO_WORKERS) --junit-xml build/tt-p150.xml
 
 # Tests that hardly any change here breaks: a thousand ports as others write them, and facts about other libraries.
 # .github/workflows/nightly.yml runs them each night, and .ci/run does not.

@@ -484,7 +484,7 @@ def test_cached_function_refuses_keys_of_another_width(device, function):
 
 # ---- Configurations --------------------------------------------------------------------------------------------------
 
-# What a specification refuses is in tests/siblings/test_bad_input.py.
+# What a specification refuses is in tests/siblings/jax_and_torch/test_bad_input.py.
 CONFIGS = {
     "number": ({"spec": 8}, refuses_type("spec", spec=8)),
     "keywords": ({"spec": {"d_model": 8, "num_heads": 2}}, refuses_type("spec", spec=...)),
