@@ -2,7 +2,7 @@
 
 JAX and PyTorch are tested in `.venv`, ttnn in `.venv-tt`. This module imports none of them: `helpers/frameworks.py` has
 the adapters of the first two and `helpers/tt/sibling.py` that of the third. The plugin of each environment defines the
-fixture `sibling`, which gives its implementations in turn.
+fixture `sibling`, one implementation after the other.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ EPSILON = float(np.finfo(np.float32).eps)
 """The distance from 1 to the next float32."""
 
 DTYPES: dict[str, Any] = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
-"""What every implementation of this environment computes in, by name."""
-if find_spec("ttnn") is None:  # which has no float16: `UNSUPPORTED` in helpers/tt/sibling.py
+"""The dtypes in which every implementation of this environment computes, by name."""
+if find_spec("ttnn") is None:  # which has no float16: see `UNSUPPORTED` in helpers/tt
     DTYPES["float16"] = np.float16
 
 
@@ -74,7 +74,7 @@ class Sibling(ABC):
 
     @abstractmethod
     def option(self, x: Any) -> Any:
-        """Return a mask, a bias, positions or lengths as the framework takes them; what is no array stays as it is."""
+        """Return a mask, a bias, positions or lengths as the framework takes them. Other values stay as they are."""
 
     @abstractmethod
     def numpy(self, x: Any) -> np.ndarray:
@@ -197,7 +197,7 @@ def fixture_of(siblings: Mapping[str, Sibling]) -> Callable[..., Any]:
 
     @pytest.fixture(name="sibling", params=list(siblings))
     def each(request: pytest.FixtureRequest) -> Iterator[Sibling]:
-        """Give each implementation in turn."""
+        """Return each implementation in turn."""
         one = siblings[request.param]
         with one.running():
             yield one

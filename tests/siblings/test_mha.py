@@ -39,7 +39,7 @@ plain_paths = pytest.mark.parametrize("path", ["function-plain", "module-plain"]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
 both_forms = pytest.mark.parametrize("form", ["plain", "fused"])
 
-# Query 1 of the first sequence sees no key, and nobody sees key 3.
+# Query 1 of the first sequence sees no key, and key 3 is hidden from all.
 MASK = np.array(
     [
         [[[0, 0, 0, 1], [1, 1, 1, 1], [0, 1, 0, 1]]],
@@ -134,7 +134,7 @@ def test_grid_bias_is_a_row_of_a_table(sibling):
     """A grid bias is the row of the table that belongs to the places of both tokens."""
     zeros, record = sibling.array(full((2, 2, 2, 4), 0.0)), parity.GridBias(1, 2, class_token=True)
     scores, spec = sibling.package.attention_scores, AttentionSpec(8, 2, relative_bias=record)
-    # Of 1 after, 0, 1 before; the class token as query, as key, as both.
+    # Rows of 1 after, 0, 1 before; the class token as query, as key, as both.
     table = np.arange(12, dtype=np.float32).reshape(6, 2)
     rows = sibling.stage_weight("relative_bias", table)
     expected = table[[[5, 3], [4, 1]]].transpose(2, 0, 1)
@@ -289,7 +289,7 @@ def test_textbook_example_is_two_layers(sibling, path):
 
 
 def test_textbook_example_is_the_core(sibling):
-    """The core function gives the example from its projected inputs."""
+    """The core function computes the example from its projected inputs."""
     q, k, v = (sibling.array(TOKENS @ TEXTBOOK[f"{name}_proj.weight"].T) for name in "qkv")
     mask = sibling.package.create_causal_mask(6)
     output, _ = sibling.package.multi_head_attention_core(q, k, v, 2, mask)
@@ -333,7 +333,7 @@ def test_masked_keys_weigh_nothing(sibling, path, dtype):
 @sample(jax=1)
 @every_path
 def test_weights_are_given_when_needed(sibling, path):
-    """A layer gives its attention weights if they are needed, and None otherwise."""
+    """A layer returns its attention weights if they are needed, and None otherwise."""
     _, attn_weights = sibling.attend(path, SPEC, problem_of(sibling, path, SPEC))
     assert (attn_weights is None) == path.endswith("fused")
 
@@ -342,7 +342,7 @@ def test_weights_are_given_when_needed(sibling, path):
 @every_spec
 @both_forms
 def test_module_is_the_function(sibling, form, spec):
-    """A module gives the output of the function with its weights, for every kind of layer."""
+    """A module has the output of the function with its weights, for every kind of layer."""
     arrays = problem_of(sibling, form, spec)
     function, module = (sibling.attended(f"{kind}-{form}", spec, arrays, mask=MASK) for kind in ("function", "module"))
     sibling.assert_close(module, function, within=24 * EPSILON)  # sums of up to 24 products of order 1
@@ -351,7 +351,7 @@ def test_module_is_the_function(sibling, form, spec):
 @sample(jax=1)
 @every_spec
 def test_plain_and_fused_paths_agree(sibling, spec):
-    """The fused path gives the output of the plain one, in the dtype of the kernel."""
+    """The fused path has the output of the plain one, in the dtype of the kernel."""
     arrays = problem_of(sibling, "fused", spec)
     plain, fused = (sibling.attended(f"function-{form}", spec, arrays, mask=MASK) for form in ("plain", "fused"))
     sibling.assert_close(fused, plain, within=24 * EPSILON)  # as above
@@ -522,7 +522,7 @@ every_hiding = pytest.mark.parametrize("hiding", HIDING.values(), ids=HIDING)
 @every_hiding
 @every_path
 def test_layer_builds_the_mask(sibling, path, hiding):
-    """A layer that builds a causal or padding mask gives the output of that mask, in addition to another."""
+    """A layer that builds a causal or padding mask has the output of that mask, in addition to another."""
     hidden = sibling.numpy(sibling.package.create_attention_mask(3, 4, **hiding)) | MASK[:1]
     arrays = problem_of(sibling, path, SPEC)
     output, attn_weights = sibling.attend(path, SPEC, arrays, mask=MASK[:1], **hiding)
@@ -718,7 +718,7 @@ def test_weights_start_xavier_uniform(sibling, fused_qkv):
     for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
         weight = weights[f"{name}.weight"]
         bound = math.sqrt(6 / sum(weight.shape))
-        # The largest of more than 1000 uniform numbers lies within 1 % of the bound, but for a chance of 4e-5.
+        # The largest of more than 1000 uniform numbers lies within 1% of the bound, but for a chance of 4e-5.
         assert 0.99 * bound < np.abs(weight).max() <= bound, name
     assert not np.array_equal(weights["k_proj.weight"], weights["v_proj.weight"])
     assert [name for name, x in weights.items() if name.endswith("bias") and x.any()] == []
@@ -771,7 +771,7 @@ def test_dropout_depends_on_the_seed(sibling, need_weights, rates):
 
 
 def test_evaluation_drops_nothing(sibling):
-    """A module in evaluation gives what a module without dropout gives."""
+    """A module in evaluation has the output of a module without dropout."""
     query = sibling.array(problem(SPEC, np.float32)["query"])
     module = sibling.filled("MultiHeadAttention", SPEC.replace(dropout=0.5, output_dropout=0.5))
     module.eval()
@@ -780,7 +780,7 @@ def test_evaluation_drops_nothing(sibling):
 
 
 def test_attention_weights_precede_dropout(sibling):
-    """The attention weights that a layer gives are those before dropout."""
+    """A layer returns the attention weights before dropout."""
     dtype = sibling.kernel_dtype
     query = sibling.array(problem(SPEC, dtype)["query"])
     found, expected = (
@@ -794,7 +794,7 @@ def test_attention_weights_precede_dropout(sibling):
 @every_rate
 @pytest.mark.parametrize("path", ["function-plain", "function-fused"])
 def test_function_drops_in_training_only(sibling, path, rates):
-    """A function drops in training, and gives what it gives without dropout otherwise."""
+    """A function drops in training, and otherwise has the output of a function without dropout."""
     arrays, spec = problem(SPEC, sibling.kernel_dtype), SPEC.replace(**rates)
     kept = sibling.attended(path, SPEC, arrays)
     assert np.array_equal(sibling.attended(path, spec, arrays), kept)

@@ -1,4 +1,4 @@
-"""`mha_tt` behind the interface of all implementations: see helpers/siblings.py."""
+"""`mha_tt` behind the interface `Sibling` of all implementations."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class TtSibling(Sibling):
         return backend.from_numpy(np.asarray(x))
 
     def option(self, x: Any) -> Any:
-        """What decides over programs stays on the host; a bias may."""
+        """Masks, positions and lengths stay on the host, where they decide over programs; a bias may."""
         return x
 
     def numpy(self, x: Any) -> np.ndarray:

@@ -476,7 +476,7 @@ def test_causal_mask_beside_a_bias_is_not_lost(device, rng):
     assert_close(context, attend(query, key, value, bias=bias, mask=mask)[0], ttnn.bfloat16)
 
 
-# ---- What is masked changes nothing ----------------------------------------------------------------------------------
+# ---- Masks and keys on the device ------------------------------------------------------------------------------------
 
 
 @both_dtypes
@@ -686,7 +686,7 @@ def test_loaded_weights_are_those_of_the_next_call(device, rng, form):
     assert_close(output_of(module, x, need_weights=form == "plain"), expected, ttnn.float32)
 
 
-# ---- What the device does not refuse, or cannot hold -----------------------------------------------------------------
+# ---- Wide heads and positions ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.board
