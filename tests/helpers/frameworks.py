@@ -86,6 +86,16 @@ class JaxSibling(Sibling):
     def weights(self, weights: Mapping[str, np.ndarray], spec: AttentionSpec) -> Any:
         return jax_backend.to_params(weights, spec)
 
+    def weight_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape[::-1]
+
+    def container(self, tensors: Mapping[str, Any]) -> Any:
+        tree: dict[str, dict[str, Any]] = {}
+        for name, x in tensors.items():
+            projection, leaf = name.split(".")
+            tree.setdefault(projection, {})["kernel" if leaf == "weight" else "bias"] = x
+        return tree
+
     def weights_of(self, module: Any) -> Any:
         return nnx.to_pure_dict(nnx.state(module, nnx.Param))
 

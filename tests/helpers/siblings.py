@@ -116,6 +116,15 @@ class Sibling(ABC):
         """Keywords that every module requires."""
         return {}
 
+    @property
+    def on_device(self) -> dict[str, Any]:
+        """Keywords of a function that makes tensors."""
+        return {}
+
+    def init_cache(self, *sizes: int) -> Any:
+        """Return an empty cache in the usual dtype of its package."""
+        return self.package.init_cache(*sizes, **self.on_device)
+
     def filled(
         self,
         kind: str,
@@ -138,6 +147,14 @@ class Sibling(ABC):
     @abstractmethod
     def weights_of(self, module: Any) -> Any:
         """Return the weights of a module in the container that the functions accept."""
+
+    def weight_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape in which the functions hold a canonical weight of heads 32 wide."""
+        return shape
+
+    def container(self, tensors: Mapping[str, Any]) -> Any:
+        """Return tensors of those shapes, by canonical name, in the container that the functions accept; unchecked."""
+        return dict(tensors)
 
     def stage_weight(self, name: str, x: np.ndarray) -> Any:
         """Return sinks or a table of positions as the functions of split heads take them."""

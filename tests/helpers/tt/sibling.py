@@ -56,7 +56,10 @@ class TtSibling(Sibling):
     # ---- Arrays ------------------------------------------------------------------------------------------------------
 
     def array(self, x: Any) -> Any:
-        return backend.from_numpy(np.asarray(x))
+        x = np.asarray(x)
+        if x.dtype.kind == "i":  # bad input everywhere
+            return ttnn.to_device(ttnn.Tensor(x.astype(np.int32), ttnn.int32, None, ttnn.TILE_LAYOUT), self.device)
+        return backend.from_numpy(x)
 
     def option(self, x: Any) -> Any:
         """Masks, positions and lengths stay on the host, where they decide over programs; a bias may."""
@@ -90,8 +93,18 @@ class TtSibling(Sibling):
     def weights_of(self, module: Any) -> Any:
         return module.weights
 
+    @property
+    def on_device(self) -> dict[str, Any]:
+        return self.required
+
+    def weight_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """A weight is transposed, and a bias is a row."""
+        return (1, *shape) if name.endswith("bias") else shape[::-1]
+
     def stage_weight(self, name: str, x: np.ndarray) -> Any:
         """With the axes of split heads: (1, N, 1, ·), or (1, N, ·, H) for vectors."""
+        if x.ndim == 2 and name != "relative_bias":
+            return self.array(x[None, None])
         if name == "sinks":
             return self.array(x.reshape(1, -1, 1, 1))
         if name == "relative_bias":
