@@ -5,6 +5,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +100,18 @@ class JaxSibling(Sibling):
     def weights_of(self, module: Any) -> Any:
         return nnx.to_pure_dict(nnx.state(module, nnx.Param))
 
+    def call(self, module: Any, *inputs: Any, **options: Any) -> Any:
+        return _call_compiled(module, *inputs, **options)
+
     def seeded(self, function: str, seed: int = 0) -> dict[str, Any]:
         return {"rng" if function == "apply_dropout" else "dropout_rng": jax.random.key(seed)}
+
+
+def _call(module: Any, *inputs: Any, **options: Any) -> Any:
+    return module(*inputs, **options)
+
+
+_call_compiled = jax.jit(_call, static_argnames="is_causal")
 
 
 class TorchSibling(Sibling):
@@ -128,6 +139,10 @@ class TorchSibling(Sibling):
 
     def weights_of(self, module: Any) -> Any:
         return dict(module.state_dict())
+
+    def without_gradients(self) -> AbstractContextManager[Any]:
+        """In which the cache's storage is updated in place."""
+        return torch.no_grad()
 
     def seeded(self, function: str, seed: int = 0) -> dict[str, Any]:
         torch.default_generator.manual_seed(seed)

@@ -157,14 +157,22 @@ class Sibling(ABC):
         return dict(tensors)
 
     def stage_weight(self, name: str, x: np.ndarray) -> Any:
-        """Return sinks or a table of positions as the functions of split heads take them."""
+        """Return sinks, a table of positions or a parameter of a norm as the functions of split heads take them."""
         return self.array(x)
 
     def seeded(self, function: str, seed: int = 0) -> dict[str, Any]:
         """Return keywords with which a function drops what that seed drops."""
         return {}
 
+    def without_gradients(self) -> AbstractContextManager[Any]:
+        """Return a context in which tokens are decoded."""
+        return nullcontext()
+
     # ---- Calls -------------------------------------------------------------------------------------------------------
+
+    def call(self, module: Any, *inputs: Any, **options: Any) -> Any:
+        """Call a module as one program, where the framework compiles programs."""
+        return module(*inputs, **options)
 
     def attend(
         self, path: str, spec: AttentionSpec, arrays: Mapping[str, np.ndarray], **options: Any

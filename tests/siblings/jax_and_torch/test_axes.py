@@ -68,7 +68,7 @@ def assert_gives_the_bits_of_one_axis(sibling, function, x, options, of_one):
 @sample(jax=1)
 @pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.parametrize("shape", [(T, T), (2, T, T), (3, 1, T, T), (2, 1, 1, T, T), (2, 3, 2, T, T)])
-def test_several_batch_axes_are_one(sibling, shape, need_weights):
+def test_several_axes_have_one_gradient(sibling, shape, need_weights):
     layer, mask, bias = sibling.module("MultiHeadAttention", SPEC), hides(*shape), numbers(*shape)
     lengths = np.array([[5, 0, 2], [4, 1, 5]], np.int32)
     positions = np.arange(3 * 3 * T, dtype=np.int32).reshape(3, 1, 3, T)
@@ -81,7 +81,7 @@ def test_several_batch_axes_are_one(sibling, shape, need_weights):
 
 @sample(jax=1)
 @pytest.mark.parametrize("need_weights", [False, True])
-def test_no_batch_axis_is_a_batch_of_one(sibling, need_weights):
+def test_no_axis_has_the_gradient_of_one(sibling, need_weights):
     layer = sibling.module("MultiHeadAttention", AttentionSpec(8, 2, rope=Rope()))
     positions = np.arange(2, 2 + T, dtype=np.int32)
     options = {"mask": hides(2, T, T), "key_padding_lengths": 4, "positions": positions, "need_weights": need_weights}

@@ -213,14 +213,6 @@ def assert_same_up_to_rounding(actual, expected):
 # ---- However the tokens arrive ---------------------------------------------------------------------------------------
 
 
-@sample(jax=1)
-@every_spec
-def test_decoding_token_by_token_equals_the_full_pass_at_every_position(sibling, spec):
-    x = random_tokens(spec)
-    output, _ = feed(sibling, cached_layer(sibling, spec), x, [1] * NUM_TOKENS)
-    assert_same_up_to_rounding(output, full_pass(sibling, spec, x))
-
-
 @sample(jax=0)
 @drawn
 @given(cuts=st.sets(st.integers(1, NUM_TOKENS - 1)))
@@ -240,14 +232,6 @@ def test_ragged_batch_equals_each_sequence_alone(sibling, steps):
     alone = np.concatenate([full_pass(sibling, GQA_ROPE, sequence[None]) for sequence in x])
     is_fed = np.arange(NUM_TOKENS) < num_fed[:, None]
     assert_same_up_to_rounding(output, np.where(is_fed[..., None], alone, 0))
-
-
-def test_batch_equals_single(sibling):
-    x = random_tokens(GQA_ROPE)
-    module = cached_layer(sibling, GQA_ROPE)
-    together, _ = feed(sibling, module, x, CHUNKS)
-    alone = np.concatenate([feed(sibling, module, sequence[None], CHUNKS)[0] for sequence in x])
-    assert_same_up_to_rounding(together, alone)
 
 
 @sample(jax=1)
@@ -298,14 +282,6 @@ def grow(sibling, spec, x, chunks):
         output, keys, values = growing_step(sibling, spec)(sibling.array(chunk), weights, keys, values)
         outputs.append(sibling.numpy(output))
     return np.concatenate(outputs, axis=1), sibling.numpy(keys), sibling.numpy(values)
-
-
-@sample(jax=1)
-@every_spec
-def test_growing_cache_equals_the_full_pass(sibling, spec):
-    x = random_tokens(spec)
-    output, _, _ = grow(sibling, spec, x, CHUNKS)
-    assert_same_up_to_rounding(output, full_pass(sibling, spec, x))
 
 
 @sample(jax=1)
@@ -389,83 +365,10 @@ def test_no_cached_token_is_empty(sibling, part):
     assert np.abs(sibling.numpy(getattr(cache, part))).max(axis=-1).min() > 0
 
 
-@sample(jax=1)
-@pytest.mark.parametrize("part", ["keys", "values"])
-def test_slots_beyond_the_length_stay_zero(sibling, part):
-    cache = filled_cache(sibling, cached_layer(sibling, GQA_ROPE), [2, 4, 0])
-    is_beyond = np.arange(NUM_TOKENS) >= np.array([2, 4, 0])[:, None]
-    slots = np.moveaxis(sibling.numpy(getattr(cache, part)), 1, 2)  # (B, S, K, H)
-    np.testing.assert_array_equal(slots[is_beyond], 0)
-
-
-def test_lengths_count_the_real_tokens_after_each_step(sibling):
-    module = cached_layer(sibling, GQA_ROPE)
-    x = sibling.array(random_tokens(GQA_ROPE, num_tokens=2))
-    cache = module.init_cache(3, NUM_TOKENS)
-    lengths = []
-    for new_lengths in ([2, 0, 1], None, [0, 1, 2]):
-        _, cache = module(x, cache, new_lengths=new_lengths)
-        lengths.append(np.array(sibling.numpy(cache.lengths)).tolist())
-    assert lengths == [[2, 0, 1], [4, 2, 3], [4, 3, 5]]
-
-
-@sample(jax=1)
-@pytest.mark.parametrize("new_lengths", [None, [1, 2, 0]], ids=["all", "ragged"])
-def test_lengths_are_int32(sibling, new_lengths):
-    module = cached_layer(sibling, GQA_ROPE)
-    x = sibling.array(random_tokens(GQA_ROPE, num_tokens=2))
-    _, cache = module(x, module.init_cache(3, NUM_TOKENS), new_lengths=new_lengths)
-    assert sibling.numpy(cache.lengths).dtype == np.int32
-
-
-def test_new_lengths_may_be_an_array_of_the_framework(sibling):
-    module = cached_layer(sibling, GQA_ROPE)
-    x = sibling.array(random_tokens(GQA_ROPE, num_tokens=2))
-    _, cache = module(x, module.init_cache(3, NUM_TOKENS), new_lengths=sibling.array([1, 2, 0]))
-    assert sibling.numpy(cache.lengths).tolist() == [1, 2, 0]
-
-
-def test_output_of_padding_is_zero(sibling):
-    module = cached_layer(sibling, GQA_ROPE)
-    x = sibling.array(random_tokens(GQA_ROPE, num_tokens=4))
-    output, _ = module(x, filled_cache(sibling, module, [2, 0, 4]), new_lengths=[1, 4, 0])
-    is_padding = np.arange(4) >= np.array([1, 4, 0])[:, None]
-    np.testing.assert_array_equal(sibling.numpy(output)[is_padding], 0)
-
-
-def test_sequence_without_new_tokens_keeps_its_cache(sibling):
-    module = cached_layer(sibling, GQA_ROPE)
-    cache = filled_cache(sibling, module, [2, 0, 4])
-    keys, values, _ = contents(sibling, cache)
-    _, cache = module(sibling.array(random_tokens(GQA_ROPE, num_tokens=4)), cache, new_lengths=[0, 4, 0])
-    np.testing.assert_array_equal(sibling.numpy(cache.keys)[[0, 2]], keys[[0, 2]])
-    np.testing.assert_array_equal(sibling.numpy(cache.values)[[0, 2]], values[[0, 2]])
-
-
 # ---- What may not matter ---------------------------------------------------------------------------------------------
 
 # With the largest of these a dot product of a query and a key is still finite in float32.
 junk = pytest.mark.parametrize("value", [1.0, -65504.0, 1e30])
-
-
-@sample(jax=1)
-@junk
-def test_a_later_token_changes_no_earlier_output(sibling, value):
-    module = cached_layer(sibling, GQA_ROPE)
-    x = random_tokens(GQA_ROPE)
-    before, _ = feed(sibling, module, x, [NUM_TOKENS])
-    x[:, 4] = value
-    after, _ = feed(sibling, module, x, [NUM_TOKENS])
-    np.testing.assert_array_equal(after[:, :4], before[:, :4])
-
-
-def test_a_token_changes_every_later_output(sibling):  # the control of the test above
-    module = cached_layer(sibling, GQA_ROPE)
-    x = random_tokens(GQA_ROPE)
-    before, _ = feed(sibling, module, x, [NUM_TOKENS])
-    x[:, 4] = 1.0
-    after, _ = feed(sibling, module, x, [NUM_TOKENS])
-    assert (after[:, 4:] != before[:, 4:]).any(axis=-1).all()
 
 
 @sample(jax=1)
@@ -481,18 +384,6 @@ def test_stale_slots_change_nothing(sibling, value, num_new):
     keys, values = (np.where(is_stale, np.float32(value), held) for held in (keys, values))
     output, _ = module(x, sibling.package.KVCache(*map(sibling.array, (keys, values, lengths))))
     np.testing.assert_array_equal(sibling.numpy(output), sibling.numpy(expected))
-
-
-@sample(jax=1)
-@junk
-def test_padding_tokens_change_nothing(sibling, value):
-    module = cached_layer(sibling, GQA_ROPE)
-    x = random_tokens(GQA_ROPE, num_tokens=4)
-    expected, expected_cache = module(sibling.array(x), module.init_cache(3, NUM_TOKENS), new_lengths=[1, 4, 0])
-    x[np.arange(4) >= np.array([1, 4, 0])[:, None]] = value
-    output, cache = module(sibling.array(x), module.init_cache(3, NUM_TOKENS), new_lengths=[1, 4, 0])
-    np.testing.assert_array_equal(sibling.numpy(output), sibling.numpy(expected))
-    np.testing.assert_array_equal(contents(sibling, cache)[0], contents(sibling, expected_cache)[0])
 
 
 # ---- Masks, biases and positions beside the causality of the cache ---------------------------------------------------
@@ -797,41 +688,6 @@ def test_cache_refuses_to_be_made_into(sibling, name):
 # ---- Capacity --------------------------------------------------------------------------------------------------------
 
 
-@sample(jax=1)
-@pytest.mark.parametrize("chunks", [[6], [3, 3], [5, 1]], ids=str)
-def test_cache_may_be_filled_to_the_last_slot(sibling, chunks):
-    x = random_tokens(GQA_ROPE)
-    output, cache = feed(sibling, cached_layer(sibling, GQA_ROPE), x, chunks, capacity=6)
-    assert sibling.numpy(cache.lengths).tolist() == [6, 6, 6]
-    assert_same_up_to_rounding(output, full_pass(sibling, GQA_ROPE, x))
-
-
-overflowing = pytest.mark.parametrize(
-    ("filled", "num_new", "new_lengths"),
-    [
-        ([0, 0, 0], 7, None),
-        ([5, 5, 5], 2, None),
-        ([6, 6, 6], 1, None),
-        ([6, 0, 0], 1, None),
-        ([2, 5, 4], 2, None),
-        ([2, 5, 4], 2, [1, 2, 0]),
-        ([0, 1, 6], 2, [0, 0, 1]),
-    ],
-    ids=["prefill", "by-one", "full", "one-full", "one-by-one", "ragged", "ragged-full"],
-)
-
-
-@overflowing
-def test_overflow_leaves_the_cache_unchanged(sibling, filled, num_new, new_lengths):
-    module = cached_layer(sibling, GQA_ROPE)
-    cache = filled_cache(sibling, module, filled, capacity=6)
-    before = contents(sibling, cache)
-    x = sibling.array(random_tokens(GQA_ROPE, num_tokens=num_new))
-    with refuses("lengths + new tokens", lengths=filled, new_lengths=...):
-        module(x, cache, new_lengths=new_lengths)
-    assert [held.tobytes() for held in contents(sibling, cache)] == [held.tobytes() for held in before]
-
-
 def test_padding_may_reach_past_the_capacity(sibling):
     module = cached_layer(sibling, GQA_ROPE)
     x = sibling.array(random_tokens(GQA_ROPE, num_tokens=4))
@@ -1126,14 +982,6 @@ def test_init_cache_refuses_sizes_below_one(sibling, sizes):
 def test_init_cache_refuses_integer_dtypes(sibling):
     with refuses_type("dtype", dtype=...):
         sibling.package.init_cache(1, 1, 1, 1, framework_dtype(sibling, np.int32))
-
-
-@sample(jax=1)
-@pytest.mark.parametrize(("num_kv_heads", "gib"), [(64, 20), (8, 2.5)])
-def test_kv_cache_nbytes_of_a_large_model(sibling, num_kv_heads, gib):
-    dtype = framework_dtype(sibling, np.float16)
-    nbytes = sibling.package.kv_cache_nbytes(1, num_kv_heads, 8192, 128, num_layers=80, dtype=dtype)
-    assert nbytes == gib * 2**30
 
 
 def test_a_cache_holds_values_of_another_width(sibling, rng):

@@ -17,91 +17,6 @@ definition = settings(
 )
 SIZES = st.integers(1, 5)
 
-# 1 = masked. Every table was written down by hand, from the words of the docstring.
-TABLES = {
-    "causal-1x1": ("create_causal_mask", (1,), {}, [[0]]),
-    "causal-3x3": ("create_causal_mask", (3,), {}, [[0, 1, 1], [0, 0, 1], [0, 0, 0]]),
-    "causal-2x4": ("create_causal_mask", (2, 4), {}, [[0, 1, 1, 1], [0, 0, 1, 1]]),
-    "causal-4x2": ("create_causal_mask", (4, 2), {}, [[0, 1], [0, 0], [0, 0], [0, 0]]),
-    "padding": ("create_padding_mask", ([1, 3], 3), {}, [[[[0, 1, 1]]], [[[0, 0, 0]]]]),
-    "padding-empty": ("create_padding_mask", ([0, 2], 2), {}, [[[[1, 1]]], [[[0, 0]]]]),
-    "padding-1": ("create_padding_mask", ([1], 1), {}, [[[[0]]]]),
-    "attention-nothing": ("create_attention_mask", (2, 3), {}, [[[[0, 0, 0], [0, 0, 0]]]]),
-    "attention-causal": ("create_attention_mask", (2, 3), {"is_causal": True}, [[[[0, 1, 1], [0, 0, 1]]]]),
-    "attention-padding": (
-        "create_attention_mask",
-        (2,),
-        {"key_padding_lengths": [1, 2]},
-        [[[[0, 1], [0, 1]]], [[[0, 0], [0, 0]]]],
-    ),
-    "attention-causal-padding": (
-        "create_attention_mask",
-        (3,),
-        {"is_causal": True, "key_padding_lengths": [2, 3, 0]},
-        [
-            [[[0, 1, 1], [0, 0, 1], [0, 0, 1]]],
-            [[[0, 1, 1], [0, 0, 1], [0, 0, 0]]],
-            [[[1, 1, 1], [1, 1, 1], [1, 1, 1]]],
-        ],
-    ),
-    "cached-prefill": ("create_causal_mask_with_cache", (3, 3, 0), {}, [[0, 1, 1], [0, 0, 1], [0, 0, 0]]),
-    "cached-step": ("create_causal_mask_with_cache", (1, 4, 3), {}, [[0, 0, 0, 0]]),
-    "cached-chunk": ("create_causal_mask_with_cache", (2, 5, 3), {}, [[0, 0, 0, 0, 1], [0, 0, 0, 0, 0]]),
-    "window-1": ("create_sliding_window_mask", (3,), {"window_size": 1}, [[0, 1, 1], [1, 0, 1], [1, 1, 0]]),
-    "window-2": (
-        "create_sliding_window_mask",
-        (4,),
-        {"window_size": 2},
-        [[0, 1, 1, 1], [0, 0, 1, 1], [1, 0, 0, 1], [1, 1, 0, 0]],
-    ),
-    "window-2x4": ("create_sliding_window_mask", (2, 4), {"window_size": 2}, [[0, 1, 1, 1], [0, 0, 1, 1]]),
-    "window-past-the-keys": (
-        "create_sliding_window_mask",
-        (4, 2),
-        {"window_size": 2},
-        [[0, 1], [0, 0], [1, 0], [1, 1]],
-    ),
-    "window-3-of-3": ("create_sliding_window_mask", (3,), {"window_size": 3}, [[0, 1, 1], [0, 0, 1], [0, 0, 0]]),
-    "window-9-of-3": ("create_sliding_window_mask", (3,), {"window_size": 9}, [[0, 1, 1], [0, 0, 1], [0, 0, 0]]),
-}
-LENGTHS = {
-    "list": lambda sibling: [2, 0],
-    "tuple": lambda sibling: (2, 0),
-    "int32": lambda sibling: sibling.array(np.array([2, 0], np.int32)),
-    "uint8": lambda sibling: sibling.array(np.array([2, 0], np.uint8)),
-    "numpy-int64": lambda sibling: np.array([2, 0]),
-}
-
-
-@sample(12, jax=1)
-@pytest.mark.parametrize("name", TABLES)
-def test_mask_is_its_table(sibling, name):
-    function, args, keywords, table = TABLES[name]
-    assert (
-        sibling.numpy(getattr(sibling.package, function)(*args, **keywords)).tolist() == np.array(table, bool).tolist()
-    )
-
-
-@sample(12, jax=1)
-@pytest.mark.parametrize("name", TABLES)
-def test_mask_is_boolean(sibling, name):
-    function, args, keywords, _ = TABLES[name]
-    assert sibling.numpy(getattr(sibling.package, function)(*args, **keywords)).dtype == np.bool_
-
-
-@sample(jax=1)
-@pytest.mark.parametrize("kind", LENGTHS)
-def test_padding_mask_takes_lengths_as(sibling, kind):
-    mask = sibling.package.create_padding_mask(LENGTHS[kind](sibling), 3)
-    assert sibling.numpy(mask)[:, 0, 0].tolist() == [[False, False, True], [True, True, True]]
-
-
-@sample(jax=1)
-@pytest.mark.parametrize("kind", LENGTHS)
-def test_attention_mask_takes_lengths_as(sibling, kind):
-    mask = sibling.package.create_attention_mask(1, 3, key_padding_lengths=LENGTHS[kind](sibling))
-    assert sibling.numpy(mask)[:, 0, 0].tolist() == [[False, False, True], [True, True, True]]
-
 
 @sample(jax=1)
 @pytest.mark.parametrize("size", [np.int32(3), np.int64(3)], ids=["int32", "int64"])
@@ -157,16 +72,6 @@ def test_window_mask_shows_only_the_last_keys(sibling, num_queries, num_keys, wi
     mask = sibling.package.create_sliding_window_mask(num_queries, num_keys, window_size=window_size)
 
     assert np.array_equal(sibling.numpy(mask), (s > t) | (s <= t - window_size))
-
-
-@sample(jax=1)
-@pytest.mark.parametrize("cache_len", [0, 1, 5])
-def test_cached_mask_is_the_last_rows_of_the_causal_mask(sibling, cache_len):
-    num_tokens = cache_len + 3
-
-    cached = sibling.numpy(sibling.package.create_causal_mask_with_cache(3, num_tokens, cache_len))
-
-    assert np.array_equal(cached, sibling.numpy(sibling.package.create_causal_mask(num_tokens))[cache_len:])
 
 
 def test_padding_mask_traces_lengths():

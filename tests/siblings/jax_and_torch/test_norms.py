@@ -76,47 +76,12 @@ def test_half_precision_is_rounded_once(sibling, rng):
     assert (found == nearest).mean() > 0.999
 
 
-@pytest.mark.parametrize(
-    ("x", "norm", "parameters", "refusal"),
-    [
-        (X, Norm(), [], refuses("weight", {"weight.shape": None})),
-        (X, Norm(weight=None), [W], refuses("weight", {"weight.shape": (2,)})),
-        (X, Norm(), [np.ones(3)], refuses("weight", {"weight.shape": (3,)})),
-        (X, Norm(), [W, B], refuses("bias", {"bias.shape": (2,)})),
-        (X, Norm(per_head=True), [W], refuses("weight", {"weight.shape": (2,)})),
-        (X, "rms", [W], refuses_type("norm", norm="rms")),
-    ],
-)
-def test_parameters_of_another_norm_are_refused(sibling, x, norm, parameters, refusal):
-    with refusal:
-        normed(sibling, x, norm, *parameters)
-
-
 def test_integers_are_refused(sibling):
     with refuses_type("x", {"x.dtype": ...}):
         sibling.package.apply_norm(sibling.array(np.ones((1, 1, 1, 2), np.int32)), Norm(weight=None))
 
 
 # ---- In layers -------------------------------------------------------------------------------------------------------
-
-
-@sample(jax=1)
-@every_spec
-def test_a_new_layer_multiplies_by_one(sibling, spec):
-    held = parity.weights_of(sibling.module("MultiHeadAttention", spec))
-    for name, shape in spec.parameters.items():
-        is_one = name.endswith("weight") and "1+w" not in {spec.norms[name.split(".")[0]].weight}
-        assert np.array_equal(held[name], np.full(shape, 1.0 if is_one else 0.0))
-
-
-@sample(jax=1)
-@every_spec
-def test_weights_go_in_and_out_bit_for_bit(sibling, spec):
-    weights = parity.random_weights(spec, 3)
-    module = parity.load_into(sibling.module("MultiHeadAttention", spec), weights, spec)
-    found = parity.weights_of(module)
-    assert list(found) == list(weights)
-    assert all(np.array_equal(found[name], weights[name]) for name in weights)
 
 
 def test_random_weights_of_norms_are_far_from_0_and_1():
