@@ -278,7 +278,7 @@ STAGES = {
         refuses_type("spec", spec=2),
     ),
     "scores spec": ("attention_scores", (HEADS, HEADS, None, 2), {}, refuses_type("spec", spec=2)),
-}  # RoPE refuses in test_rope.py
+}
 
 
 @pytest.mark.parametrize("name", STAGES)
@@ -661,7 +661,7 @@ def test_cached_function_has_one_width(sibling, function):
 @pytest.mark.parametrize("weights", [None, [1]], ids=["None", "list"])
 @every_function
 def test_function_requires_a_mapping(sibling, function, weights):
-    """Weights that are no mapping raise an error in every function."""
+    """Weights other than a mapping raise an error in every function."""
     function, keywords = FUNCTIONS[function]
     assert_error(sibling, function, (), {**keywords, "weights": weights, "spec": LAYER_SPEC}, refuses_type("weights"))
 
@@ -752,7 +752,7 @@ REFUSED_SIZES = [(0, ValueError), (-1, ValueError), (1.0, TypeError), (True, Typ
     ],
 )
 def test_cache_rejects_bad_sizes(sibling, size, value, error):
-    """A cache raises an error for a size that is no positive integer."""
+    """A cache raises an error for a size that is not a positive integer."""
     assert_error(
         sibling, "init_cache", (), {**SIZES, size: value, **sibling.on_device}, refuses(size, {size: value}).of(error)
     )
@@ -761,7 +761,7 @@ def test_cache_rejects_bad_sizes(sibling, size, value, error):
 @pytest.mark.parametrize(("value", "error"), REFUSED_SIZES)
 @pytest.mark.parametrize("size", NBYTES)
 def test_cache_nbytes_rejects_bad_sizes(sibling, size, value, error):
-    """The number of bytes of a cache raises an error for a size that is no positive integer."""
+    """The number of bytes of a cache raises an error for a size that is not a positive integer."""
     dtype = sibling.dtype(sibling.kernel_dtype)
     assert_error(
         sibling, "kv_cache_nbytes", (), {**NBYTES, size: value, "dtype": dtype}, refuses(size, {size: value}).of(error)

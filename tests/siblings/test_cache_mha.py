@@ -102,7 +102,7 @@ def test_batch_is_its_sequences(sibling, dtype):
     sibling.assert_close(together, alone, within=units(dtype) * float(np.abs(alone).max()))
 
 
-# ---- What the cache holds --------------------------------------------------------------------------------------------
+# ---- Contents of the cache -------------------------------------------------------------------------------------------
 
 
 def test_lengths_count_real_tokens(sibling):
@@ -220,7 +220,7 @@ OVERFLOWS = {
 @pytest.mark.parametrize("name", OVERFLOWS)
 @every_dtype
 def test_overflow_leaves_the_cache(sibling, dtype, name):
-    """More tokens than slots raise an error, and the cache stays as it was."""
+    """More tokens than slots raise an error, and the cache is unchanged."""
     filled, num_new, new_lengths = OVERFLOWS[name]
     module = cached_layer(sibling, dtype=dtype)
     cache = filled_cache(sibling, module, filled, dtype)

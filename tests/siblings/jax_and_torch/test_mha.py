@@ -137,15 +137,6 @@ def num_parameters(sibling, module):
     return sum(parameter.size for parameter in jax.tree.leaves(nnx.state(module, nnx.Param)))
 
 
-# ---- On paper --------------------------------------------------------------------------------------------------------
-
-
-# ---- A published example ---------------------------------------------------------------------------------------------
-
-
-# ---- Attention weights -----------------------------------------------------------------------------------------------
-
-
 # ---- Rows without a key ----------------------------------------------------------------------------------------------
 
 
@@ -300,9 +291,6 @@ def test_self_attention_without_a_mask_sees_everything(sibling, rng):
     x = sibling.array(rng.standard_normal((2, 6, 8)).astype(np.float32))
     output = filled(sibling, "MultiHeadSelfAttention", SPEC)(x)
     assert np.array_equal(sibling.numpy(output), sibling.numpy(filled(sibling, "MultiHeadAttention", SPEC)(x)[0]))
-
-
-# ---- What is causal or padding, passed in place of a mask ------------------------------------------------------------
 
 
 # ---- No tokens at all ------------------------------------------------------------------------------------------------
