@@ -79,7 +79,7 @@ def units(dtype, number=4):
 # ---- One pass --------------------------------------------------------------------------------------------------------
 
 
-@sample(jax=1)
+@sample(12, jax=1)
 @pytest.mark.parametrize("chunks", [CHUNKS, [1] * NUM_TOKENS, [NUM_TOKENS], [3, 3]], ids=str)
 @every_dtype
 @every_spec

@@ -338,7 +338,7 @@ def test_weights_are_given_when_needed(sibling, path):
     assert (attn_weights is None) == path.endswith("fused")
 
 
-@sample(jax=1)
+@sample(12, jax=1)
 @every_spec
 @both_forms
 def test_module_is_the_function(sibling, form, spec):
