@@ -15,31 +15,52 @@ export PYTHONDONTWRITEBYTECODE :=
 export PIP_NO_COMPILE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 TWO_WORKERS := --numprocesses 2 --dist worksteal
+SHORT := -m 'not thorough'
+TESTS_TT := tests/siblings
 IF_TT := [ ! -e .venv-tt/installed ] ||
 
-.PHONY: parity test test-tt test-thorough nightly test-cuda bench-gpu sim docs check-html dist fuzz lint clean
+.PHONY: parity test test-tt test-thorough budget budget-main budget-tt nightly test-cuda bench-gpu sim docs check-html dist fuzz lint clean
 
 parity: .venv/installed .venv-tt/installed
 	$(BIN)/mha-parity run --jobs 2 --allow-skipped $$($(IF_TT) echo --python tt=$(BIN_TT)/python)
 
 # Tests that are not marked `thorough`, and of those with `@sample` the rows that it chooses. `make test-thorough` runs the
-# rest: .ci/run runs every row of every test once.
+# rest: .ci/run runs every row of every test once. tests/budget.json limits the cost of each file.
 test: .venv/installed
-	$(BIN)/pytest -m 'not thorough' $(TWO_WORKERS)
+	$(BIN)/pytest $(SHORT) --budget=check $(TWO_WORKERS)
 	$(MAKE) --no-print-directory test-tt
 
 # Without a card: on the mock of a board.
 test-tt: .venv-tt/installed
 	rm -f build/tt-*.xml
-	$(IF_TT) MHA_TT_MOCK=n150 $(BIN_TT)/pytest -m 'not thorough' tests/siblings $(TWO_WORKERS) --junit-xml build/tt-n150.xml
+	$(IF_TT) MHA_TT_MOCK=n150 $(BIN_TT)/pytest $(SHORT) --budget=check $(TESTS_TT) $(TWO_WORKERS) --junit-xml build/tt-n150.xml
 
 # The rest: thorough tests, and rows outside of samples. Also tests of tt that depend on the board, on a second one, which
 # accepts other programs, and on which recordings were made.
 test-thorough: export SAMPLES := all
 test-thorough: .venv/installed .venv-tt/installed
 	$(BIN)/pytest -m thorough $(TWO_WORKERS)
-	$(IF_TT) MHA_TT_MOCK=n150 $(BIN_TT)/pytest -m thorough tests/siblings $(TWO_WORKERS) --junit-xml build/tt-thorough.xml
-	$(IF_TT) MHA_TT_MOCK=p150 $(BIN_TT)/pytest -m board tests/siblings $(TWO_WORKERS) --junit-xml build/tt-p150.xml
+	$(IF_TT) MHA_TT_MOCK=n150 $(BIN_TT)/pytest -m thorough $(TESTS_TT) $(TWO_WORKERS) --junit-xml build/tt-thorough.xml
+	$(IF_TT) MHA_TT_MOCK=p150 $(BIN_TT)/pytest -m board $(TESTS_TT) $(TWO_WORKERS) --junit-xml build/tt-p150.xml
+
+# Rows of tests/budget.json: new and lower ones, and higher ones with a reason: make budget FILES=test_x REASON='why'.
+# FILES is a part of a path. Each file runs alone, since it compiles fewer programs after other files.
+budget: budget-main budget-tt
+
+budget-main: .venv/installed
+	@mkdir -p build
+	$(BIN)/pytest $(SHORT) --collect-only -qq > build/test-files
+	$(call EACH_FILE,build/test-files) $(BIN)/pytest $(WRITE_ROW)
+
+budget-tt: .venv-tt/installed
+	@mkdir -p build
+	$(IF_TT) MHA_TT_MOCK=n150 $(BIN_TT)/pytest $(SHORT) $(TESTS_TT) --collect-only -qq > build/test-files-tt
+	$(IF_TT) $(call EACH_FILE,build/test-files-tt) MHA_TT_MOCK=n150 $(BIN_TT)/pytest $(WRITE_ROW)
+
+# A line of pytest's list is `tests/test_x.py: 12`.
+EACH_FILE = sed -n 's/\.py: [0-9]*$$/.py/p' $1 | { grep -e '$(FILES)' || true; } | xargs -r -P 2 -I {} env
+WRITE_ROW = -qq --no-header $(SHORT) --budget=write --budget-reason="$$REASON" {}
+FILES ?= .
 
 # Tests that hardly any change here breaks: a thousand ports as others write them, and facts about other libraries.
 # .github/workflows/nightly.yml runs them each night, and .ci/run does not.

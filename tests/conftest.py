@@ -14,7 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("NPROC", "1")  # read by XLA
 
-pytest_plugins = ["pytester", "helpers.samples"]  # the first for tests of plugins
+pytest_plugins = ["pytester", "helpers.samples", "helpers.budget"]  # the first for tests of plugins
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -46,9 +46,3 @@ def saved(name, folder):
     draw(released.float().eval())
     released.save_pretrained(folder)
     return model, released
-
-
-def same_bits(one, other):
-    return one.keys() == other.keys() and all(
-        one[name].dtype == other[name].dtype and one[name].tobytes() == other[name].tobytes() for name in one
-    )

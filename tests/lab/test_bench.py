@@ -450,6 +450,7 @@ def tiny_plan(monkeypatch):
     return works
 
 
+@pytest.mark.costly("a whole benchmark, and a picture")
 def test_the_command_writes_a_table_json_and_a_picture(tiny_plan, as_users_have_it, tmp_path, capsys):
     json_path, plot_path = tmp_path / "bench.json", tmp_path / "bench.svg"
     what = ["--suites", "cores,growth,memory", "--quick"]
@@ -572,6 +573,7 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch, capsys):
     assert refuses("a GPU", "torch").is_printed_in(capsys.readouterr().err)
 
 
+@pytest.mark.costly("modules that a new process imports")
 def test_help_of_the_command_needs_no_framework():
     program = "import sys; from parity.cli.main import main\ntry: main(['bench', '--help'])\nexcept SystemExit: pass\n"
     program += "assert not {'jax', 'torch', 'numpy', 'rich'} & set(sys.modules)"

@@ -154,6 +154,7 @@ ENTRY %main (a: bf16[1,2,8,64]) -> bf16[1,2,8,64] {
 # ---- The command -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.costly("make prints the recipe")
 def test_gpu_benchmark_runs_its_cases_first():
     """They end with an error without a GPU: test_run has that error, and `set -e` ends the rest."""
     shown = subprocess.run(["make", "--dry-run", "bench-gpu"], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -19,6 +19,7 @@ def tool():
     return runpy.run_path(str(TOOL))
 
 
+@pytest.mark.costly("the tool starts processes")
 @pytest.mark.thorough
 def test_the_sweep_tells_what_became_of_each_layer_and_goes_on_where_it_was(tool, tmp_path, capsys):
     file = tmp_path / "coverage.jsonl"
@@ -37,6 +38,7 @@ def test_the_sweep_tells_what_became_of_each_layer_and_goes_on_where_it_was(tool
     assert len(file.read_text().splitlines()) == 3
 
 
+@pytest.mark.costly("makes a model of transformers")
 def test_a_layer_that_computes_otherwise_is_judged_wrong(tool):
     model, call, _ = tool["tiny_model"]("llama")
     seen, name = tool["Seen"](model, call), "layers.1.self_attn"

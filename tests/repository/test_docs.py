@@ -208,6 +208,7 @@ def test_long_pages_have_code_that_runs():
     assert LONG.issubset(path.name for path in RUN)
 
 
+@pytest.mark.costly("runs the code of a page as it is")
 @sample(where=lambda path: path.name not in LONG)
 @pytest.mark.parametrize(
     "path",

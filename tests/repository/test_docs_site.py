@@ -164,6 +164,7 @@ def test_pinned_versions_satisfy_package_requirements(file, extras):
     ] == []
 
 
+@pytest.mark.costly("a shell runs the check")
 def test_release_requires_tag_of_its_version():
     release = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text("utf-8"))
     (check,) = [command for command in commands_of(release["jobs"]["publish"]) if "GITHUB_REF_NAME" in command]
@@ -207,6 +208,7 @@ KNOWN = {
 }
 
 
+@pytest.mark.costly("builds a layer for each feature")
 @pytest.mark.parametrize("name", KNOWN)
 def test_known_features_are_supported_or_rejected(name):
     import support
@@ -577,6 +579,7 @@ def test_ci_recipe_test_passes(ci_page, importable_folder):
     names["test_the_layer"](parity.assert_parity)
 
 
+@pytest.mark.costly("commands in a shell, as users type them")
 def test_checkpoint_commands_run(tmp_path):
     spec = parity.AttentionSpec(128, 32, qkv_bias=False, out_bias=False)
     tensors = {}

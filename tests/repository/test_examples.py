@@ -52,6 +52,7 @@ def port(tmp_path):
     return copy_port(tmp_path)
 
 
+@pytest.mark.costly("commands of the page, as users type them")
 @pytest.mark.skipif(os.name == "nt", reason="the commands are those of a POSIX shell")
 @pytest.mark.parametrize(("commands", "shown"), list(sessions()))
 def test_page_shows_actual_command_output(port, commands, shown):

@@ -62,6 +62,7 @@ def run(*pieces):
     return subprocess.run(program, capture_output=True, text=True, check=False, cwd=ROOT)
 
 
+@pytest.mark.costly("modules that a new process imports")
 @pytest.mark.parametrize(
     ("program", "blocked"),
     [
@@ -75,11 +76,13 @@ def test_sibling_works_without_the_other_frameworks(program, blocked):
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.costly("modules that a new process imports")
 def test_a_blocked_package_cannot_be_imported():  # the control of the tests above
     result = run(BLOCKER.format(blocked={"torch"}), USE_TORCH)
     assert "No module named 'torch' (blocked by the test)" in result.stderr
 
 
+@pytest.mark.costly("modules that a new process imports")
 def test_mha_tt_says_which_pythons_have_ttnn():
     result = run(WITHOUT_TTNN, "import mha_tt")
     *_, message = result.stderr.splitlines()
@@ -89,6 +92,7 @@ def test_mha_tt_says_which_pythons_have_ttnn():
     assert result.stderr.count("Traceback") == 1  # no other error before it
 
 
+@pytest.mark.costly("modules that a new process imports")
 @pytest.mark.parametrize("module", ["parity", "parity.cli.main"])
 def test_parity_imports_no_framework_and_no_sibling(module):
     packages = FRAMEWORKS | {"mha_jax", "mha_torch", "mha_tt"}
@@ -96,12 +100,14 @@ def test_parity_imports_no_framework_and_no_sibling(module):
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.costly("modules that a new process imports")
 @pytest.mark.parametrize("module", ["parity", "parity.cli.main"])
 def test_parity_is_imported_where_no_framework_is(module):
     result = run(BLOCKER.format(blocked=FRAMEWORKS), f"import {module}")
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.costly("modules that a new process imports")
 @pytest.mark.parametrize("module", ["compare", "trace", "problem"])
 def test_a_comparison_makes_no_cases(module):
     result = run(f"import sys, parity.core.{module}", "assert 'parity.core.cases' not in sys.modules")

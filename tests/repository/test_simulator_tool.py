@@ -87,6 +87,7 @@ def test_options_of_the_other_simulator_are_refused(capsys, tool, library):
     assert refuses("--sha256", "wolfpine").is_printed_in(refused(capsys, tool, "wolfpine", "--sha256", "0" * 64))
 
 
+@pytest.mark.costly("the tool asks the interpreter")
 def test_an_environment_without_ttnn_is_refused(capsys, tool, library, tmp_path):
     (tmp_path / "python").write_text("#!/bin/sh\necho\n")
     (tmp_path / "python").chmod(0o755)
@@ -95,6 +96,7 @@ def test_an_environment_without_ttnn_is_refused(capsys, tool, library, tmp_path)
         assert refuses("--python", str(tmp_path / name)).is_printed_in(message)
 
 
+@pytest.mark.costly("a shell reads what is printed")
 @pytest.mark.parametrize(("chip", "arch"), [("bh", "blackhole"), ("wh", "wormhole")])
 def test_a_library_gets_a_place_and_an_environment(capsys, tool, library, python, tmp_path, chip, arch):
     library = library.rename(tmp_path / f"libttsim_{chip}.so")
@@ -135,6 +137,7 @@ def compressed(content):
     return subprocess.run(["zstd", "--quiet", "--stdout"], input=content, capture_output=True, check=True).stdout
 
 
+@pytest.mark.costly("zstd is a program")
 @needs_zstd
 def test_the_compiler_is_found_behind_other_frames(tool, tmp_path):
     name = "runtime__sfpi__compiler__bin__riscv-tt-elf-g++"
@@ -144,6 +147,7 @@ def test_the_compiler_is_found_behind_other_frames(tool, tmp_path):
     assert not (tmp_path / "runtime/other").exists()
 
 
+@pytest.mark.costly("zstd is a program")
 @needs_zstd
 def test_a_library_without_the_compiler_is_refused(tool, tmp_path):
     with pytest.raises(tool.Refused, match="compiler"):
@@ -165,6 +169,7 @@ def test_a_module_that_divides_otherwise_is_refused(tool):
         tool.with_division("result = rs1_val // rs2_val")
 
 
+@pytest.mark.costly("the tool runs without the project")
 def test_help_says_what_is_trusted():
     shown = subprocess.run([sys.executable, TOOL, "--help"], capture_output=True, text=True, check=True).stdout
     assert [word for word in ("jax-tt-plugin", "wolfpine", "neither a license", "sha256") if word not in shown] == []

@@ -35,12 +35,14 @@ def find(path, home):
     return result.stdout.strip()
 
 
+@pytest.mark.costly("the tool is a shell script")
 @needs_linux
 def test_python312_is_found_on_the_path(tmp_path):
     python = put_python(tmp_path / "bin" / "python3.12")
     assert find(tmp_path / "bin", tmp_path) == str(python)
 
 
+@pytest.mark.costly("the tool is a shell script")
 @needs_linux
 @pytest.mark.parametrize("says", ["cpython 3 11", "pypy 3 12", ""])
 def test_a_python_of_that_name_that_is_another_or_does_not_run_is_not_chosen(tmp_path, says):
@@ -49,6 +51,7 @@ def test_a_python_of_that_name_that_is_another_or_does_not_run_is_not_chosen(tmp
     assert find(tmp_path / "bin", tmp_path) == str(python)
 
 
+@pytest.mark.costly("the tool is a shell script")
 @needs_linux
 def test_a_shim_does_not_hide_a_python_further_down_the_path(tmp_path):
     put_python(tmp_path / "shims" / "python3.12", "", status=127)
@@ -77,6 +80,7 @@ def test_commands_drawn_at_random_lose_nothing_and_say_why_they_refuse(fuzz, tmp
     assert list(fuzz.fuzz_commands(tmp_path, 60, seed=0)) == []
 
 
+@pytest.mark.costly("the tool draws many files")
 def test_hostile_files_do_no_harm(fuzz, tmp_path):
     assert list(fuzz.fuzz_hostile(tmp_path, 15, seed=0)) == []
 
@@ -300,6 +304,7 @@ def test_mutants_are_edits_of_what_runs_and_can_be_compiled(mutants, tmp_path, m
         compile(SOURCE[: each.start] + each.text + SOURCE[each.end :], "m.py", "exec")
 
 
+@pytest.mark.costly("git lists the sources")
 def test_mutants_of_a_seed_are_always_those(mutants, monkeypatch):
     assert sum(mutants.COUNTS.values()) >= 200
     assert mutants.COUNTS.keys() == {"mha_spec", "mha_jax", "mha_torch", "mha_tt", "parity", "parity_lab"}
@@ -341,6 +346,7 @@ def server(mutants, tmp_path, monkeypatch):
     process.close()
 
 
+@pytest.mark.costly("the tool forks a process of pytest")
 @pytest.mark.thorough
 def test_forks_run_tests_with_the_code_of_a_mutant(server):
     assert server("return a + ONE\n", "return a - ONE\n") == "test_m.py::test_is_large"
@@ -365,6 +371,7 @@ def test_of_its_own_process():
 """
 
 
+@pytest.mark.costly("the tool starts pytest")
 @pytest.mark.thorough
 def test_the_map_has_lines_that_a_process_of_a_test_runs(mutants, tmp_path, monkeypatch):
     (tmp_path / "m.py").write_text("def f(a):\n    if a < 2:\n        return 1\n    return 2\n")

@@ -40,7 +40,7 @@ def test_each_part_has_its_place(refusal, text):
 
 
 def test_a_wrong_type_is_both_errors_and_a_refusal_only_one():
-    assert issubclass(WrongType, (Refusal))
+    assert issubclass(WrongType, Refusal)
     assert issubclass(WrongType, TypeError)
     assert issubclass(Refusal, ValueError)
     assert not issubclass(Refusal, TypeError)

@@ -882,7 +882,7 @@ def test_case_is_found_by_name():
 
 
 def test_unknown_case_raises_with_nearest_names():
-    with refuses("case", case="ropegqa"):
+    with refuses("case", case="ropegqa", hint="rope-gqa"):
         case_named("ropegqa")
 
 

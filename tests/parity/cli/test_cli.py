@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import pytest
+from helpers.command_line import run_in_pipe
 from helpers.refusals import refuses
 
 import mha_torch
@@ -19,12 +20,6 @@ from parity.cli.main import main
 
 RESULT_KEYS = {"case", "backend", "dtype", "stage", "status", "error", "budget", "ratio", "max_abs", "max_ulp", "pcc"}
 RESULT_KEYS |= {"worst_index", "reason"}
-
-
-def run_in_a_pipe(*arguments):
-    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "FORCE_COLOR")}
-    command = [sys.executable, "-m", "parity", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 
 def break_the_softmax(monkeypatch):
@@ -45,9 +40,10 @@ def test_run_agrees_and_exits_0(capsys):
     )
 
 
+@pytest.mark.costly("whether output is a terminal")
 @pytest.mark.thorough
 def test_run_in_a_pipe_gives_plain_lines_of_at_most_100_columns():
-    result = run_in_a_pipe("run", "--cases", "trained-smollm2-causal", "--backends", "torch", "--verbose")
+    result = run_in_pipe("run", "--cases", "trained-smollm2-causal", "--backends", "torch", "--verbose")
     assert result.returncode == 0
     assert result.stderr == ""
     assert all(line.isprintable() for line in result.stdout.splitlines())
@@ -56,6 +52,7 @@ def test_run_in_a_pipe_gives_plain_lines_of_at_most_100_columns():
     assert max(map(len, result.stdout.splitlines())) <= 100
 
 
+@pytest.mark.costly("the exit status of a process whose pipe is closed")
 @pytest.mark.thorough
 def test_a_reader_that_stops_reading_does_not_change_the_exit_status():
     command = [sys.executable, "-m", "parity", "run", "--cases", "textbook", "--backends", "torch", "--verbose"]
@@ -240,6 +237,7 @@ def test_saved_traces_are_joined_into_the_report(tmp_path, capsys):
     assert f"jax, torch and torch ({folders[1]}) agree with the float64 reference" in capsys.readouterr().out
 
 
+@pytest.mark.costly("judges every case that a backend skips")
 def test_skipped_cases_are_shown_and_each_reason_once(monkeypatch, capsys):
     monkeypatch.setattr(
         parity.backends.torch, "why_skipped", lambda case, dtype: "torch is tired" if dtype == "float16" else None
@@ -307,6 +305,7 @@ def test_cache_size_of_the_published_example(capsys):
     assert "= 2.5 GiB" in capsys.readouterr().out
 
 
+@pytest.mark.costly("modules that a new process imports")
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["--version"]])
 def test_help_imports_no_framework(arguments):
     code = (

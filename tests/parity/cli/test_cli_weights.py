@@ -4,7 +4,6 @@ import json
 import math
 import os
 import re
-import subprocess
 import sys
 import warnings
 
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import ROOT
+from helpers.command_line import run_in_pipe
 from helpers.refusals import refuses
 
 import parity
@@ -49,12 +49,6 @@ def convert(source, target, *others):
 def names_in(path):
     with open_tensors(path) as file:
         return list(file.infos)
-
-
-def run_in_a_pipe(*arguments):
-    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "FORCE_COLOR")}
-    command = [sys.executable, "-m", "parity", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 
 def is_plain(text):
@@ -836,11 +830,12 @@ def test_a_command_without_files_exits_2(command, capsys):
     assert "usage: mha-parity" in capsys.readouterr().err
 
 
+@pytest.mark.costly("whether output is a terminal")
 def test_output_in_a_pipe_is_plain(source, tmp_path):
     """A progress bar with lines, and a table."""
     target = str(tmp_path / "b.npz")
     for arguments in (convert(source, target, "--to", "qkv_proj"), ["inspect", source, *HEADS]):
-        result = run_in_a_pipe(*arguments)
+        result = run_in_pipe(*arguments)
         assert (result.returncode, result.stderr) == (0, "")
         assert result.stdout
         assert is_plain(result.stdout)

@@ -14,6 +14,7 @@ from parity.core.packages import OPTIONAL
 COMMANDS = ("--help", "bugs --all", "inspect model", "inspect model --json -", "write model --to torch --layers 0")
 
 
+@pytest.mark.costly("the exit status of a process whose pipe is closed")
 @pytest.mark.parametrize("words", COMMANDS)
 def test_a_reader_may_stop_early(tmp_path, words):
     make_model(tmp_path / "model")
@@ -42,6 +43,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.costly("a signal to a new process")
 @pytest.mark.parametrize("module", ["parity.cli.main", "argparse", "parity.cli.run"])
 def test_interrupt_of_an_import_is_status_130(module):
     program = INTERRUPTED.format(module=module, number=int(signal.SIGINT))

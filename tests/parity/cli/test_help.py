@@ -90,6 +90,7 @@ def test_help_of_run_lists_backends_and_dtypes():
     assert all(dtype in words for dtype in DTYPES)
 
 
+@pytest.mark.costly("modules that a new process imports")
 def test_help_imports_nothing_that_takes_time():
     program = (
         "import sys, contextlib, io\n"
@@ -318,6 +319,7 @@ def test_spec_lists_the_families(capsys):
 # ---- Completion ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.costly("bash completes")
 def test_bash_completes_commands_options_choices_names_and_files(tmp_path, capsys):
     with pytest.raises(SystemExit) as exit_:
         main(["--print-completion", "bash"])
@@ -497,6 +499,7 @@ def test_the_wheel_has_no_package_that_only_a_clone_has():
     assert not any("npz" in pattern for patterns in config["package-data"].values() for pattern in patterns)
 
 
+@pytest.mark.costly("pip builds a wheel")
 @pytest.mark.thorough
 def test_the_wheel_is_small_and_holds_every_page_and_the_list_of_public_names(tmp_path):
     source = tmp_path / "source"

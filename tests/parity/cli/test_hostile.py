@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from helpers.command_line import error_line
 from helpers.limits import within
 from helpers.refusals import refuses
 
@@ -31,14 +32,6 @@ from parity.text import in_line, printable
 
 ESCAPES = "\x1b[2J\x9b2J\x07\u202e"
 SPEC = AttentionSpec(8, 2)
-
-
-def refused(capsys, *arguments):
-    """The one line with which a command refuses."""
-    assert main([str(argument) for argument in arguments]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.isprintable()
-    return line
 
 
 # ---- Text ------------------------------------------------------------------------------------------------------------
@@ -124,7 +117,7 @@ def test_warnings_of_libraries_are_one_line(tmp_path, capsys, monkeypatch):
 def test_names_of_tensors_are_not_endless(tmp_path, capsys):
     header = json.dumps({"x" * 200_000: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}).encode()
     (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
-    assert len(refused(capsys, "inspect", tmp_path / "a.safetensors")) < 1000
+    assert len(error_line(capsys, "inspect", tmp_path / "a.safetensors")) < 1000
 
 
 # ---- Output that cannot be written -----------------------------------------------------------------------------------
@@ -148,6 +141,7 @@ def test_the_exit_status_does_not_depend_on_standard_error(tmp_path, monkeypatch
     assert main(["inspect", str(tmp_path)]) == 0
 
 
+@pytest.mark.costly("the exit status of a process whose disk is full")
 def test_what_cannot_be_printed_is_no_mismatch(tmp_path):
     save(tmp_path / "a.npz", random_weights(SPEC), SPEC)
     with open("/dev/full", "w") as full:  # the interpreter itself may complain at its end
@@ -164,7 +158,7 @@ def test_a_current_folder_that_was_deleted_is_refused_in_a_line(tmp_path, capsys
     save(tmp_path / "a.npz", random_weights(SPEC), SPEC)
     with monkeypatch.context() as patch:
         patch.setattr(os, "getcwd", gone)
-        assert "current folder" in refused(capsys, "inspect", tmp_path / "a.npz")
+        assert "current folder" in error_line(capsys, "inspect", tmp_path / "a.npz")
 
 
 # ---- Code of the current folder --------------------------------------------------------------------------------------
@@ -179,12 +173,14 @@ def in_a_trap(tmp_path, monkeypatch):
     return lambda: (tmp_path / "ran").read_text() if (tmp_path / "ran").exists() else ""
 
 
+@pytest.mark.costly("modules that another interpreter imports")
 def test_another_python_runs_no_code_of_the_current_folder(in_a_trap):
     with Elsewhere(sys.executable, ["--nonsense"]) as elsewhere, pytest.raises(OSError, match="exit status 2"):
         elsewhere.wait()
     assert in_a_trap() == ""
 
 
+@pytest.mark.costly("modules that a process of jobs imports")
 def test_processes_of_jobs_run_no_code_of_the_current_folder(in_a_trap):
     assert list(by_processes(abs, [-1], 1, cost=float)) == [1]
     assert in_a_trap() == ""
@@ -209,6 +205,7 @@ def test_processes_of_a_mesh_begin_without_the_current_folder(monkeypatch):
 # ---- Programs --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.costly("a program in place of an interpreter")
 @pytest.mark.parametrize(
     ("script", "told"),
     [
@@ -315,7 +312,7 @@ def test_a_torch_file_may_have_no_checksums(tmp_path):
 @pytest.mark.filterwarnings("ignore:.*quantize")
 def test_quantised_tensors_of_torch_are_refused_without_its_warnings(tmp_path, capsys):
     torch.save({"a": torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)}, tmp_path / "a.pt")
-    assert "qint8" in refused(capsys, "inspect", tmp_path / "a.pt")
+    assert "qint8" in error_line(capsys, "inspect", tmp_path / "a.pt")
 
 
 # ---- Traces and recordings -------------------------------------------------------------------------------------------
@@ -340,7 +337,7 @@ def trace(tmp_path_factory):
 )
 def test_what_a_trace_cannot_say_is_refused(tmp_path, trace, entries, capsys):
     save_tensors(tmp_path / "a.safetensors", trace[0], trace[1] | entries)
-    refused(capsys, "compare", tmp_path / "a.safetensors")
+    error_line(capsys, "compare", tmp_path / "a.safetensors")
 
 
 def test_a_stage_that_the_reference_has_not_is_a_failure(tmp_path, trace):
@@ -385,7 +382,7 @@ def test_the_kind_of_a_layer_is_shown_as_it_is(tmp_path, capsys, kind):
 def test_a_recording_of_nothing_that_can_be_is_refused(tmp_path, capsys, changes):
     tap(tmp_path / "a.safetensors")
     tap(tmp_path / "b.safetensors", **changes)
-    refused(capsys, "compare", tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    error_line(capsys, "compare", tmp_path / "a.safetensors", tmp_path / "b.safetensors")
 
 
 # ---- Names -----------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers.command_line import error_line
 from helpers.refusals import refuses
 from helpers.samples import sample
 
@@ -18,16 +19,6 @@ from parity.cli.main import main
 
 CACHE_SIZE = ["cache-size", "--num-kv-heads", "1", "--head-dim", "1", "--capacity", "1"]
 MHA_PARITY = [sys.executable, "-m", "parity"]
-
-
-def refused(capsys, *arguments):
-    """The one line that a command says when it refuses."""
-    assert main([str(argument) for argument in arguments]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("mha-parity: ")
-    assert captured.err.count("\n") == 1
-    return captured.err
 
 
 # ---- Places ----------------------------------------------------------------------------------------------------------
@@ -49,7 +40,7 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_work(capsys, tmp_
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("parity.running.run.run_cases", lambda *_, **__: pytest.fail("it began to work"))
     os.symlink("loop", "loop")
-    said = refused(capsys, "run", "--cases", "textbook", flag, path)
+    said = error_line(capsys, "run", "--cases", "textbook", flag, path)
     assert refuses(flag, got).is_printed_in(said)
     assert os.listdir() == ["loop"]
 
@@ -66,7 +57,7 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_work(capsys, tmp_
 def test_traces_that_cannot_be_saved_are_refused_before_the_work(capsys, tmp_path, monkeypatch, path, got):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
-    said = refused(capsys, "run", "--cases", "textbook", "--save-traces", path)
+    said = error_line(capsys, "run", "--cases", "textbook", "--save-traces", path)
     assert refuses("--save-traces", got).is_printed_in(said)
 
 
@@ -74,14 +65,14 @@ def test_traces_that_cannot_be_saved_are_refused_before_the_work(capsys, tmp_pat
 def test_a_picture_that_cannot_be_written_is_refused_before_the_work(capsys, command):
     arguments = ["no.npz", "/proc/x.png"] if command == "plot" else ["--suites", "growth", "--plot", "/proc/x.png"]
     assert refuses("DST" if command == "plot" else "--plot", "/proc/x.png: ").is_printed_in(
-        refused(capsys, command, *arguments)
+        error_line(capsys, command, *arguments)
     )
 
 
 @pytest.mark.parametrize("arguments", [["compare", ""], ["inspect", ""], ["verify", "", "a"], ["convert", "a", ""]])
 def test_an_empty_name_is_not_the_folder_one_is_in(capsys, arguments):
     to = ["--to", "ttnn"] if arguments[0] == "convert" else []
-    assert refuses("…", "empty").is_printed_in(refused(capsys, *arguments, *to))
+    assert refuses("…", "empty").is_printed_in(error_line(capsys, *arguments, *to))
 
 
 @pytest.mark.parametrize("path", ["-", "/dev/stdout"])
@@ -92,6 +83,7 @@ def test_a_report_can_go_to_standard_output_and_the_rest_then_does_not(capsys, p
     assert captured.err.startswith("2 x 1 sequences")
 
 
+@pytest.mark.costly("a file descriptor of a process")
 def test_a_report_can_go_into_a_pipe():
     command = [*MHA_PARITY, *CACHE_SIZE, "--json", "/dev/fd/2"]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -101,26 +93,33 @@ def test_a_report_can_go_into_a_pipe():
 
 
 def test_two_reports_do_not_both_go_to_standard_output(capsys):
-    said = refused(capsys, "run", "--cases", "textbook", "--json", "-", "--html", "-")
+    said = error_line(capsys, "run", "--cases", "textbook", "--json", "-", "--html", "-")
     assert refuses("--json and --html").is_printed_in(said)
 
 
-def test_a_function_is_no_place(capsys):
-    for target in ([], ["torch.nn.functional:nothing"], ["none/x:nothing"]):
-        assert not refuses("DST").is_printed_in(refused(capsys, "conformance", *target))
+@pytest.mark.parametrize(
+    ("target", "refusal"),
+    [
+        ([], refuses("PKG.MODULE:CALLABLE or --libraries")),
+        (["torch.nn.functional:nothing"], refuses("torch.nn.functional:nothing", "no 'nothing'")),
+        (["none/x:nothing"], refuses("none/x", "ModuleNotFoundError")),
+    ],
+)
+def test_a_function_is_no_place(capsys, target, refusal):
+    assert refusal.is_printed_in(error_line(capsys, "conformance", *target))
 
 
 # ---- Numbers ---------------------------------------------------------------------------------------------------------
 
 
 def test_cases_drawn_at_random_are_not_drawn_for_ever(capsys):
-    assert refuses("--random", {"--random": 10**20 - 1}).is_printed_in(refused(capsys, "run", "--random", "9" * 20))
+    assert refuses("--random", {"--random": 10**20 - 1}).is_printed_in(error_line(capsys, "run", "--random", "9" * 20))
 
 
 @pytest.mark.parametrize("flag", ["--batch-size", "--num-kv-heads", "--head-dim", "--capacity", "--num-layers"])
 def test_a_size_that_no_array_has_is_refused(capsys, flag):
-    assert refuses(flag, {flag: 2**63}).is_printed_in(refused(capsys, *CACHE_SIZE, flag, str(2**63)))
-    assert refuses(flag).is_printed_in(refused(capsys, *CACHE_SIZE, flag, "9" * 400))
+    assert refuses(flag, {flag: 2**63}).is_printed_in(error_line(capsys, *CACHE_SIZE, flag, str(2**63)))
+    assert refuses(flag).is_printed_in(error_line(capsys, *CACHE_SIZE, flag, "9" * 400))
     assert main([*CACHE_SIZE, flag, str(2**63 - 1)]) == 0
 
 
@@ -196,6 +195,7 @@ def converting(tmp_path):
         process.communicate()
 
 
+@pytest.mark.costly("a signal to a process that writes")
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_a_signal_leaves_nothing_behind(tmp_path, converting, name):
     process, number = converting(), getattr(signal, name)
@@ -206,6 +206,7 @@ def test_a_signal_leaves_nothing_behind(tmp_path, converting, name):
     assert os.listdir(tmp_path) == ["a.npz"]
 
 
+@pytest.mark.costly("signals to a process that writes")
 def test_signals_that_follow_do_not_disturb_the_cleaning(tmp_path, converting):
     process = converting()
     for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT, signal.SIGTERM):  # as a terminal that closes may
@@ -215,6 +216,7 @@ def test_signals_that_follow_do_not_disturb_the_cleaning(tmp_path, converting):
     assert os.listdir(tmp_path) == ["a.npz"]
 
 
+@pytest.mark.costly("a signal to a process that ignores it")
 def test_what_nohup_ignores_stays_ignored(tmp_path, converting):
     process = converting("nohup")
     process.send_signal(signal.SIGHUP)
@@ -224,6 +226,7 @@ def test_what_nohup_ignores_stays_ignored(tmp_path, converting):
     assert process.communicate()[1] == "mha-parity: interrupted by SIGTERM\n"
 
 
+@pytest.mark.costly("a signal to a process that runs every case")
 @sample(delay=[0.2])
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells which signals a process handles")
 @pytest.mark.parametrize("delay", [0.0, 0.2, 1.0])
@@ -243,7 +246,9 @@ def test_an_interrupt_at_any_moment_shows_no_traceback(tmp_path, delay):
         process.kill()
         process.communicate()
     assert errors == "mha-parity: interrupted\n"
-    assert process.returncode == 130
+    # If the interrupt met Python code that a library runs through CPython's C API, CPython itself ends the process by
+    # SIGINT when all is done. A shell reports 130 for both.
+    assert process.returncode in (130, -signal.SIGINT)
 
 
 def handles(pid, number):

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 import torch
 from helpers import ROOT
+from helpers.layouts import layout_fits, undetermined_fields
 from helpers.refusals import refuses, refuses_type
 from helpers.samples import sample
+from helpers.tensors import bits_of, read_metadata, read_tensors, write_tensor_file
 
 import mha_torch
 from mha_spec import AttentionSpec, Rope
@@ -32,7 +34,6 @@ from parity import (
 from parity.conversion.convert import convert, convert_file, load
 from parity.conversion.inspect import find_layers
 from parity.conversion.layouts import LAYOUTS, from_canonical
-from parity.conversion.layouts.layout import RULES
 from parity.conversion.verify import same_bits, verify
 from parity.core.weights import dtype_named, is_finite
 from parity.files import open_tensors, write_tensors
@@ -43,35 +44,10 @@ HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 6, "rope": Rope(500.0)}
 PREFIX = "model.layers.{i}.self_attn"
 
 
-def holds(layout, spec):
-    return not layout.needs_spec and all(RULES[rule].holds(spec) for rule in layout.rules)
-
-
 KINDS = {"GQA": GQA, "MHA": MHA}
-HOLDING = {kind: [name for name, layout in LAYOUTS.items() if holds(layout, spec)] for kind, spec in KINDS.items()}
-
-
-def told(spec):
-    return {name: getattr(spec, name) for name in ("num_heads", "num_kv_heads", "head_dim", "rope")}
-
-
-def bits(tensors):
-    return {name: (x.dtype.name, x.shape, x.tobytes()) for name, x in tensors.items()}
-
-
-def tensors_in(path):
-    with open_tensors(path) as file:
-        return {name: file.read(name) for name in file.infos}
-
-
-def metadata_of(path):
-    with open_tensors(path) as file:
-        return dict(file.metadata)
-
-
-def write(path, tensors, metadata=None):
-    write_tensors(path, {name: (x.shape, x.dtype) for name, x in tensors.items()}, tensors.__getitem__, metadata)
-    return path
+HOLDING = {
+    kind: [name for name, layout in LAYOUTS.items() if layout_fits(layout, spec)] for kind, spec in KINDS.items()
+}
 
 
 def any_bits(shape, seed):
@@ -109,9 +85,9 @@ def test_every_layout_becomes_every_other_and_comes_back_bit_for_bit(kind, sourc
     spec, names = KINDS[kind], HOLDING[kind]
     tensors, wrong = tensors_of(spec, source), []
     for target in names[names.index(source) + 1 :]:  # each pair once, there and back
-        there = convert(tensors, source=source, target=target, **told(spec))
-        back = convert(there, source=target, target=source, **told(spec))
-        if bits(there) != bits(tensors_of(spec, target)) or bits(back) != bits(tensors):
+        there = convert(tensors, source=source, target=target, **undetermined_fields(spec))
+        back = convert(there, source=target, target=source, **undetermined_fields(spec))
+        if bits_of(there) != bits_of(tensors_of(spec, target)) or bits_of(back) != bits_of(tensors):
             wrong.append(target)
     assert wrong == []
 
@@ -133,37 +109,37 @@ def test_a_layout_that_cannot_hold_the_layer_is_refused_with_its_rule():
 @pytest.mark.parametrize("target", ["meta.LLaMA", "qkv_proj", "flax.nnx", "ttnn", "canonical"])
 def test_a_checkpoint_comes_back_bit_for_bit_and_its_metadata_tell_how(tmp_path, target, dtype):
     tensors = checkpoint(dtype=dtype)
-    source = write(tmp_path / "a.safetensors", tensors)
+    source = write_tensor_file(tmp_path / "a.safetensors", tensors)
     convert_file(source, tmp_path / "b.safetensors", source="transformers.LLaMA", target=target, prefix=PREFIX, **HEADS)
     convert_file(tmp_path / "b.safetensors", tmp_path / "c.safetensors", target="transformers.LLaMA")
-    assert bits(tensors_in(tmp_path / "c.safetensors")) == bits(tensors)
+    assert bits_of(read_tensors(tmp_path / "c.safetensors")) == bits_of(tensors)
 
 
 def test_every_layer_is_converted_as_it_would_be_alone(tmp_path):
     numbers = (0, 3, 10, 11)
     tensors = checkpoint(numbers)
-    source = write(tmp_path / "a.safetensors", tensors)
+    source = write_tensor_file(tmp_path / "a.safetensors", tensors)
     done = convert_file(
         source, tmp_path / "b.npz", source="transformers.LLaMA", target="meta.LLaMA", prefix=PREFIX, **HEADS
     )
-    found = tensors_in(tmp_path / "b.npz")
+    found = read_tensors(tmp_path / "b.npz")
     assert done.layers == [PREFIX.format(i=number) for number in numbers]
     assert done.source == "transformers.LLaMA"
-    assert told(done.spec) == HEADS
+    assert undetermined_fields(done.spec) == HEADS
     for number in numbers:
         begin = f"{PREFIX.format(i=number)}."
         layer = {name.removeprefix(begin): x for name, x in found.items() if name.startswith(begin)}
-        assert bits(layer) == bits(from_canonical(random_weights(GQA, seed=number), GQA, LAYOUTS["meta.LLaMA"]))
+        assert bits_of(layer) == bits_of(from_canonical(random_weights(GQA, seed=number), GQA, LAYOUTS["meta.LLaMA"]))
 
 
 def test_all_other_tensors_are_kept_bit_for_bit_and_in_their_place(tmp_path):
     tensors = checkpoint()
-    source = write(tmp_path / "a.npz", tensors)
+    source = write_tensor_file(tmp_path / "a.npz", tensors)
     done = convert_file(
         source, tmp_path / "b.npz", source="transformers.LLaMA", target="qkv_proj", prefix=PREFIX, **HEADS
     )
-    found = tensors_in(tmp_path / "b.npz")
-    assert bits(rest(found)) == bits(rest(tensors))
+    found = read_tensors(tmp_path / "b.npz")
+    assert bits_of(rest(found)) == bits_of(rest(tensors))
     assert (done.kept, done.dropped) == (list(rest(tensors)), [])
     steps = [[name.partition("self_attn")[0] for name in these] for these in (found, tensors)]
     assert list(dict.fromkeys(steps[0])) == list(dict.fromkeys(steps[1]))
@@ -172,7 +148,7 @@ def test_all_other_tensors_are_kept_bit_for_bit_and_in_their_place(tmp_path):
 def test_all_other_tensors_are_dropped_on_request(tmp_path):
     tensors = checkpoint()
     done = convert_file(
-        write(tmp_path / "a.npz", tensors),
+        write_tensor_file(tmp_path / "a.npz", tensors),
         tmp_path / "b.npz",
         source="transformers.LLaMA",
         target="qkv_proj",
@@ -180,12 +156,12 @@ def test_all_other_tensors_are_dropped_on_request(tmp_path):
         keep_rest=False,
         **HEADS,
     )
-    assert rest(tensors_in(tmp_path / "b.npz")) == {}
+    assert rest(read_tensors(tmp_path / "b.npz")) == {}
     assert (done.kept, done.dropped) == ([], list(rest(tensors)))
 
 
 def test_layers_get_another_prefix(tmp_path):
-    source = write(tmp_path / "a.npz", checkpoint((2, 13)))
+    source = write_tensor_file(tmp_path / "a.npz", checkpoint((2, 13)))
     convert_file(
         source,
         tmp_path / "b.npz",
@@ -196,10 +172,10 @@ def test_layers_get_another_prefix(tmp_path):
         keep_rest=False,
         **HEADS,
     )
-    assert list(tensors_in(tmp_path / "b.npz")) == [
+    assert list(read_tensors(tmp_path / "b.npz")) == [
         f"layers.{number}.attention.w{letter}.weight" for number in (2, 13) for letter in "qkvo"
     ]
-    assert metadata_of(tmp_path / "b.npz")["prefix"] == "layers.{i}.attention"
+    assert read_metadata(tmp_path / "b.npz")["prefix"] == "layers.{i}.attention"
 
 
 def test_two_numbers_in_a_prefix_stay_in_their_order(tmp_path):
@@ -209,7 +185,7 @@ def test_two_numbers_in_a_prefix_stay_in_their_order(tmp_path):
         begin = "stack.{}.layer.{}".format(*numbers)
         tensors |= {f"{begin}.{name}": x for name, x in random_weights(MHA, seed=list(numbers)).items()}
     convert_file(
-        write(tmp_path / "a.npz", tensors),
+        write_tensor_file(tmp_path / "a.npz", tensors),
         tmp_path / "b.npz",
         source="canonical",
         target="W_q",
@@ -217,7 +193,7 @@ def test_two_numbers_in_a_prefix_stay_in_their_order(tmp_path):
         to_prefix=to_prefix,
         num_heads=4,
     )
-    found = tensors_in(tmp_path / "b.npz")
+    found = read_tensors(tmp_path / "b.npz")
     assert found.keys() == {
         f"{p}.W_{w}.{leaf}" for p in ("s0.l12", "s1.l0") for w in "qkvo" for leaf in ("weight", "bias")
     }
@@ -226,7 +202,7 @@ def test_two_numbers_in_a_prefix_stay_in_their_order(tmp_path):
 
 @pytest.mark.parametrize("to_prefix", ["layers.{i}.{i}", "{i}.layers.{i}.{i}"])
 def test_a_prefix_with_other_numbers_is_refused(tmp_path, to_prefix):
-    source = write(tmp_path / "a.npz", checkpoint())
+    source = write_tensor_file(tmp_path / "a.npz", checkpoint())
     with refuses("to_prefix", to_prefix=to_prefix, prefix="model.layers.{i}.self_attn"):
         convert_file(
             source,
@@ -248,8 +224,8 @@ def test_names_that_are_there_already_are_refused(tmp_path):
 
 def refused_to_convert(tmp_path, tensors, refusal, **options):
     """A refusal, after which all is as it was."""
-    source = write(tmp_path / "a.npz", tensors)
-    old = write(tmp_path / "b.npz", {"old": np.ones(1)}).read_bytes()
+    source = write_tensor_file(tmp_path / "a.npz", tensors)
+    old = write_tensor_file(tmp_path / "b.npz", {"old": np.ones(1)}).read_bytes()
     options = {
         "force": True,
         "source": "transformers.LLaMA",
@@ -343,7 +319,7 @@ def test_a_layout_that_is_not_told_is_asked_for(tmp_path):
 
 
 def test_a_format_that_is_only_read_is_refused(tmp_path):
-    source = write(tmp_path / "a.npz", checkpoint())
+    source = write_tensor_file(tmp_path / "a.npz", checkpoint())
     with refuses("…/b.gguf", "'.gguf'; GGUF files are only read"):
         convert_file(
             source, tmp_path / "b.gguf", source="transformers.LLaMA", target="gguf.LLaMA", prefix=PREFIX, **HEADS
@@ -354,26 +330,26 @@ def test_layers_of_different_shapes_are_converted_each_as_it_is(tmp_path):
     wide = replace(GQA, num_heads=6)
     tensors = checkpoint((0,))
     tensors |= {f"{PREFIX.format(i=1)}.{n.replace('out_', 'o_')}": x for n, x in random_weights(wide).items()}
-    source = write(tmp_path / "a.npz", tensors)
+    source = write_tensor_file(tmp_path / "a.npz", tensors)
     heads = {"num_kv_heads": 2, "head_dim": 6, "rope": Rope(500.0)}
     done = convert_file(
         source, tmp_path / "b.npz", source="transformers.LLaMA", target="meta.LLaMA", prefix=PREFIX, **heads
     )
     assert done.spec is None
-    assert "spec" not in metadata_of(tmp_path / "b.npz")
+    assert "spec" not in read_metadata(tmp_path / "b.npz")
     convert_file(tmp_path / "b.npz", tmp_path / "c.npz", target="transformers.LLaMA", **heads)
-    assert bits(tensors_in(tmp_path / "c.npz")) == bits(tensors)
+    assert bits_of(read_tensors(tmp_path / "c.npz")) == bits_of(tensors)
 
 
 def test_what_a_layout_ignores_is_kept_under_its_name(tmp_path):
     tensors = checkpoint() | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.array([1, np.inf], np.float16)}
-    source = write(tmp_path / "a.npz", tensors)
+    source = write_tensor_file(tmp_path / "a.npz", tensors)
     done = convert_file(
         source, tmp_path / "b.npz", source="transformers.LLaMA", target="meta.LLaMA", prefix=PREFIX, **HEADS
     )
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     assert name in done.kept
-    assert bits({name: tensors_in(tmp_path / "b.npz")[name]}) == bits({name: tensors[name]})
+    assert bits_of({name: read_tensors(tmp_path / "b.npz")[name]}) == bits_of({name: tensors[name]})
 
 
 def test_shards_are_read_and_written(tmp_path):
@@ -393,20 +369,20 @@ def test_shards_are_read_and_written(tmp_path):
     shards = set(json.loads(index.read_text())["weight_map"].values())
     assert len(shards) > 3
     convert_file(index, tmp_path / "c.safetensors", target="transformers.LLaMA")
-    assert bits(tensors_in(tmp_path / "c.safetensors")) == bits(tensors)
+    assert bits_of(read_tensors(tmp_path / "c.safetensors")) == bits_of(tensors)
 
 
 def test_metadata_tell_layout_heads_pairing_and_hash(tmp_path):
-    source = write(tmp_path / "a.npz", checkpoint())
+    source = write_tensor_file(tmp_path / "a.npz", checkpoint())
     convert_file(
         source, tmp_path / "b.safetensors", source="transformers.LLaMA", target="meta.LLaMA", prefix=PREFIX, **HEADS
     )
-    metadata = metadata_of(tmp_path / "b.safetensors")
+    metadata = read_metadata(tmp_path / "b.safetensors")
     assert metadata["layout"] == "meta.LLaMA"
     assert metadata["rope"] == "interleaved"
     assert metadata["prefix"] == PREFIX
     assert (metadata["num_heads"], metadata["num_kv_heads"], metadata["head_dim"]) == ("4", "2", "6")
-    assert told(AttentionSpec.from_json(metadata["spec"])) == HEADS
+    assert undetermined_fields(AttentionSpec.from_json(metadata["spec"])) == HEADS
     with open_tensors(tmp_path / "b.safetensors") as file:
         file.verify()
         assert metadata["sha256"] == file.sha256()
@@ -414,7 +390,7 @@ def test_metadata_tell_layout_heads_pairing_and_hash(tmp_path):
 
 def test_metadata_of_others_are_no_obstacle(tmp_path):
     metadata = {"format": "pt", "spec": "of something else", "prefix": "none of ours"}
-    source = write(tmp_path / "a.safetensors", checkpoint(), metadata)
+    source = write_tensor_file(tmp_path / "a.safetensors", checkpoint(), metadata)
     done = convert_file(
         source, tmp_path / "b.npz", source="transformers.LLaMA", target="meta.LLaMA", prefix=PREFIX, **HEADS
     )
@@ -422,7 +398,7 @@ def test_metadata_of_others_are_no_obstacle(tmp_path):
 
 
 def test_the_same_file_is_written_every_time(tmp_path):
-    source = write(tmp_path / "a.npz", checkpoint())
+    source = write_tensor_file(tmp_path / "a.npz", checkpoint())
     for name in ("b.safetensors", "c.safetensors"):
         convert_file(source, tmp_path / name, source="transformers.LLaMA", target="W_q", prefix=PREFIX, **HEADS)
     assert (tmp_path / "b.safetensors").read_bytes() == (tmp_path / "c.safetensors").read_bytes()
@@ -430,26 +406,29 @@ def test_the_same_file_is_written_every_time(tmp_path):
 
 def test_a_file_is_not_converted_in_its_place(tmp_path):
     tensors = checkpoint()
-    path = write(tmp_path / "a.safetensors", tensors)
+    path = write_tensor_file(tmp_path / "a.safetensors", tensors)
     options = {"source": "transformers.LLaMA", "target": "meta.LLaMA", "prefix": PREFIX, "force": True, **HEADS}
     with refuses("the target", path=path, source=path):
         convert_file(path, path, **options)
-    assert bits(tensors_in(path)) == bits(tensors)
+    assert bits_of(read_tensors(path)) == bits_of(tensors)
 
 
 def test_a_target_is_replaced_when_that_is_forced(tmp_path):
     tensors = checkpoint()
-    path, target = write(tmp_path / "a.safetensors", tensors), write(tmp_path / "b.safetensors", {"old": np.ones(1)})
+    path, target = (
+        write_tensor_file(tmp_path / "a.safetensors", tensors),
+        write_tensor_file(tmp_path / "b.safetensors", {"old": np.ones(1)}),
+    )
     options = {"source": "transformers.LLaMA", "target": "meta.LLaMA", "prefix": PREFIX, **HEADS}
     with pytest.raises(FileExistsError, match=r"b\.safetensors exists; pass --force to replace it"):
         convert_file(path, target, **options)
-    assert list(tensors_in(target)) == ["old"]
+    assert list(read_tensors(target)) == ["old"]
     convert_file(path, target, force=True, **options)
-    assert "old" not in tensors_in(target)
+    assert "old" not in read_tensors(target)
 
 
 def test_every_tensor_is_announced_once_before_it_is_written(tmp_path):
-    source, seen = write(tmp_path / "a.npz", checkpoint()), []
+    source, seen = write_tensor_file(tmp_path / "a.npz", checkpoint()), []
     convert_file(
         source,
         tmp_path / "b.npz",
@@ -459,7 +438,7 @@ def test_every_tensor_is_announced_once_before_it_is_written(tmp_path):
         on_tensor=seen.append,
         **HEADS,
     )
-    assert seen == list(tensors_in(tmp_path / "b.npz"))
+    assert seen == list(read_tensors(tmp_path / "b.npz"))
 
 
 MEMORY = """
@@ -490,6 +469,7 @@ print(peak() - before, (folder / "b.safetensors").stat().st_size)
 """
 
 
+@pytest.mark.costly("the memory of a process")
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells the peak of memory in /proc")
 @pytest.mark.parametrize(
     ("target", "sizes", "largest"),  # sizes: layers, their width, heads, key/value heads
@@ -527,14 +507,14 @@ def test_a_layer_is_loaded_as_it_was_saved(tmp_path, suffix, layout, prefix):
 
 
 def test_one_layer_of_many_is_loaded(tmp_path):
-    path = write(tmp_path / "a.npz", checkpoint((4, 14)))
+    path = write_tensor_file(tmp_path / "a.npz", checkpoint((4, 14)))
     found, spec = load(path, "transformers.LLaMA", prefix=PREFIX.format(i=14), **HEADS)
     assert same_bits(found, random_weights(GQA, seed=14))
-    assert told(spec) == HEADS
+    assert undetermined_fields(spec) == HEADS
 
 
 def test_a_prefix_of_several_layers_is_not_loaded(tmp_path):
-    path = write(tmp_path / "a.npz", checkpoint())
+    path = write_tensor_file(tmp_path / "a.npz", checkpoint())
     with refuses("prefix", "3"):
         load(path, "transformers.LLaMA", prefix=PREFIX, **HEADS)
 
@@ -543,7 +523,7 @@ def test_a_layer_that_is_not_finite_is_not_loaded(tmp_path):
     tensors = checkpoint()
     tensors[Q1][0, 0] = np.nan
     with refuses("model.layers.1.self_attn.q_proj.weight", "NaN or infinities"):
-        load(write(tmp_path / "a.npz", tensors), "transformers.LLaMA", prefix=PREFIX.format(i=1), **HEADS)
+        load(write_tensor_file(tmp_path / "a.npz", tensors), "transformers.LLaMA", prefix=PREFIX.format(i=1), **HEADS)
 
 
 def test_a_module_is_saved_with_its_own_specification(tmp_path):
@@ -568,6 +548,7 @@ def test_weights_of_torch_are_converted_and_saved(tmp_path):
     assert same_bits(load(tmp_path / "a.npz")[0], found)
 
 
+@pytest.mark.costly("converts and runs a whole model")
 def test_the_example_of_the_documentation_runs(tmp_path, monkeypatch):
     page = (ROOT / "docs" / "how-to" / "convert.md").read_text(encoding="utf-8")
     code = "".join(re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL))
@@ -615,7 +596,9 @@ def found_in(path, **heads):
 
 def test_layers_are_found_with_their_prefix_and_every_layout_that_fits(tmp_path):
     bert = checkpoint((0, 1), MHA, "transformers.BERT", prefix="bert.encoder.layer.{i}.attention")
-    found = found_in(write(tmp_path / "a.npz", bert | checkpoint((5, 16, 17), dtype="bfloat16")), num_heads=4)
+    found = found_in(
+        write_tensor_file(tmp_path / "a.npz", bert | checkpoint((5, 16, 17), dtype="bfloat16")), num_heads=4
+    )
     llama = found["transformers.LLaMA", PREFIX]
     assert (llama.layers, llama.heads, llama.dtype) == (3, "4 x 6, key/value 2", "bfloat16")
     other = found["transformers.BERT", "bert.encoder.layer.{i}.attention"]
@@ -627,17 +610,19 @@ def test_the_dtype_of_a_layer_is_that_of_its_weights_and_not_of_what_lies_beside
     weights = {name: x.astype(np.float16) for name, x in random_weights(GQA).items()}
     tensors = {"blk.0.attn_norm.weight": np.ones(16, np.float32)}
     tensors |= {f"blk.0.{name}": x for name, x in from_canonical(weights, GQA, LAYOUTS["gguf.LLaMA"]).items()}
-    found = found_in(write(tmp_path / "a.npz", tensors), **HEADS)
+    found = found_in(write_tensor_file(tmp_path / "a.npz", tensors), **HEADS)
     assert found["gguf.LLaMA", "blk.{i}"].dtype == "float16"
 
 
 def test_heads_that_are_not_known_are_told_as_such(tmp_path):
-    found = found_in(write(tmp_path / "a.npz", checkpoint()))
+    found = found_in(write_tensor_file(tmp_path / "a.npz", checkpoint()))
     assert refuses("the heads").is_printed_in(found["transformers.LLaMA", PREFIX].heads)
 
 
 def test_layers_of_other_heads_than_those_given_are_told_as_such(tmp_path):
-    path = write(tmp_path / "a.npz", checkpoint() | checkpoint((0,), MHA, "transformers.BERT", prefix="bert.{i}"))
+    path = write_tensor_file(
+        tmp_path / "a.npz", checkpoint() | checkpoint((0,), MHA, "transformers.BERT", prefix="bert.{i}")
+    )
     found = found_in(path, num_heads=5)
     refusal = refuses("the heads", num_heads=5)
     assert all(refusal.is_printed_in(each.heads) for each in found.values())
@@ -645,12 +630,12 @@ def test_layers_of_other_heads_than_those_given_are_told_as_such(tmp_path):
 
 
 def test_nothing_is_found_where_there_is_nothing(tmp_path):
-    assert found_in(write(tmp_path / "a.npz", rest(checkpoint()))) == {}
+    assert found_in(write_tensor_file(tmp_path / "a.npz", rest(checkpoint()))) == {}
 
 
 def test_layers_of_other_heads_under_one_prefix_are_told_apart(tmp_path):
     other = AttentionSpec(10, 4, num_kv_heads=1, head_dim=5, d_in=7)
-    path = write(tmp_path / "a.npz", checkpoint((0, 1, 2)) | checkpoint((3,), other))
+    path = write_tensor_file(tmp_path / "a.npz", checkpoint((0, 1, 2)) | checkpoint((3,), other))
     with open_tensors(path) as file:
         found = [(f.layers, f.heads) for f in find_layers(file, num_heads=4) if f.layout == "transformers.LLaMA"]
     assert found == [(3, "4 x 6, key/value 2"), (1, "4 x 5, key/value 1")]
@@ -658,11 +643,11 @@ def test_layers_of_other_heads_under_one_prefix_are_told_apart(tmp_path):
 
 def test_inputs_beside_the_weights_survive_there_and_back(tmp_path):
     save(tmp_path / "a.npz", random_weights(GQA), GQA)
-    tensors = tensors_in(tmp_path / "a.npz") | {"inputs.query": np.ones((1, 2, 7), np.float32)}
-    write(tmp_path / "b.npz", tensors, metadata_of(tmp_path / "a.npz"))
+    tensors = read_tensors(tmp_path / "a.npz") | {"inputs.query": np.ones((1, 2, 7), np.float32)}
+    write_tensor_file(tmp_path / "b.npz", tensors, read_metadata(tmp_path / "a.npz"))
     convert_file(tmp_path / "b.npz", tmp_path / "c.npz", target="meta.LLaMA")
     convert_file(tmp_path / "c.npz", tmp_path / "d.npz", target="canonical")
-    assert bits(tensors_in(tmp_path / "d.npz")) == bits(tensors)
+    assert bits_of(read_tensors(tmp_path / "d.npz")) == bits_of(tensors)
 
 
 def test_a_layer_without_a_prefix_is_found(tmp_path):
@@ -729,7 +714,7 @@ def test_the_wrong_pairing_of_features_is_reported(tmp_path, seed):
     weights = random_weights(GQA, seed=seed)
     tensors = from_canonical(weights, GQA, LAYOUTS["meta.LLaMA"])
     names = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"}
-    path = write(tmp_path / "a.npz", {f"{names[name[:2]]}{name[2:]}": x for name, x in tensors.items()})
+    path = write_tensor_file(tmp_path / "a.npz", {f"{names[name[:2]]}{name[2:]}": x for name, x in tensors.items()})
     other, spec = load(path, "transformers.LLaMA", **HEADS)
     wrong = first_difference(verify(weights, GQA, other, spec))
     assert wrong is not None
@@ -780,7 +765,7 @@ def smollm2(tmp_path):
 
 def test_a_trained_layer_of_gguf_equals_the_half_split_one_bit_for_bit(smollm2):
     path, weights, spec = smollm2
-    found, found_spec = load(path, "gguf.LLaMA", prefix="blk.7", **told(spec))
+    found, found_spec = load(path, "gguf.LLaMA", prefix="blk.7", **undetermined_fields(spec))
     assert same_bits(found, weights)
     assert all(comparison.passed for comparison in verify(found, found_spec, weights, found_spec))
 
@@ -885,7 +870,7 @@ def test_lists_and_nothings_of_a_gguf_file(tmp_path):
         NotCarriedWarning, match=r"GGUF sets rope\.dimension_sections=a list of 4, .*: RoPE is left out"
     ) as on:
         _, found = load(tmp_path / "layer.gguf", "gguf.Qwen2", prefix="blk.0")
-    assert "whole spec" not in str(on[0].message)
+    assert "complete spec" not in str(on[0].message)
     assert found.rope is None
 
 
@@ -906,7 +891,7 @@ def test_a_whole_gguf_file_is_converted(smollm2, tmp_path):
         target="transformers.LLaMA",
         prefix="blk.{i}",
         to_prefix=PREFIX,
-        **told(spec),
+        **undetermined_fields(spec),
     )
     assert sorted(done.kept) == ["blk.7.attn_norm.weight", "token_embd.weight"]
     assert same_bits(load(tmp_path / "b.safetensors")[0], weights)
@@ -916,15 +901,15 @@ def test_a_gguf_file_that_tells_its_heads_needs_no_flags(smollm2, tmp_path):
     path, weights, spec = smollm2
     found, found_spec = load(path, "gguf.LLaMA", prefix="blk.7")
     assert same_bits(found, weights)
-    assert told(found_spec) == told(spec)
+    assert undetermined_fields(found_spec) == undetermined_fields(spec)
 
 
 def test_a_trained_layer_of_gguf_read_as_half_split_is_reported(smollm2, tmp_path):
     path, weights, spec = smollm2
     names = {"attn_q": "q_proj", "attn_k": "k_proj", "attn_v": "v_proj", "attn_output": "o_proj"}
-    tensors = {name.split(".")[2]: x for name, x in tensors_in(path).items() if name.split(".")[-2] in names}
-    wrong = write(tmp_path / "wrong.npz", {f"{names[name]}.weight": x for name, x in tensors.items()})
-    other, other_spec = load(wrong, "transformers.LLaMA", **told(spec))
+    tensors = {name.split(".")[2]: x for name, x in read_tensors(path).items() if name.split(".")[-2] in names}
+    wrong = write_tensor_file(tmp_path / "wrong.npz", {f"{names[name]}.weight": x for name, x in tensors.items()})
+    other, other_spec = load(wrong, "transformers.LLaMA", **undetermined_fields(spec))
     difference = first_difference(verify(weights, spec, other, other_spec))
     assert difference is not None
     assert difference.stage == "q"

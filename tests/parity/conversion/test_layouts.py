@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from helpers.refusals import refuses, refuses_type
 from helpers.samples import sample
+from helpers.tensors import bits_of
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -79,10 +80,6 @@ def in_memory(x, order):
     return np.repeat(x, 2, axis=-1)[..., ::2] if order == "strided" else x
 
 
-def bits(tensors):
-    return {name: (x.dtype, x.shape, x.tobytes()) for name, x in tensors.items()}
-
-
 def told(spec):
     """What a layout's tensors may not tell."""
     return {name: getattr(spec, name) for name in (*HEADS, "rope")}
@@ -144,7 +141,7 @@ def test_weights_and_tensors_come_back_bit_for_bit_and_are_never_read_otherwise(
     laid_out = from_canonical({name: in_memory(x, order) for name, x in weights.items()}, spec, layout)
     back, found = to_canonical(laid_out, layout, **told(spec))
 
-    assert bits(back) == bits(weights)
+    assert bits_of(back) == bits_of(weights)
     assert weight_shapes(found) == weight_shapes(spec)
     assert told(found) == told(spec)
 
@@ -154,7 +151,7 @@ def test_weights_and_tensors_come_back_bit_for_bit_and_are_never_read_otherwise(
     except Refusal:
         pass  # there may be more than one reading; the next test shows when there is one
     else:
-        assert bits(back) == bits(weights)
+        assert bits_of(back) == bits_of(weights)
 
     ones = {name: np.ones(shape, dtype_named(dtype)) for name, shape in weight_shapes(spec).items()}
     tensors = {  # of any values, but 0 where heads are padded
@@ -164,7 +161,7 @@ def test_weights_and_tensors_come_back_bit_for_bit_and_are_never_read_otherwise(
 
     weights, found = to_canonical({name: in_memory(x, order) for name, x in tensors.items()}, layout, **told(spec))
 
-    assert bits(from_canonical(weights, found, layout)) == bits(tensors)
+    assert bits_of(from_canonical(weights, found, layout)) == bits_of(tensors)
 
 
 ASK_FOR_HEAD_DIM = {
@@ -185,7 +182,7 @@ def test_one_number_of_heads_is_enough(layout, name):
             to_canonical(tensors, layout, **hint)
         return
     weights, found = to_canonical(tensors, layout, **hint)
-    assert bits(weights) == bits(random_weights(spec))
+    assert bits_of(weights) == bits_of(random_weights(spec))
     assert told(found) == told(spec)
 
 
@@ -203,8 +200,8 @@ def test_whatever_is_packed_comes_back_bit_for_bit(holds, grouped, data, rope, p
     laid_out = from_canonical(weights, spec, layout)
     back, found = to_canonical(laid_out, layout, **told(spec))
 
-    assert bits(back) == bits(weights)
-    assert bits(from_canonical(back, found, layout)) == bits(laid_out)
+    assert bits_of(back) == bits_of(weights)
+    assert bits_of(from_canonical(back, found, layout)) == bits_of(laid_out)
 
 
 @pytest.mark.parametrize(
@@ -483,7 +480,7 @@ def check_carried_or_refused(name, field):
     weights = random_weights(spec)
     if field in layout.carries:
         back, _ = to_canonical(from_canonical(weights, spec, layout), layout, spec=spec)
-        assert bits(back) == bits(weights)
+        assert bits_of(back) == bits_of(weights)
         return
     if field == "rope":  # which may be applied outside, and is refused where a configuration says it
         check_losses([Written(spec)], layout)
@@ -501,7 +498,7 @@ def test_factors_of_latents_are_carried_or_refused(name):
     weights = random_weights(spec)
     if "latent.factors" in layout.carries:
         back, _ = to_canonical(from_canonical(weights, spec, layout), layout, spec=spec)
-        assert bits(back) == bits(weights)
+        assert bits_of(back) == bits_of(weights)
         return
     with refuses("the layer", {"latent.factors": (2.0, 1.5491933384829668)}):
         from_canonical(weights, spec, layout)
@@ -599,7 +596,7 @@ def test_layers_that_are_told_come_back_bit_for_bit(case):
     laid_out = from_canonical(weights, spec, LAYOUTS[name])
     back, found = to_canonical(laid_out, LAYOUTS[name], spec=spec)
     assert found == spec
-    assert bits(back) == bits(weights)
+    assert bits_of(back) == bits_of(weights)
     assert sum(x.size for x in laid_out.values()) == sum(x.size for x in weights.values())
     for gone in laid_out:
         with refuses("tensors", "missing"):
@@ -640,7 +637,7 @@ def test_a_gate_of_one_number_for_each_head_does_not_lie_beside_queries(name):
 def test_layouts_of_four_linears_hold_any_layer(name, spec):
     weights = random_weights(spec)
     back, _ = to_canonical(from_canonical(weights, spec, LAYOUTS[name]), LAYOUTS[name], **told(spec))
-    assert bits(back) == bits(weights)
+    assert bits_of(back) == bits_of(weights)
 
 
 def test_all_rules_that_a_layer_breaks_are_told():
@@ -738,7 +735,7 @@ def test_what_lies_beside_the_weights_of_a_layer_is_passed_over(layout, name):
     tensors, spec = tensors_of(LAYOUTS[layout])
     expected, _ = to_canonical(tensors, LAYOUTS[layout], **told(spec))
     found, _ = to_canonical({**tensors, name: np.zeros(4, np.float32)}, LAYOUTS[layout], **told(spec))
-    assert bits(found) == bits(expected)
+    assert bits_of(found) == bits_of(expected)
 
 
 def test_packed_and_split_weights_of_torch_at_once_are_refused():
@@ -1072,6 +1069,6 @@ def test_heads_of_ttnn_padded_for_rope_are_not_read_as_if_without():
 @every_layout
 def test_what_is_converted_stays_as_it_was(layout):
     tensors, spec = tensors_of(layout)
-    before = bits(tensors)
+    before = bits_of(tensors)
     to_canonical(tensors, layout, **told(spec))
-    assert bits(tensors) == before
+    assert bits_of(tensors) == before

@@ -174,5 +174,5 @@ def test_verify_and_diagnose_print_one_explanation(tmp_path, capsys):
         out = capsys.readouterr().out
         assert out.count("packed as [v k q q q q] for each key/value head") == 1
         assert "read the first as transformers.Falcon" in out
-        assert "no known relation" not in out
-        assert "unknown" not in out
+        assert "does not follow from the first's by a pattern" not in out
+        assert "Likely bug: unknown" not in out

@@ -114,7 +114,7 @@ def test_both_orders_are_offered_and_none_is_taken(checkpoint, tmp_path, capsys)
 
 def test_a_correct_port_of_nanogpt_agrees(checkpoint, tmp_path, capsys, monkeypatch):
     (tmp_path / "nano_port.py").write_text(
-        "import torch\nfrom test_packings import NanoGPT\n\n\nmodule = NanoGPT()\n\n\n"
+        f"import torch\nfrom {__name__} import NanoGPT\n\n\nmodule = NanoGPT()\n\n\n"
         "def attention(x):\n    with torch.no_grad():\n        return module(x)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)

@@ -7,8 +7,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx, serialization
+from helpers.layouts import layout_fits
 from helpers.refusals import refuses
 from helpers.samples import sample
+from helpers.tensors import bits_of, read_tensors, write_tensor_file
 
 import mha_jax
 import parity
@@ -17,9 +19,8 @@ from parity.conversion.convert import convert_file, load
 from parity.conversion.inspect import find_layers
 from parity.conversion.layers import open_layers
 from parity.conversion.layouts import LAYOUTS, find_layout, from_canonical
-from parity.conversion.layouts.layout import RULES
 from parity.conversion.verify import same_bits
-from parity.files import open_tensors, write_tensors
+from parity.files import open_tensors
 
 SPEC = AttentionSpec(16, 4)
 GQA = AttentionSpec(16, 4, num_kv_heads=2, head_dim=6, qkv_bias=False, out_bias=False)
@@ -34,20 +35,6 @@ def numbered(count=3, layout="canonical", spec=SPEC):
         laid_out = from_canonical(random_weights(spec, seed=i), spec, LAYOUTS[layout])
         tensors |= {f"layers.{i}.self_attn.{name}": x for name, x in laid_out.items()}
     return tensors
-
-
-def write(path, tensors):
-    write_tensors(path, {name: (x.shape, x.dtype) for name, x in tensors.items()}, tensors.__getitem__)
-    return path
-
-
-def tensors_in(path):
-    with open_tensors(path) as file:
-        return {name: file.read(name) for name in file.infos}
-
-
-def bits(tensors):
-    return {name: (x.dtype.name, x.shape, x.tobytes()) for name, x in tensors.items()}
 
 
 # ---- mha_jax ---------------------------------------------------------------------------------------------------------
@@ -84,7 +71,7 @@ def test_a_checkpoint_of_mha_jax_is_converted_and_found(tmp_path, kind, fused_qk
 
 
 def test_a_torch_checkpoint_becomes_mha_jax_under_orbax(tmp_path):
-    source = write(tmp_path / "a.safetensors", numbered(2, "torch.nn.MultiheadAttention"))
+    source = write_tensor_file(tmp_path / "a.safetensors", numbered(2, "torch.nn.MultiheadAttention"))
     options = {"source": "torch.nn.MultiheadAttention", "target": "mha_jax", "prefix": PREFIX, "num_heads": 4}
     convert_file(source, tmp_path / "b.orbax", keep_rest=False, to_prefix="layers.{i}", **options)
     model = Model()
@@ -113,34 +100,30 @@ def test_an_nnx_state_is_converted_in_memory():
 # ---- Stacks ----------------------------------------------------------------------------------------------------------
 
 
-def holds(layout, spec):
-    return not layout.needs_spec and all(RULES[rule].holds(spec) for rule in layout.rules)
-
-
 @sample(12, suffix=["safetensors"])
 @pytest.mark.parametrize(
-    "layout", [name for name, layout in LAYOUTS.items() if holds(layout, SPEC) or holds(layout, GQA)]
+    "layout", [name for name, layout in LAYOUTS.items() if layout_fits(layout, SPEC) or layout_fits(layout, GQA)]
 )
 @pytest.mark.parametrize("suffix", ["safetensors", "npz"])  # the one is read in parts
 def test_numbered_layers_become_a_stack_and_come_back_bit_for_bit(tmp_path, layout, suffix):
-    spec = SPEC if holds(LAYOUTS[layout], SPEC) else GQA
-    source = write(tmp_path / f"a.{suffix}", numbered(spec=spec, layout="canonical"))
+    spec = SPEC if layout_fits(LAYOUTS[layout], SPEC) else GQA
+    source = write_tensor_file(tmp_path / f"a.{suffix}", numbered(spec=spec, layout="canonical"))
     stack, again, back = (tmp_path / f"{name}.{suffix}" for name in "bcd")
     told = {name: getattr(spec, name) for name in HEADS}
     convert_file(source, stack, source="canonical", target=layout, prefix=PREFIX, to_prefix="layers.self_attn", **told)
     alone = [from_canonical(random_weights(spec, seed=i), spec, LAYOUTS[layout]) for i in range(3)]
     expected = {f"layers.self_attn.{name}": np.stack([each[name] for each in alone]) for name in alone[0]}
-    found = tensors_in(stack)
-    assert bits(found) == bits(expected | {"embed.weight": np.ones((3, 16), np.float32)})
+    found = read_tensors(stack)
+    assert bits_of(found) == bits_of(expected | {"embed.weight": np.ones((3, 16), np.float32)})
     convert_file(stack, again, target="mha_jax")  # a stack stays one
-    assert tensors_in(again)["layers.self_attn.q_proj.kernel"].shape == (3, 16, spec.q_width)
+    assert read_tensors(again)["layers.self_attn.q_proj.kernel"].shape == (3, 16, spec.q_width)
     done = convert_file(stack, back, target="canonical", to_prefix=PREFIX)
     assert done.layers == [f"layers.self_attn[{i}]" for i in range(3)]
-    assert bits(tensors_in(back)) == bits(tensors_in(source))
+    assert bits_of(read_tensors(back)) == bits_of(read_tensors(source))
 
 
 def test_one_layer_of_a_stack_is_loaded_and_all_of_them_in_order(tmp_path):
-    source = write(tmp_path / "a.npz", numbered(12))
+    source = write_tensor_file(tmp_path / "a.npz", numbered(12))
     convert_file(
         source, tmp_path / "b.npz", source="canonical", target="qkv_proj", prefix=PREFIX, to_prefix="a", num_heads=4
     )
@@ -158,7 +141,7 @@ def test_one_layer_of_a_stack_is_loaded_and_all_of_them_in_order(tmp_path):
 
 
 def test_one_layer_of_a_stack_is_written_only_where_the_others_are_not_lost(tmp_path):
-    source = write(tmp_path / "a.npz", numbered())
+    source = write_tensor_file(tmp_path / "a.npz", numbered())
     convert_file(
         source, tmp_path / "b.npz", source="canonical", target="mha_jax", prefix=PREFIX, to_prefix="a", num_heads=4
     )
@@ -186,7 +169,7 @@ def test_layers_that_make_no_stack_are_refused(tmp_path, change, refusal):
     change(tensors)
     with refusal:
         convert_file(
-            write(tmp_path / "a.npz", tensors),
+            write_tensor_file(tmp_path / "a.npz", tensors),
             tmp_path / "b.npz",
             source="canonical",
             target="W_q",
@@ -200,7 +183,7 @@ def test_a_value_that_is_not_finite_is_found_in_a_stack(tmp_path):
     tensors = {name: np.stack([x, x]) for name, x in random_weights(SPEC).items()}
     tensors["v_proj.weight"][1, 2, 3] = np.nan
     for suffix in ("safetensors", "npz"):
-        source = write(tmp_path / f"a.{suffix}", tensors)
+        source = write_tensor_file(tmp_path / f"a.{suffix}", tensors)
         with refuses("v_proj.weight", "NaN or infinities"):
             convert_file(source, tmp_path / "b.npz", source="canonical", target="mha_jax", num_heads=4)
 
@@ -210,7 +193,11 @@ def test_tensors_of_stacks_that_differ_are_refused(tmp_path):
     tensors["q_proj.bias"] = np.zeros((3, 16), np.float32)
     with refuses("stacked tensors", "[2, 3]"):
         convert_file(
-            write(tmp_path / "a.npz", tensors), tmp_path / "b.npz", source="canonical", target="W_q", num_heads=4
+            write_tensor_file(tmp_path / "a.npz", tensors),
+            tmp_path / "b.npz",
+            source="canonical",
+            target="W_q",
+            num_heads=4,
         )
 
 
@@ -263,7 +250,7 @@ def test_layers_made_by_vmap_are_filled_from_numbered_ones_and_scanned(tmp_path)
     def run(x, layer):
         return layer(x)
 
-    source = write(tmp_path / "a.npz", numbered(3))
+    source = write_tensor_file(tmp_path / "a.npz", numbered(3))
     options = {"source": "canonical", "target": "mha_jax", "prefix": PREFIX, "to_prefix": "layers", "num_heads": 4}
     convert_file(source, tmp_path / "b.msgpack", keep_rest=False, **options)
     layers = make(jax.random.split(jax.random.key(0), 3))

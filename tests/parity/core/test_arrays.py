@@ -12,6 +12,7 @@ import torch
 from flax import nnx
 from helpers.refusals import refuses, refuses_type
 from helpers.samples import sample
+from helpers.tensors import same_array
 
 import parity
 from parity.core.arrays import FOREIGN, to_numpy_by_name
@@ -28,10 +29,6 @@ def any_bits(dtype, shape=(3, 5)):
     return np.random.default_rng(0).integers(0, 256, (*shape, dtype.itemsize), np.uint8).view(dtype)[..., 0]
 
 
-def same_bits(a, b):
-    return (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
-
-
 @sample(12)
 @pytest.mark.parametrize("dtype", ["bool", "uint8", "int32", "int64", "float16", "float32", "float64", *TORCH_ONLY])
 @pytest.mark.parametrize("shape", [(3, 5), (), (0, 2)])
@@ -42,7 +39,7 @@ def test_an_array_comes_back_from_torch_bit_for_bit(dtype, shape):
         tensor = parity.to_torch(each)
         assert isinstance(tensor, torch.Tensor)
         assert (str(tensor.dtype), tuple(tensor.shape)) == (f"torch.{dtype}", each.shape)
-        assert same_bits(parity.to_numpy(tensor), np.ascontiguousarray(each).reshape(each.shape))
+        assert same_array(parity.to_numpy(tensor), np.ascontiguousarray(each).reshape(each.shape))
 
 
 @pytest.mark.parametrize("dtype", ["bool", "uint8", "int32", "float16", "float32", "bfloat16", "float8_e4m3fn"])
@@ -50,14 +47,14 @@ def test_an_array_comes_back_from_jax_bit_for_bit(dtype):
     array = any_bits(DTYPES[dtype])
     found = parity.to_jax(array)
     assert isinstance(found, jax.Array)
-    assert same_bits(parity.to_numpy(found), array)
+    assert same_array(parity.to_numpy(found), array)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_torch_and_jax_take_each_others_arrays(dtype):
     array = any_bits(DTYPES[dtype])
-    assert same_bits(parity.to_numpy(parity.to_jax(parity.to_torch(array))), array)
-    assert same_bits(parity.to_numpy(parity.to_torch(parity.to_jax(array))), array)
+    assert same_array(parity.to_numpy(parity.to_jax(parity.to_torch(array))), array)
+    assert same_array(parity.to_numpy(parity.to_torch(parity.to_jax(array))), array)
 
 
 def test_an_array_of_the_framework_itself_is_not_copied():
@@ -113,6 +110,7 @@ def test_nested_mappings_are_read_by_names_with_dots():
         to_numpy_by_name([np.ones(1)])
 
 
+@pytest.mark.costly("modules that a new process imports")
 @pytest.mark.thorough
 def test_no_framework_is_imported_for_an_array_of_another_one():
     code = """

@@ -10,6 +10,7 @@ import torch
 from flax import nnx
 from helpers.refusals import refuses, refuses_type
 from helpers.samples import sample
+from helpers.tensors import same_array
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -28,10 +29,6 @@ DTYPES = [np.float32, np.float16, np.float64, ml_dtypes.bfloat16]
 @pytest.fixture
 def weights():
     return random_weights(SPEC, seed=1)
-
-
-def same_bits(a, b):
-    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
 # ---- What is refused -------------------------------------------------------------------------------------------------
@@ -71,7 +68,7 @@ def test_weights_of_any_framework_become_numpys(weights):
     for of_framework in (parity.to_torch, parity.to_jax):
         found = check_weights({name: of_framework(x) for name, x in weights.items()}, SPEC)
         assert found.keys() == weights.keys()
-        assert all(same_bits(found[name], weights[name]) for name in weights)
+        assert all(same_array(found[name], weights[name]) for name in weights)
 
 
 def test_mixed_dtypes_are_refused(weights):
@@ -93,7 +90,7 @@ def test_weights_survive_a_module_bit_for_bit(sibling, kind, fused_qkv, dtype):
     module = parity.load_into(new_module(sibling, kind, spec, dtype), weights, spec)
     back = parity.weights_of(module)
     assert list(back) == list(weights)
-    assert all(same_bits(back[name], weights[name]) for name in weights)
+    assert all(same_array(back[name], weights[name]) for name in weights)
 
 
 BAD_LOADS = {
@@ -122,13 +119,13 @@ def test_a_refused_load_leaves_the_module_as_it_was(sibling, weights, change):
     with BAD_LOADS[change]:
         parity.load_into(module, weights, SPEC)
     after = parity.weights_of(module)
-    assert all(same_bits(before[name], after[name]) for name in before)
+    assert all(same_array(before[name], after[name]) for name in before)
 
 
 def test_weights_of_are_a_copy(sibling, weights):
     module = parity.load_into(new_module(sibling, "MultiHeadAttention", SPEC, "float32"), weights, SPEC)
     parity.weights_of(module)["q_proj.weight"][:] = 0.0
-    assert same_bits(parity.weights_of(module)["q_proj.weight"], weights["q_proj.weight"])
+    assert same_array(parity.weights_of(module)["q_proj.weight"], weights["q_proj.weight"])
 
 
 def test_a_subclass_of_a_users_own_is_known(sibling, weights):
@@ -136,7 +133,7 @@ def test_a_subclass_of_a_users_own_is_known(sibling, weights):
     module = new_module(sibling, "MultiHeadAttention", SPEC, "float32")
     module.__class__ = type("Mine", (base,), {"__module__": "elsewhere"})
     parity.load_into(module, weights, SPEC)
-    assert same_bits(parity.weights_of(module)["q_proj.weight"], weights["q_proj.weight"])
+    assert same_array(parity.weights_of(module)["q_proj.weight"], weights["q_proj.weight"])
 
 
 @sample(jax=1)
@@ -146,7 +143,7 @@ def test_weights_of_any_framework_are_loaded_bit_for_bit(sibling, weights, dtype
     for of_framework in (parity.to_torch, parity.to_jax):
         module = new_module(sibling, "MultiHeadAttention", SPEC, dtype)
         parity.load_into(module, {name: of_framework(x) for name, x in weights.items()}, SPEC)
-        assert all(same_bits(x, weights[name]) for name, x in parity.weights_of(module).items())
+        assert all(same_array(x, weights[name]) for name, x in parity.weights_of(module).items())
 
 
 def test_a_module_is_filled_from_another_one_bit_for_bit():
@@ -157,7 +154,7 @@ def test_a_module_is_filled_from_another_one_bit_for_bit():
     ):
         parity.load_into(jax_layer, source)
         expected = parity.weights_of(source)
-        assert all(same_bits(x, expected[name]) for name, x in parity.weights_of(jax_layer).items())
+        assert all(same_array(x, expected[name]) for name, x in parity.weights_of(jax_layer).items())
 
 
 @pytest.mark.parametrize(
@@ -174,7 +171,7 @@ def test_weights_of_a_layer_that_computes_something_else_are_refused(sibling, we
         parity.load_into(module, layer)
     with refuses("the module", message):
         parity.load_into(module, random_weights(other), other)
-    assert all(same_bits(x, weights[name]) for name, x in parity.weights_of(module).items())
+    assert all(same_array(x, weights[name]) for name, x in parity.weights_of(module).items())
 
 
 def test_four_heads_do_not_pass_for_eight_of_the_same_width(sibling):
@@ -192,7 +189,7 @@ def test_weights_without_a_spec_are_refused(kind, sibling, weights):
     held = parity.weights_of(module)
     with refuses_type("spec", spec=None):
         parity.load_into(module, random_weights(module.spec))
-    assert all(same_bits(x, held[name]) for name, x in parity.weights_of(module).items())
+    assert all(same_array(x, held[name]) for name, x in parity.weights_of(module).items())
 
 
 @sample(jax=1)
@@ -235,7 +232,7 @@ def test_packing_and_unpacking_gives_the_weights_back(spec):
     weights = random_weights(spec, seed=3)
     back = unpack_qkv(pack_qkv(weights), spec)
     assert list(back) == list(weights)
-    assert all(same_bits(back[name], weights[name]) for name in weights)
+    assert all(same_array(back[name], weights[name]) for name in weights)
 
 
 # ---- Files -----------------------------------------------------------------------------------------------------------
@@ -248,7 +245,7 @@ def test_weights_survive_a_file_bit_for_bit(tmp_path, weights, dtype):
     back, spec = load_weights(tmp_path / "w.safetensors")
     assert spec == SPEC
     assert back.keys() == weights.keys()
-    assert all(same_bits(back[name], weights[name]) for name in weights)
+    assert all(same_array(back[name], weights[name]) for name in weights)
 
 
 # The folder is made once for all examples, and each overwrites its file.
@@ -264,7 +261,7 @@ def test_any_array_survives_a_file_whatever_its_memory_order(tmp_path, array, or
     array = {"C": array, "transposed": array.T, "reversed": array[..., ::-1] if array.ndim else array}[order]
     save_tensors(tmp_path / "a.safetensors", {"a": array}, {})
     back, _ = load_tensors(tmp_path / "a.safetensors")
-    assert same_bits(back["a"], np.ascontiguousarray(array).reshape(array.shape))
+    assert same_array(back["a"], np.ascontiguousarray(array).reshape(array.shape))
 
 
 def test_a_file_depends_on_nothing_but_its_content(tmp_path, weights):
@@ -356,7 +353,7 @@ def test_header_with_a_new_dropout_loads(tmp_path, weights):
     (tmp_path / "edited").write_bytes(edited)
     found, spec = load_weights(tmp_path / "edited")
     assert spec == replace(SPEC, dropout=0.1)
-    assert all(same_bits(found[name], weights[name]) for name in weights)
+    assert all(same_array(found[name], weights[name]) for name in weights)
 
 
 @pytest.mark.parametrize("spec", ["[" * 100_000, "7", '{"d_model": "8", "num_heads": 2}'])

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from helpers.diagnoses import named_bugs
 from helpers.samples import sample
 
 import parity
@@ -58,10 +59,6 @@ def given_by(problem, name=None):
     return {stage: x.astype(kept_dtype(stage, "float32")) for stage, x in values.items()}
 
 
-def names_of(diagnosis):
-    return [name for explanation in diagnosis.explanations for name in explanation.bugs]
-
-
 def laws_of(diagnosis):
     """The simplest law of each stage that no bug explains, and its numbers."""
     found = [each.findings for each in (*diagnosis.explanations, *diagnosis.unknowns) if each.findings is not None]
@@ -104,7 +101,7 @@ def test_a_bug_is_named_by_the_output_alone_with_little_work(problems, work, lay
     output = given_by(problem, name)["output"]
     work.clear()
     diagnosis = diagnose({"output": output}, problem, seconds=ENOUGH)
-    assert names_of(diagnosis) == [name]
+    assert named_bugs(diagnosis) == [name]
     assert diagnosis.sample
     assert sum(work) < 20 * multiplications(problem)  # of about a hundred bugs, each in both precisions
 
@@ -127,7 +124,7 @@ def test_a_search_repeats_no_projection_of_all_tokens(monkeypatch, name):
     output = given_by(problem, name)["output"]
     monkeypatch.setattr(Remembered, "_product", _product)
     monkeypatch.setattr("parity.diagnosis.search.CHEAP", 2e-3)  # as in a layer eight times as wide
-    assert names_of(diagnose_stages({"output": output}, reference, "ieee")) == [name]
+    assert named_bugs(diagnose_stages({"output": output}, reference, "ieee")) == [name]
     assert not made
 
 
@@ -144,7 +141,7 @@ def test_a_bug_is_named_by_all_stages(problems, layer, name):
     given = given_by(problems[layer], name)
     given["q"] = given["q"].swapaxes(1, 2)  # recorded as (B, T, N, H)
     diagnosis = diagnose(given, problems[layer], seconds=ENOUGH)
-    assert names_of(diagnosis) == [name]
+    assert named_bugs(diagnosis) == [name]
     assert "q" in diagnosis.conventions
 
 
@@ -155,7 +152,7 @@ def test_a_bug_of_a_layer_with_a_cache_is_named(name):
     values = run_steps(wrong_layer(problem, "float64", made).steps())
     outputs = {stage: values[stage].astype(np.float32) for stage in ("step0.output", "step1.output")}
     diagnosis = diagnose(outputs, problem, seconds=ENOUGH if name.startswith("cache") else 5.0)
-    assert names_of(diagnosis) == [name]
+    assert named_bugs(diagnosis) == [name]
     assert ("first call" in diagnosis.sample) == (not name.startswith("cache"))
     assert {*outputs} >= {*diagnosis.explanations[0].stages} >= {"step1.output"}
 
@@ -165,7 +162,7 @@ def test_bugs_in_two_stages_are_both_named(problems):
     wrong = next(each for each in bugs_for(BERT) if each.name == "out_proj-transposed")
     output = wrong_layer(problems["bert"], "float64", [wrong]).output(given)["output"]
     diagnosis = diagnose({**given, "output": output.astype(np.float32)}, problems["bert"], seconds=ENOUGH)
-    assert names_of(diagnosis) == ["v-heads-rolled", "out_proj-transposed"]
+    assert named_bugs(diagnosis) == ["v-heads-rolled", "out_proj-transposed"]
 
 
 def test_three_calls_give_one_verdict(problems):
@@ -212,7 +209,7 @@ def test_no_clock_changes_a_verdict(problems, monkeypatch):
     output, hours = given_by(problems["llama"], "q_proj-transposed")["output"], itertools.count(0.0, 3600.0)
     for clock in ("perf_counter", "monotonic", "process_time", "thread_time"):
         monkeypatch.setattr(time, clock, lambda: next(hours))
-    assert names_of(diagnose({"output": output}, problems["llama"])) == ["q_proj-transposed"]
+    assert named_bugs(diagnose({"output": output}, problems["llama"])) == ["q_proj-transposed"]
 
 
 def test_the_limit_of_a_search_holds(problems, work):

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from helpers.diagnoses import named_bugs
 from helpers.refusals import refuses
 from helpers.samples import sample
 from helpers.selection import one_a_code
@@ -47,10 +48,6 @@ def observed_in(problem, bugs=()):
 
 def bug(case, name):
     return next(known for known in bugs_for(case) if known.name == name)
-
-
-def names_of(diagnosis):
-    return [name for explanation in diagnosis.explanations for name in explanation.bugs]
 
 
 # ---- Nothing wrong ---------------------------------------------------------------------------------------------------
@@ -134,7 +131,7 @@ def test_every_bug_is_told_from_every_other(case, name):
             assert diagnosis.nearest[0][0] == made.about
             return
         (explanation,) = diagnosis.explanations
-        assert names_of(diagnosis) == [name] or (name in ALIKE and made.about in explanation.others), made.about
+        assert named_bugs(diagnosis) == [name] or (name in ALIKE and made.about in explanation.others), made.about
         assert diagnosis.kind == ("precision" if made.is_loss else "structure")
         assert explanation.ratio <= 1.0
         assert explanation.error < explanation.error_before
@@ -172,9 +169,10 @@ def test_every_bug_is_seen_first_at_its_stages_and_explains_all(case, in_all):
 def test_bugs_are_named_in_half_precision(name, dtype):
     case = CASE_OF["gqa-rope-causal"]
     problem = make_problem(case, dtype)
-    assert names_of(diagnose(observed_in(problem, [bug(case, name)]), problem)) == [name]
+    assert named_bugs(diagnose(observed_in(problem, [bug(case, name)]), problem)) == [name]
 
 
+@pytest.mark.costly("injects and diagnoses every bug of a case")
 @sample(case=["cross"])
 @pytest.mark.parametrize("case", ["mha", "gqa-rope-causal", "cross"])
 def test_from_the_output_alone_a_bug_is_named_or_told_to_be_one_of_several(case):
@@ -221,7 +219,7 @@ def test_heads_in_any_order_are_told_with_the_order(case, stage):
     wrong = replace(problem, weights=kept)
     observed = record("torch", Reference(problem), wrong).accumulated
     diagnosis = diagnose(observed, problem)
-    assert names_of(diagnosis) == [f"{stage}-heads-permuted"]
+    assert named_bugs(diagnosis) == [f"{stage}-heads-permuted"]
     assert f"{stage}'s heads are in the order {' '.join(map(str, order))}" in str(diagnosis)
 
 
@@ -238,6 +236,7 @@ def stages_with(case, names):
         return record("torch", Reference(problem), given).accumulated, problem
 
 
+@pytest.mark.costly("diagnoses twenty pairs of bugs")
 @sample(case=["cross"])
 @pytest.mark.parametrize("case", ["cached", "cross"])
 def test_two_planted_bugs_are_both_named(case):
@@ -255,7 +254,7 @@ def test_two_planted_bugs_are_both_named(case):
         if any(all(np.array_equal(x, alone[name][stage]) for stage, x in observed.items()) for name in pair):
             continue
         distinguishable += 1
-        named += set(names_of(diagnose(observed, problem))) == set(pair)
+        named += set(named_bugs(diagnose(observed, problem))) == set(pair)
     assert distinguishable >= 15
     assert named >= 0.8 * distinguishable
 
@@ -265,7 +264,7 @@ def test_three_bugs_in_three_places_are_all_named():
     problem = make_problem(case, "float32")
     names = ["rope-interleaved-k", "kv-heads-tiled", "heads-not-moved-back"]
     diagnosis = diagnose(observed_in(problem, [bug(case, name) for name in names]), problem)
-    assert names_of(diagnosis) == names
+    assert named_bugs(diagnosis) == names
     assert [explanation.stage for explanation in diagnosis.explanations] == ["k", "scores", "output"]
 
 
@@ -293,7 +292,7 @@ def test_what_shows_in_later_calls_only_is_not_what_every_call_would_show():
     del observed["step2.output"]  # which agrees, so that nothing would be wrong
     diagnosis = diagnose({name: x for name, x in observed.items() if not stage_named(name).path}, problem)
     assert not np.array_equal(observed["step0.mask"], wrong["step0.mask"])
-    assert (diagnosis.kind, names_of(diagnosis)) == ("law", [])
+    assert (diagnosis.kind, named_bugs(diagnosis)) == ("law", [])
     assert "to 1 before its own instead of" in diagnosis.unknowns[0].laws[0]
 
 
@@ -302,9 +301,9 @@ def test_two_bugs_are_not_named_where_nothing_was_observed_of_them():
     problem = make_problem(case, "float32")
     made = [bug(case, name) for name in ("q_proj-transposed", "v-heads-reversed")]
     observed = observed_in(problem, made)
-    assert set(names_of(diagnose(observed, problem))) == {"q_proj-transposed", "v-heads-reversed"}
+    assert set(named_bugs(diagnose(observed, problem))) == {"q_proj-transposed", "v-heads-reversed"}
     diagnosis = diagnose({"output": observed["output"]}, problem)
-    assert (diagnosis.kind, names_of(diagnosis)) == ("unknown", [])
+    assert (diagnosis.kind, named_bugs(diagnosis)) == ("unknown", [])
 
 
 def test_weights_that_are_exchanged_without_their_biases_are_told_so():
@@ -314,7 +313,7 @@ def test_weights_that_are_exchanged_without_their_biases_are_told_so():
     observed = observed_in(replace(problem, weights=weights))
     for seen in (observed, {"output": observed["output"]}):
         diagnosis = diagnose(seen, problem)
-        assert names_of(diagnosis) == ["q-k-swapped"]
+        assert named_bugs(diagnosis) == ["q-k-swapped"]
         assert "the weights of q_proj and k_proj are exchanged, but not their biases" in str(diagnosis)
 
 
@@ -324,11 +323,11 @@ def test_a_bug_that_an_earlier_call_shows_to_be_another_is_not_named():
     empty = next(known for known in bugs_for(case) if known.about == "the mask is empty")
     observed = observed_in(problem, [empty])
     later = {name: x for name, x in observed.items() if not name.startswith("step0.")}
-    assert names_of(diagnose(later, problem)) == ["mask-ignored"]
+    assert named_bugs(diagnose(later, problem)) == ["mask-ignored"]
     mask = observed["step0.mask"].copy()
     mask[:, :, 2, 1] = True  # nothing known hides this key, and shows all others
     diagnosis = diagnose({**later, "step0.mask": mask}, problem)
-    assert names_of(diagnosis) == []
+    assert named_bugs(diagnosis) == []
     assert [unknown.stage for unknown in diagnosis.unknowns] == [f"step{index}.mask" for index in range(3)]
 
 
@@ -337,14 +336,14 @@ def test_of_nan_alone_no_two_bugs_are_named():
     observed = observed_in(problem)
     observed["attn_weights"] = np.full_like(observed["attn_weights"], np.nan)
     diagnosis = diagnose({name: observed[name] for name in ("mask", "q", "k", "v", "scores", "attn_weights")}, problem)
-    assert (diagnosis.kind, names_of(diagnosis)) == ("unknown", [])
+    assert (diagnosis.kind, named_bugs(diagnosis)) == ("unknown", [])
 
 
 def test_sines_for_cosines_are_told_beside_what_gives_the_same_output():
     case = CASE_OF["gqa-rope-causal"]
     problem = make_problem(case, "float32")
     observed = observed_in(problem, [bug(case, "rope-sin-cos-exchanged")])
-    assert names_of(diagnose(observed, problem)) == ["rope-sin-cos-exchanged"]
+    assert named_bugs(diagnose(observed, problem)) == ["rope-sin-cos-exchanged"]
     (explanation,) = diagnose({"output": observed["output"]}, problem).explanations
     assert "RoPE's sines and cosines are exchanged" in (explanation.about, *explanation.others)
 
@@ -353,7 +352,7 @@ def test_rope_over_heads_is_told_beside_what_gives_the_same_output():
     case = replace(CASE_OF["gqa-rope-causal"], spec=replace(CASE_OF["gqa-rope-causal"].spec, num_kv_heads=6))
     problem = make_problem(case, "float32")
     observed = observed_in(problem, [bug(case, "rope-over-heads")])
-    assert names_of(diagnose(observed, problem)) == ["rope-over-heads"]
+    assert named_bugs(diagnose(observed, problem)) == ["rope-over-heads"]
     (explanation,) = diagnose({"output": observed["output"]}, problem).explanations
     assert "RoPE rotates heads by their index instead of tokens by their position" in (
         explanation.about,
@@ -390,7 +389,7 @@ def test_a_verified_law_is_the_headline(change, law, number):
     stages = ("q", "k", "v", "scores", "attn_weights", "context", "output")
     diagnosis = diagnose({name: observed[name] for name in stages}, problem)
     kind, pages = ("law", []) if number is None else ("structure", ["dropout"])
-    assert (diagnosis.kind, diagnosis.stage, names_of(diagnosis)) == (kind, "attn_weights", pages)
+    assert (diagnosis.kind, diagnosis.stage, named_bugs(diagnosis)) == (kind, "attn_weights", pages)
     found = (diagnosis.unknowns[0] if number is None else diagnosis.explanations[0]).findings.found[0]
     assert found.name == law
     assert number is None or found.numbers["p"] == pytest.approx(number, rel=1e-4)
@@ -436,7 +435,7 @@ def test_a_law_hides_no_bug_after_it():
     observed = observed_in(problem, [*(bug(case, name) for name in names[::-1]), law])
     diagnosis = diagnose({name: x for name, x in observed.items() if "module" not in name}, problem)
     (unknown,) = diagnosis.unknowns
-    assert (diagnosis.kind, names_of(diagnosis)) == ("law", names)
+    assert (diagnosis.kind, named_bugs(diagnosis)) == ("law", names)
     assert (unknown.law.name, unknown.stages) == ("rope frequencies", ("step0.q", "step0.k"))
     json.dumps(diagnosis.to_dict(), allow_nan=False)
 
@@ -473,17 +472,19 @@ def test_a_wrong_output_of_the_module_is_not_a_way_to_record_it():
     assert (diagnosis.kind, diagnosis.unexplained) == ("law", "module.output")
 
 
+@pytest.mark.costly("the search tries all pairs of bugs before laws")
 def test_a_known_bug_before_an_unknown_one_is_named():
     case = CASE_OF["gqa-rope-causal"]
     problem = make_problem(case, "float32")
     observed = observed_in(problem, [bug(case, "rope-missing")])
     observed["output"] = observed["output"] + np.float32(0.25)
     diagnosis = diagnose({name: x for name, x in observed.items() if "." not in name}, problem)
-    assert (diagnosis.kind, names_of(diagnosis), diagnosis.unexplained) == ("law", ["rope-missing"], "output")
+    assert (diagnosis.kind, named_bugs(diagnosis), diagnosis.unexplained) == ("law", ["rope-missing"], "output")
     assert diagnosis.unknowns[0].law.name == "offset"
     assert diagnosis.cause.startswith("rope-missing: ")
 
 
+@pytest.mark.costly("diagnoses twelve draws of noise")
 def test_a_bug_that_moves_noise_alone_is_not_named():
     """The output is the same by positions that are all one higher, but for its rounding, which may be less."""
     problem = make_problem(CASES["rope-gqa"], "float64")
@@ -493,7 +494,7 @@ def test_a_bug_that_moves_noise_alone_is_not_named():
         noise = np.abs(right).max() * 2.0**-52 * rng.standard_normal(right.shape)
         diagnosis = diagnose({"output": right + rng.uniform(0.5, 4.0) * noise}, problem)
         kinds.append(diagnosis.kind)
-        assert names_of(diagnosis) == []
+        assert named_bugs(diagnosis) == []
     assert {*kinds} == {"none", "unknown"}
 
 
@@ -538,7 +539,7 @@ def test_what_cannot_be_the_stage_is_told_and_the_others_are_judged_without_it(s
     if stage != "output":
         observed = observed_in(problem, [bug(CASES["full"], "out_proj-transposed")])
         both = diagnose({**observed, stage: change(observed[stage])}, problem)
-        assert names_of(both) == ["out_proj-transposed"]
+        assert named_bugs(both) == ["out_proj-transposed"]
         assert f"Not comparable: {stage} {words}" in str(both)
 
 
@@ -562,6 +563,7 @@ def test_outputs_alone_are_never_blamed_on_precision(case, before):
     assert blamed == []
 
 
+@pytest.mark.costly("the search tries all bugs before laws")
 @pytest.mark.parametrize("stage", ["q", "output"])
 def test_a_factor_on_one_stage_is_not_precision(stage):
     problem = make_problem(CASES["rope-gqa"], "float32")
@@ -609,7 +611,7 @@ def test_weights_in_another_order_are_told():
     weights = random_weights(SPEC)
     names = [f"{projection}_proj.{leaf}" for projection in "qk" for leaf in ("weight", "bias")]
     diagnosis = diagnose_weights(weights, SPEC, interleaved(weights, names), SPEC)
-    assert names_of(diagnosis) == ["rope-weights-interleaved"]
+    assert named_bugs(diagnosis) == ["rope-weights-interleaved"]
 
 
 @pytest.mark.parametrize("names", [["q_proj.weight"], ["k_proj.weight", "out_proj.bias"], None])
@@ -622,14 +624,14 @@ def test_weights_in_fewer_bits_are_told_as_such(way, name, names):
     rounded = {each: FEWER_BITS[way](x) for each, x in weights.items()}
     other = {each: rounded[each] if names is None or each in names else x for each, x in weights.items()}
     diagnosis = diagnose_weights(weights, SPEC, other, SPEC)
-    assert (diagnosis.kind, names_of(diagnosis)) == ("precision", [name])
+    assert (diagnosis.kind, named_bugs(diagnosis)) == ("precision", [name])
     assert f"the weights are {way}" in str(diagnosis)
 
 
 def test_weights_in_tf32_are_told_as_such_and_others_are_not():
     weights = {name: np.float32(3e7) * x for name, x in random_weights(SPEC).items()}  # more than float16 holds
     other = {**weights, "v_proj.weight": FEWER_BITS["rounded to TF32"](weights["v_proj.weight"])}
-    assert names_of(diagnose_weights(weights, SPEC, other, SPEC)) == ["weights-tf32"]
+    assert named_bugs(diagnose_weights(weights, SPEC, other, SPEC)) == ["weights-tf32"]
     other["v_proj.weight"] = other["v_proj.weight"] * np.float32(1 + 2.0**-12)
     assert diagnose_weights(weights, SPEC, other, SPEC).kind == "unknown"
 
@@ -775,6 +777,7 @@ def test_a_function_of_another_width_is_an_error_of_its_own(folder):
         attention_for(sharing.weights, sharing.spec, sharing.inputs["query"])
 
 
+@pytest.mark.costly("JAX compiles every stage of a case")
 def test_traces_are_diagnosed_alone_and_in_pairs(tmp_path, capsys):
     case = CASES["rope-gqa"]
     run_cases([case], ["jax"], traces=tmp_path / "jax")
@@ -836,6 +839,7 @@ MISFITS = {
 """Pairs of which the first leaves axes in an order that the second cannot add its bias to."""
 
 
+@pytest.mark.costly("runs all pairs of bugs")
 @sample(name=["sinks", "bias-causal"])
 @pytest.mark.parametrize("name", PAIRED)
 def test_any_two_bugs_of_one_method_go_together(name):

@@ -693,7 +693,7 @@ def test_errors_as_large_as_those_of_a_narrow_format_are_a_sign_and_no_law():
     findings = described("q", wrong, expected, rng)
     assert findings.laws == ()
     assert "every error is within one unit of bfloat16 of its value" in findings.signs
-    assert not any("within a unit" in sign for sign in described("q", expected + 0.01, expected, rng).signs)
+    assert not any("within one unit" in sign for sign in described("q", expected + 0.01, expected, rng).signs)
 
 
 # ---- The simpler one first -------------------------------------------------------------------------------------------

@@ -309,7 +309,7 @@ def test_zeros_that_nothing_makes_up_for_are_no_dropout():
     for factor in (1.0, 4.0):
         wrong = run(problem)
         wrong["attn_weights"] = wrong["attn_weights"] * keeps * np.float32(factor)
-        assert not any("dropout is on" in law for law in told(problem, wrong, "attn_weights"))
+        assert not any("dropout is active" in law for law in told(problem, wrong, "attn_weights"))
 
 
 def test_heads_that_are_mixed_in_the_output_are_told():

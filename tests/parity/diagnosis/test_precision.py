@@ -5,6 +5,7 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers.diagnoses import named_bugs
 from helpers.samples import sample
 
 from mha_spec import AttentionSpec
@@ -43,10 +44,6 @@ def known(case, name):
     return next(bug for bug in bugs_for(case) if bug.name == name)
 
 
-def names_of(diagnosis):
-    return [name for explanation in diagnosis.explanations for name in explanation.bugs]
-
-
 # ---- One part in a narrower dtype ------------------------------------------------------------------------------------
 
 
@@ -79,7 +76,7 @@ def test_lost_precision_is_named_beside_another_bug(name):
     case = CASE_OF["gqa-rope-causal"]
     problem = make_problem(case, "float32")
     diagnosis = diagnose(exactly(problem, [known(case, "causal-off-by-one"), known(case, name)]), problem)
-    assert sorted(names_of(diagnosis)) == sorted(["causal-off-by-one", name])
+    assert sorted(named_bugs(diagnosis)) == sorted(["causal-off-by-one", name])
     assert diagnosis.kind == "structure"
 
 
@@ -99,7 +96,7 @@ def test_products_that_lose_too_much_are_named_from_the_output_alone(case, kind)
     with inject(products_of(MANTISSA[kind]), problem, "torch") as given:
         stages = record("torch", Reference(problem), given).accumulated
     diagnosis = diagnose({"output": stages["output"]}, problem)
-    assert (diagnosis.kind, names_of(diagnosis)) == ("precision", [f"precision-{kind}"])
+    assert (diagnosis.kind, named_bugs(diagnosis)) == ("precision", [f"precision-{kind}"])
     assert diagnosis.explanations[0].ratio <= 1.0
 
 
@@ -112,7 +109,7 @@ FORMS = list(low_products(SCALED.case))
 @pytest.mark.parametrize("form", FORMS, ids=[f"{form.name}-{place % 4}" for place, form in enumerate(FORMS)])
 def test_each_form_of_low_products_is_named(form):
     diagnosis = diagnose(exactly(SCALED, [form]), SCALED)
-    assert (diagnosis.kind, names_of(diagnosis)) == ("precision", [form.name])
+    assert (diagnosis.kind, named_bugs(diagnosis)) == ("precision", [form.name])
 
 
 @pytest.mark.parametrize("gain", [1.0003, 1.003, 1.01])
@@ -144,7 +141,7 @@ def test_a_layer_in_a_narrower_dtype_is_told(dtype, is_cast, only):
         stages = {name: x if stage_named(name).is_exact else x.astype(np.float32) for name, x in stages.items()}
     stages = {"output": stages["output"]} if only else stages
     diagnosis = diagnose(stages, problem)
-    assert (diagnosis.kind, names_of(diagnosis)) == ("precision", [f"layer-in-{dtype}"])
+    assert (diagnosis.kind, named_bugs(diagnosis)) == ("precision", [f"layer-in-{dtype}"])
     last = str(diagnosis).splitlines()[-1]
     if is_cast:
         assert "Dtype" not in last
@@ -157,7 +154,7 @@ def test_a_layer_in_a_narrower_dtype_is_told(dtype, is_cast, only):
 def test_a_float64_layer_in_float32_is_told():
     problem = make_problem(CASES["causal"], "float64")
     stages = record("torch", Reference(narrow(problem, "float32"))).accumulated
-    assert names_of(diagnose({"output": stages["output"].astype(np.float64)}, problem)) == ["layer-in-float32"]
+    assert named_bugs(diagnose({"output": stages["output"].astype(np.float64)}, problem)) == ["layer-in-float32"]
 
 
 def test_another_bug_in_a_narrower_dtype_is_not_called_precision():
@@ -165,7 +162,7 @@ def test_another_bug_in_a_narrower_dtype_is_not_called_precision():
     output = exactly(problem, [known(CASES["causal"], "mask-ignored")])["output"]
     coarse = (1.5 * output).astype(ml_dtypes.bfloat16)
     diagnosis = diagnose({"output": coarse}, problem)
-    assert (diagnosis.kind, names_of(diagnosis)) == ("unknown", [])
+    assert (diagnosis.kind, named_bugs(diagnosis)) == ("unknown", [])
     assert "Dtype: output is bfloat16 in a float32 problem" in str(diagnosis)
 
 
@@ -179,7 +176,7 @@ EMPTY = Case("layer", AttentionSpec(32, 4), "an empty sequence", is_causal=True,
 def test_rows_without_a_key_are_named(name, only):
     problem = make_problem(EMPTY, "float32")
     stages = exactly(problem, [known(EMPTY, name)])
-    assert names_of(diagnose(outputs(stages) if only else stages, problem)) == [name]
+    assert named_bugs(diagnose(outputs(stages) if only else stages, problem)) == [name]
 
 
 @sample(case=["causal"])
@@ -190,7 +187,7 @@ def test_rows_that_a_wrong_mask_empties_are_named_with_its_bug(case, mask, name)
     problem = make_problem(CASES[case], "float32")
     stages = exactly(problem, [known(CASES[case], mask), known(CASES[case], name)])
     diagnosis = diagnose(stages, problem, seconds=60.0)
-    assert (diagnosis.kind, set(names_of(diagnosis))) == ("structure", {mask, name})
+    assert (diagnosis.kind, set(named_bugs(diagnosis))) == ("structure", {mask, name})
 
 
 @pytest.mark.parametrize("name", ["empty-row-nan", "empty-row-mean", "empty-row-unmasked"])
@@ -199,7 +196,7 @@ def test_of_an_output_alone_two_bugs_are_named_only_if_one_leaves_its_mark(name)
     stages = exactly(problem, [known(CASES["causal"], "mask-flipped"), known(CASES["causal"], name)])
     diagnosis = diagnose(outputs(stages), problem)
     leaves_its_mark = name == "empty-row-nan"
-    assert set(names_of(diagnosis)) == ({"mask-flipped", name} if leaves_its_mark else set())
+    assert set(named_bugs(diagnosis)) == ({"mask-flipped", name} if leaves_its_mark else set())
     assert diagnosis.kind == ("structure" if leaves_its_mark else "unknown")
 
 

@@ -288,7 +288,6 @@ def test_it_goes_on_after_a_stage_that_nothing_explains():
     (made,) = (bug for bug in bugs_for(GQA) if bug.name == "out_proj-transposed")
     problem, values = right(GQA, "float32", made)
     values["scores"] = values["scores"] + np.random.default_rng(0).standard_normal(values["scores"].shape).astype("f")
-    problem, values = problem, dict(values)
     with np.errstate(all="ignore"):
         layer = reference.Layer(problem, reference.Arithmetic(dtype_named("float32")))
         values |= layer.attn_weights(values)

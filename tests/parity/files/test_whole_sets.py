@@ -131,6 +131,7 @@ for command in (written, converted, shards, traces, report):
 """
 
 
+@pytest.mark.costly("a process whose files have a limit")
 def test_a_file_that_is_too_large_is_named(layer, tmp_path):
     folder = tmp_path / "written"
     folder.mkdir()
@@ -147,6 +148,7 @@ def test_a_file_that_is_too_large_is_named(layer, tmp_path):
     assert [path for path in folder.rglob("*") if path != traces] == []
 
 
+@pytest.mark.costly("a process whose disk is full")
 def test_a_full_standard_output_is_named(layer):
     command = [sys.executable, "-m", "parity", "write", str(layer), "--to", "torch"]
     with open("/dev/full", "w") as full:

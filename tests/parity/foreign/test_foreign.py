@@ -16,6 +16,7 @@ from flax import nnx
 from helpers import ROOT
 from helpers.refusals import refuses, refuses_type
 from helpers.samples import sample
+from helpers.tensors import bits_of
 
 import mha_torch
 import parity
@@ -58,10 +59,6 @@ every_library = pytest.mark.parametrize(
 def made(name, spec, dtype="float32", **options):
     """A layer of the library, with its own weights."""
     return load_adapter(name).make(spec, dtype, **options)
-
-
-def bits(weights):
-    return {name: (x.dtype, x.shape, x.tobytes()) for name, x in weights.items()}
 
 
 def as_given(name, x):
@@ -129,7 +126,7 @@ def test_a_layer_of_torch_may_have_the_batch_second():
 @every_layer
 def test_weights_come_back_bit_for_bit(name, spec):
     weights = random_weights(spec, seed=1)
-    assert bits(parity.weights_of(parity.load_into(made(name, spec), weights, spec))) == bits(weights)
+    assert bits_of(parity.weights_of(parity.load_into(made(name, spec), weights, spec))) == bits_of(weights)
 
 
 @sample(dtype=["bfloat16"])
@@ -138,7 +135,7 @@ def test_weights_come_back_bit_for_bit(name, spec):
 def test_weights_of_half_precision_come_back_bit_for_bit(name, spec, dtype):
     weights = {key: x.astype(dtype_named(dtype)) for key, x in random_weights(spec, seed=1).items()}
     layer = parity.load_into(made(name, spec, dtype), weights, spec)
-    assert bits(parity.weights_of(layer)) == bits(weights)
+    assert bits_of(parity.weights_of(layer)) == bits_of(weights)
 
 
 @every_layer
@@ -152,18 +149,18 @@ def test_a_layer_takes_the_weights_of_a_module_and_gives_them_to_one(name, spec)
     source = mha_torch.MultiHeadAttention(spec)
     layer = parity.load_into(made(name, spec), source)
     target = parity.load_into(mha_torch.MultiHeadAttention(spec), layer)
-    assert bits(parity.weights_of(target)) == bits(parity.weights_of(source))
+    assert bits_of(parity.weights_of(target)) == bits_of(parity.weights_of(source))
 
 
 @pytest.mark.parametrize("name", ["flax.linen.MultiHeadDotProductAttention", "equinox.nn.MultiheadAttention"])
 def test_what_cannot_change_stays_as_it_was(name):
     layer = made(name, CROSS)
-    before = bits(parity.weights_of(layer))
+    before = bits_of(parity.weights_of(layer))
     filled = parity.load_into(layer, random_weights(CROSS, seed=1), CROSS)
     assert filled is not layer
     assert type(filled) is type(layer)
-    assert bits(parity.weights_of(layer)) == before
-    assert bits(parity.weights_of(filled)) == bits(random_weights(CROSS, seed=1))
+    assert bits_of(parity.weights_of(layer)) == before
+    assert bits_of(parity.weights_of(filled)) == bits_of(random_weights(CROSS, seed=1))
 
 
 def test_a_filled_module_of_linen_gives_its_parameters():
@@ -184,7 +181,7 @@ def test_a_layer_inside_a_model_of_keras_is_reached():
     keras.Sequential([x, keras.layers.Dense(24)]).name = "outer"
     model = keras.Model(x, layer(x, x))
     parity.load_into(model.layers[-1], random_weights(SQUARE), SQUARE)
-    assert bits(parity.weights_of(layer)) == bits(random_weights(SQUARE))
+    assert bits_of(parity.weights_of(layer)) == bits_of(random_weights(SQUARE))
 
 
 def test_a_layer_is_saved_with_its_specification(tmp_path):
@@ -192,7 +189,7 @@ def test_a_layer_is_saved_with_its_specification(tmp_path):
     parity.save(tmp_path / "a.npz", layer)
     weights, spec = parity.load(tmp_path / "a.npz")
     assert spec == CROSS
-    assert bits(weights) == bits(random_weights(CROSS))
+    assert bits_of(weights) == bits_of(random_weights(CROSS))
 
 
 # ---- What is refused -------------------------------------------------------------------------------------------------
@@ -243,7 +240,7 @@ def lacking(weights):
 def test_weights_of_other_heads_are_refused(name, spec):
     """The shapes of torch, equinox and canonical weights do not show the heads."""
     layer = made(name, spec)
-    before = bits(parity.weights_of(layer))
+    before = bits_of(parity.weights_of(layer))
     heads, size = spec.num_heads // 2, 2 * spec.head_dim
     other = replace(spec, num_heads=heads, num_kv_heads=heads, head_dim=size, value_head_dim=size)
     weights = random_weights(other, seed=1)
@@ -252,7 +249,7 @@ def test_weights_of_other_heads_are_refused(name, spec):
         parity.load_into(layer, weights)
     with refuses("the module"):
         parity.load_into(layer, weights, other)
-    assert bits(parity.weights_of(layer)) == before
+    assert bits_of(parity.weights_of(layer)) == before
 
 
 def spoiled(weights):
@@ -271,19 +268,19 @@ def spoiled(weights):
 @every_library
 def test_weights_that_do_not_fit_are_refused_and_nothing_changes(name, spec, change, refusal):
     layer = made(name, spec)
-    before = bits(parity.weights_of(layer))
+    before = bits_of(parity.weights_of(layer))
     with refusal:
         parity.load_into(layer, change(random_weights(spec, seed=1)), spec)
-    assert bits(parity.weights_of(layer)) == before
+    assert bits_of(parity.weights_of(layer)) == before
 
 
 @every_library
 def test_a_layer_of_other_heads_is_refused_and_nothing_changes(name, spec):
     layer, other = made(name, spec), replace(spec, num_heads=2, num_kv_heads=2, head_dim=2 * spec.head_dim)
-    before = bits(parity.weights_of(layer))
+    before = bits_of(parity.weights_of(layer))
     with refuses("the module", "num_heads=4"):
         parity.load_into(layer, random_weights(other), other)
-    assert bits(parity.weights_of(layer)) == before
+    assert bits_of(parity.weights_of(layer)) == before
 
 
 def built(layer):
@@ -362,6 +359,7 @@ def test_an_unknown_layer_has_no_adapter():
         load_adapter("nope")
 
 
+@pytest.mark.costly("modules that a new process imports")
 @pytest.mark.thorough
 def test_only_the_library_of_a_module_is_imported():
     program = """

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from helpers.layouts import undetermined_fields
 from helpers.refusals import refuses
 from helpers.samples import sample
 
@@ -481,11 +482,6 @@ def filled(foreign, weights, layout=None):
     return foreign.library.write(module, foreign.others_of(module) | tensors)
 
 
-def told(spec):
-    """Return the spec fields that a layout's tensors do not determine."""
-    return {name: getattr(spec, name) for name in ("num_heads", "num_kv_heads", "head_dim", "rope")}
-
-
 @pytest.fixture
 def own(foreign, rng):
     """The module with random parameters, biases included, under its own names and shapes."""
@@ -509,7 +505,7 @@ def test_module_with_canonical_weights_matches_reference(foreign):
 @sample(12)
 @every_module
 def test_reference_with_module_weights_matches_module(foreign, own):
-    weights, _ = to_canonical(foreign.library.read(own), LAYOUTS[foreign.layout], **told(foreign.spec))
+    weights, _ = to_canonical(foreign.library.read(own), LAYOUTS[foreign.layout], **undetermined_fields(foreign.spec))
     result = verdict(foreign, weights, lambda inputs: output_of(foreign, own, inputs))
     assert result.passed, str(result)
 
@@ -517,7 +513,7 @@ def test_reference_with_module_weights_matches_module(foreign, own):
 @sample(12)
 @every_module
 def test_spec_read_from_module_matches_original(foreign, own):
-    _, spec = to_canonical(foreign.library.read(own), LAYOUTS[foreign.layout], **told(foreign.spec))
+    _, spec = to_canonical(foreign.library.read(own), LAYOUTS[foreign.layout], **undetermined_fields(foreign.spec))
     assert spec == replace(foreign.spec, fused_qkv=False)
 
 
@@ -525,7 +521,7 @@ def test_spec_read_from_module_matches_original(foreign, own):
 @every_module
 def test_module_weights_round_trip_bit_for_bit(foreign, own):
     tensors = foreign.library.read(own)
-    weights, spec = to_canonical(tensors, LAYOUTS[foreign.layout], **told(foreign.spec))
+    weights, spec = to_canonical(tensors, LAYOUTS[foreign.layout], **undetermined_fields(foreign.spec))
     back = foreign.others_of(own) | from_canonical(weights, spec, LAYOUTS[foreign.layout])
     assert {name: (x.dtype, x.shape, x.tobytes()) for name, x in back.items()} == {
         name: (x.dtype, x.shape, x.tobytes()) for name, x in tensors.items()

@@ -287,10 +287,6 @@ def test_a_planted_oddity_is_never_accepted(name, family, monkeypatch):
     assert all(layer.refusal for layer in found)
 
 
-def test_there_are_two_hundred_planted_oddities():
-    assert len(ODDITIES) * len(OF_FAMILIES) >= 200
-
-
 # ---- The command -----------------------------------------------------------------------------------------------------
 
 LIVE = """

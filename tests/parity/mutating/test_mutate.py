@@ -476,6 +476,7 @@ def test_a_compiled_function_is_compared_when_it_runs(project, tmp_path):
     }
 
 
+@pytest.mark.costly("starts pytest, as the command does")
 @pytest.mark.parametrize(
     ("tests", "got"),
     [
@@ -519,6 +520,7 @@ def test_nothing_that_can_be_planted_is_refused_with_the_reasons(project, capsys
     assert refuses(argument, "mask-ignored: it has no mask").is_printed_in(capsys.readouterr().err)
 
 
+@pytest.mark.costly("starts a command that is not there")
 def test_a_command_that_is_not_there_is_refused(project, capsys):
     assert project("", "--only", "scale-missing", command=("no-such-command",))[0] == 2
     assert "no-such-command" in capsys.readouterr().err
@@ -603,6 +605,7 @@ def test_only_what_changed_something_is_noticed(status, told, verdict):
     assert found is verdict
 
 
+@pytest.mark.costly("starts pytest, as the command does")
 def test_a_temporary_folder_may_have_spaces(tmp_path, monkeypatch):
     """pytest splits its options as a shell does."""
     folder = tmp_path / "a folder; $(x)"
@@ -614,6 +617,7 @@ def test_a_temporary_folder_may_have_spaces(tmp_path, monkeypatch):
     assert options[-1].startswith(f"cache_dir={folder}/")
 
 
+@pytest.mark.costly("ends a process that takes too long")
 def test_a_run_that_takes_too_long_is_ended():
     tests = Suite("mine:attention", VIEW, ["python", "-c", "import time; time.sleep(60)"], timeout=0.5)
     run = tests.run()
@@ -640,6 +644,7 @@ def test_a_traced_call_takes_ours_only_where_both_are_equal():
         assert same(found, theirs(q, k, v, factor)) == (factor == 2.0)
 
 
+@pytest.mark.costly("a signal to a process that runs tests")
 @pytest.mark.thorough
 def test_an_interruption_ends_the_tests_and_changes_nothing(tmp_path):
     (tmp_path / "mine.py").write_text(UNCALLED)

@@ -1,8 +1,10 @@
 """Heat maps of attention: from arrays, live modules, traces and files of weights."""
 
 import json
+import pickle
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
@@ -287,11 +289,20 @@ def test_an_input_that_is_not_there_is_named_in_one_line(capsys, layer):
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("content", [b"", b"\x93NUMPY", b"\x80\x04N."])
-def test_a_file_that_is_no_array_is_refused_and_never_unpickled(tmp_path, content):
+class CreatesFile:
+    """Creates a file in the working folder if it is unpickled."""
+
+    def __reduce__(self):
+        return Path.touch, (Path("unpickled"),)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x93NUMPY", pickle.dumps(CreatesFile())], ids=["empty", "head", "pickle"])
+def test_a_file_that_is_no_array_is_refused_and_never_unpickled(tmp_path, content, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "x.npy").write_bytes(content)
     with refuses("…/x.npy"):
         read_array(tmp_path / "x.npy")
+    assert [path.name for path in tmp_path.iterdir()] == ["x.npy"]
 
 
 def test_an_array_of_objects_is_refused(tmp_path):
@@ -306,6 +317,7 @@ def test_without_matplotlib_the_package_is_named_before_any_work(capsys, layer, 
     assert "a plot needs matplotlib, not installed here: pip install matplotlib" in capsys.readouterr().err
 
 
+@pytest.mark.costly("modules that a new process imports")
 def test_parity_imports_no_picture_library_before_it_is_asked_to():
     program = (
         "import sys, parity.reporting.plot, parity.reporting.html\n"
@@ -315,6 +327,7 @@ def test_parity_imports_no_picture_library_before_it_is_asked_to():
     assert ran.stdout == "set()\n"
 
 
+@pytest.mark.costly("modules that a new process imports")
 def test_a_plot_asks_for_no_window_system(tmp_path):
     program = f"""
 import sys, numpy, parity.reporting.plot

@@ -47,6 +47,7 @@ def is_running(pid):
         return False
 
 
+@pytest.mark.costly("cases by two processes")
 def test_report_equals_that_of_one_process():
     cases = [CASES[name] for name in ("textbook", "decode", "nan-visible-causal")]
     alone, together = (
@@ -58,11 +59,13 @@ def test_report_equals_that_of_one_process():
     assert alone["summary"]["passed"] > 150
 
 
+@pytest.mark.costly("work by two processes")
 @pytest.mark.thorough
 def test_results_are_in_order():
     assert list(by_processes(math.isqrt, [9, 4, 1, 0], 2, cost=abs)) == [3, 2, 1, 0]
 
 
+@pytest.mark.costly("work by a process")
 @pytest.mark.thorough
 def test_most_expensive_item_starts_first(tmp_path):
     paths = [str(tmp_path / name) for name in ("a", "bb", "ccc")]
@@ -72,16 +75,19 @@ def test_most_expensive_item_starts_first(tmp_path):
     )
 
 
+@pytest.mark.costly("work by two processes")
 def test_exception_in_a_process_is_raised_here():
     with pytest.raises(ValueError, match="nonnegative"):
         list(by_processes(math.isqrt, [9, -1], 2, cost=abs))
 
 
+@pytest.mark.costly("a process that dies")
 def test_dead_process_raises_instead_of_hanging():
     with pytest.raises(BrokenProcessPool):
         list(by_processes(os._exit, [3], 2, cost=abs))
 
 
+@pytest.mark.costly("processes that are ended")
 def test_closing_the_iterator_leaves_no_process():
     others = set(multiprocessing.active_children())
     naps = by_processes(time.sleep, [0, 600, 600], 2, cost=lambda nap: -nap)
@@ -92,6 +98,7 @@ def test_closing_the_iterator_leaves_no_process():
     assert until(lambda: not set(multiprocessing.active_children()) & ours)
 
 
+@pytest.mark.costly("a process that is killed")
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="processes are looked for in /proc")
 def test_killed_parent_leaves_no_process(tmp_path):
     script = tmp_path / "script.py"
@@ -121,6 +128,7 @@ def test_invalid_jobs_argument_raises():
 THREADS = ["OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"]
 
 
+@pytest.mark.costly("the environment of two processes")
 @pytest.mark.parametrize(("own", "expected"), [(None, ["4", "4"]), ("3", ["3", "4"])])
 def test_processes_share_the_cores_unless_configured(monkeypatch, own, expected):
     monkeypatch.setattr(os, "cpu_count", lambda: 9)
@@ -130,6 +138,7 @@ def test_processes_share_the_cores_unless_configured(monkeypatch, own, expected)
     assert os.environ.get("OMP_NUM_THREADS") == own
 
 
+@pytest.mark.costly("the environment of another interpreter")
 def test_other_python_gets_its_share_of_the_cores(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 9)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -151,6 +160,7 @@ def run_with(tmp_path, *options):
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+@pytest.mark.costly("cases in another interpreter")
 def test_backend_in_other_python_gives_the_same_results(tmp_path):  # `make parity` runs one, with --jobs 2
     here = run_with(tmp_path, "--backends", "torch", *CASES_ELSEWHERE)
     told = ["--python", f"torch={sys.executable}", "--backends", "torch"]
@@ -159,6 +169,7 @@ def test_backend_in_other_python_gives_the_same_results(tmp_path):  # `make pari
     assert {each["backend"] for each in here["results"]} == {"torch"}
 
 
+@pytest.mark.costly("a program in place of an interpreter")
 def test_error_of_other_python_is_reported_in_one_line(tmp_path, capsys):
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho 'mha-parity: torch needs torch, not installed here' >&2\nexit 2\n")
@@ -178,6 +189,7 @@ def test_other_python_must_exist_and_name_a_backend(capsys, told, got):
     assert refuses("--python", {"--python": got}).is_printed_in(capsys.readouterr().err)
 
 
+@pytest.mark.costly("a program in place of an interpreter")
 def test_other_python_ends_with_the_run_and_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     python = tmp_path / "python"

@@ -81,6 +81,7 @@ IN_JAX = {"causal-padding-empty", "latent", "decode-gqa-rope"}
 DIFFERENTIATED = {"bias-causal", "rope-gqa", "qk-norm"}
 
 
+@pytest.mark.costly("JAX compiles every stage of a case, with gradients")
 @pytest.mark.parametrize("name", sorted(IN_JAX | DIFFERENTIATED))
 def test_jax_agrees_with_the_reference(name):
     assert failures(CASES[name], "jax", "float32", with_gradients=name in DIFFERENTIATED) == []
@@ -114,6 +115,7 @@ def test_jax_agrees_with_the_reference_in_further_cases(name):
     assert failures(CASES[name], "jax", "float32", with_gradients=False) == []
 
 
+@pytest.mark.costly("XLA reads its flags once in a process")
 @pytest.mark.thorough
 def test_jax_agrees_on_a_trained_layer_compiled_as_users_have_it(tmp_path):
     # Compiled quickly, as conftest says, a product is a sum from its first term to its last; in wide layers that shows.
@@ -133,6 +135,7 @@ IN_DTYPES = {
 }
 
 
+@pytest.mark.costly("JAX compiles every stage of a case")
 @sample(where=lambda dtype, name: (dtype, name) in [(dtype, names[0]) for dtype, names in IN_DTYPES.items()])
 @pytest.mark.parametrize(
     ("dtype", "name"),
@@ -192,6 +195,7 @@ def test_gradients_of_heads_of_two_features_are_within_the_budget(seed):
     assert failures(case, "torch", "float64", with_gradients=True) == []
 
 
+@pytest.mark.costly("JAX compiles every stage of a case, with gradients")
 @pytest.mark.parametrize("name", BLOCKS)
 def test_jax_is_also_judged_in_small_blocks(name):
     report = run_cases([CASES[name]], ["jax", "torch"], with_gradients=True)
@@ -201,6 +205,7 @@ def test_jax_is_also_judged_in_small_blocks(name):
     assert stages["torch"] < stages["jax"]
 
 
+@pytest.mark.costly("JAX compiles blocks of the usual size")
 def test_the_fused_path_of_jax_is_judged_with_the_blocks_that_users_get(monkeypatch):
     taken, original = [], FusedAttention.__call__
 
@@ -229,6 +234,7 @@ def test_what_is_compared_in_a_cache_is_not_empty():
     assert expected["step3.cache.lengths"].tolist() == [6, 7, 4]
 
 
+@pytest.mark.costly("JAX compiles every stage of two cases")
 def test_the_record_of_a_backend_is_true_of_it(sibling):
     known, port = BACKENDS[sibling.name], load_backend(sibling.name)
     assert known.sibling == port.SIBLING.__name__
@@ -297,6 +303,7 @@ def test_a_backend_asked_for_by_name_must_have_something_to_run(monkeypatch):
         run_cases([CASES["textbook"], CASES["large-logits-float16"]], ["jax", "torch"], ["float16"])
 
 
+@pytest.mark.costly("JAX compiles every stage of a case")
 @pytest.mark.usefixtures("poor_torch")
 def test_without_gradients_the_other_stages_are_compared_and_that_is_said_once():
     report = run_cases([CASES["textbook"], CASES["full"]], ["jax", "torch"], with_gradients=True)

@@ -51,6 +51,7 @@ def ran(tmp_path_factory):
     return printed, json.loads(report.read_text()), folder
 
 
+@pytest.mark.costly("a process in which JAX has more devices")
 def test_cases_are_judged_and_collectives_counted(ran):
     printed, report, _ = ran
     assert report["summary"]["failed"] == 0
@@ -68,6 +69,7 @@ def test_cases_are_judged_and_collectives_counted(ran):
     assert "jax fused.gradient: 2 all-reduce, 1 all-reduce of flags:" in printed
 
 
+@pytest.mark.costly("a process in which JAX has more devices")
 def test_cases_that_a_mesh_does_not_divide_are_named_with_the_reason(ran):
     printed, report, _ = ran
     reasons = {each["case"]: each["reason"] for each in report["results"] if each["status"] == "skipped"}
@@ -76,6 +78,7 @@ def test_cases_that_a_mesh_does_not_divide_are_named_with_the_reason(ran):
     assert f"{len(reasons)} case" in printed
 
 
+@pytest.mark.costly("a process in which JAX has more devices")
 def test_traces_carry_the_mesh(ran):
     _, _, folder = ran
     trace = load_trace(folder / "causal-float32-jax.safetensors")
@@ -105,6 +108,7 @@ print(json.dumps([[*map(str, report.failed)], len(report.comparisons), [*map(str
 OF_TOKENS = ["alibi-both-ways", "textbook", "relative-bias-padded", "nan"]
 
 
+@pytest.mark.costly("a process in which JAX has more devices")
 @pytest.mark.thorough
 def test_tokens_are_divided_along_the_only_dimension_of_a_mesh():
     program = [sys.executable, "-c", DIVIDED, *OF_TOKENS]
@@ -114,6 +118,7 @@ def test_tokens_are_divided_along_the_only_dimension_of_a_mesh():
     assert count > 25 * len(OF_TOKENS)
 
 
+@pytest.mark.costly("a process in which JAX has more devices")
 def test_more_devices_than_there_are_is_refused_by_name(capsys):
     said = command("--virtual-devices", "2", "--mesh", "data=4", "--cases", "causal", status=2)
     assert refuses("--virtual-devices", {"--virtual-devices": 2}).is_printed_in(said)

@@ -225,6 +225,7 @@ def hooks_in(model):
 # ---- Nothing changes -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.costly("generates with a model of six layers, twice")
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_results_are_the_same_bit_for_bit_and_nothing_stays(implementation):
     from transformers.cache_utils import Cache
@@ -642,6 +643,7 @@ def test_none_is_named_where_none_is_planted(name):
     assert str(verdict) == "6 layers agree with the reference, each for its own input"
 
 
+@pytest.mark.costly("judges a recording of six layers and diagnoses one")
 def test_what_a_verdict_says():
     verdict = judged(of_six_layers("gemma2"), BUGS["window wide"], 4)
     lines = ["First wrong layer: layer 4 (sliding_attention)", "Likely bug: window-one-too-wide"]
@@ -911,6 +913,7 @@ def test_padding_within_a_prompt_blames_no_window():
     assert str(verdict).count("padding lies between its real tokens") == 1
 
 
+@pytest.mark.costly("the search tries all bugs, for every layer")
 def test_an_explanation_is_tried_in_later_layers(monkeypatch):
     model, weights = small_gemma()
     model.model.rotary_emb.sliding_attention_inv_freq /= 8.0  # a pattern, which no known bug is
@@ -933,6 +936,7 @@ def test_an_explanation_is_tried_in_later_layers(monkeypatch):
         assert diagnosis.explanations[0].about == found[0].explanations[0].about == "RoPE's positions are divided by 8"
 
 
+@pytest.mark.costly("diagnoses several layers of a recording")
 def test_other_bugs_in_later_layers_keep_their_name():
     model, weights = small_gemma()
     specs = specs_of(model.config.to_dict())
@@ -1159,6 +1163,7 @@ def recordings(tmp_path_factory):
     return {name: str(folder / name) for name in ("model", "right.safetensors", "wrong.safetensors")}.values()
 
 
+@pytest.mark.costly("judges a recording of six layers and diagnoses one")
 def test_a_recording_is_diagnosed_by_its_model(recordings, tmp_path, capsys):
     model, right, wrong = recordings
     assert main(["diagnose", wrong, "--model", model, "--json", str(tmp_path / "told.json")]) == 1
@@ -1258,6 +1263,7 @@ def test_steps_of_an_nnx_module_with_its_cache(rng):
     assert [each.stage for each in verdict.layers[0].comparisons] == ["mask", "q", "k", "v", "context", "output"]
 
 
+@pytest.mark.costly("judges a recording of three beams")
 def test_a_beam_search_differs_at_the_cache():
     model = of_six_layers("llama")
     specs = specs_of(model.config.to_dict())

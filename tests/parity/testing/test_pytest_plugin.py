@@ -91,6 +91,7 @@ def test_a_dtype_that_no_array_shows_can_be_told(x):
 
 
 # JAX compiles a case anew for a dtype.
+@pytest.mark.costly("JAX compiles every stage of a case")
 @sample(where=lambda case, dtype: (case, dtype) in [("rope-far", "float32"), ("large-logits", "bfloat16")])
 @pytest.mark.parametrize(
     ("case", "dtype"),
@@ -126,6 +127,7 @@ def test_the_noise_of_float64_is_that_of_float64(x):
     assert "/output" in why(expected * (1 + 6e-12), expected, same_precision=noisy)
 
 
+@pytest.mark.costly("JAX compiles every stage of a case, with gradients")
 def test_a_problem_gives_what_is_expected_and_its_noise(sibling):
     reference = Reference(make_problem(CASES["causal"], "bfloat16"), with_gradients=True)
     stages = record(sibling.name, reference).accumulated
@@ -359,12 +361,14 @@ def test_the_report_has_every_comparison(run_two_tests, pytester):
     assert results(pytester.path / "report.json") == RESULTS_OF_TWO_TESTS
 
 
+@pytest.mark.costly("starts workers of xdist")
 def test_the_report_of_several_processes_has_every_comparison(run_two_tests, pytester):
     result = run_two_tests("-n", "2", "--parity-report", "report.json")
     result.assert_outcomes(passed=1, failed=1)
     assert results(pytester.path / "report.json") == RESULTS_OF_TWO_TESTS
 
 
+@pytest.mark.costly("starts a worker of xdist")
 def test_the_report_says_which_process_was_lost(pytester):
     pytester.makepyfile("def test_crash(): import os; os._exit(1)")
     result = pytester.runpytest_inprocess("-n", "1", "--max-worker-restart", "0", "--parity-report", "report.json")
@@ -373,6 +377,7 @@ def test_the_report_says_which_process_was_lost(pytester):
     assert report["warnings"] == ["worker gw0 went down: its comparisons are missing"]
 
 
+@pytest.mark.costly("starts a worker of xdist")
 @pytest.mark.parametrize("processes", ["0", "1"])
 def test_a_report_of_no_comparison_is_a_report(pytester, processes):
     pytester.makepyfile(NO_COMPARISON)
@@ -422,6 +427,7 @@ def test_wrong(assert_parity):
 NAMES = ("fused-qkv-read-per-head", "out_proj-bias-missing")
 
 
+@pytest.mark.costly("starts a worker of xdist")
 @pytest.mark.parametrize(("suffix", "processes"), [("json", "1"), ("xml", "0"), ("html", "0")])
 def test_every_report_has_the_diagnosis(pytester, suffix, processes):
     """Of a layer whose stages have other axes; a worker sends it on."""
@@ -459,6 +465,7 @@ class TestPort:
 """
 
 
+@pytest.mark.costly("starts a worker of xdist")
 @pytest.mark.parametrize("processes", ["0", "1"])
 def test_junit_names_a_test_as_pytest_does(pytester, processes):
     pytester.mkdir("ports").joinpath("test_port.py").write_text(TESTS_IN_CLASSES)
@@ -534,6 +541,7 @@ def run(*command, cwd=ROOT, status=0):
     return done.stdout
 
 
+@pytest.mark.costly("modules that a new process imports")
 def test_loading_the_plugin_imports_nothing_but_pytest():
     program = """
 import sys, pytest
@@ -546,6 +554,7 @@ print(*sorted(set(sys.modules) - before))
     assert loaded[3:] == ["parity.testing", "parity.testing.pytest_plugin"]
 
 
+@pytest.mark.costly("modules that a new process imports")
 def test_every_public_name_is_there_and_needs_no_framework():
     program = """
 import sys
@@ -585,6 +594,7 @@ def python_with_the_wheel(tmp_path):
     return python
 
 
+@pytest.mark.costly("pip builds and installs a wheel")
 @pytest.mark.thorough
 def test_the_plugin_of_an_installed_wheel_works_in_a_fresh_environment(python_with_the_wheel, tmp_path):
     port = """

@@ -156,6 +156,7 @@ def steps_of(layer: Any, cache: Any, as_array: Any, case: parity.Case) -> tuple[
     return outputs, cache
 
 
+@pytest.mark.costly("JAX compiles a written layer")
 @pytest.mark.parametrize(
     ("framework", "name"),
     [*(("torch", name) for name in LENGTH_DEPENDENT if name != "latent"), ("jax", "sections"), ("jax", "temperature")],
@@ -212,6 +213,7 @@ def sources() -> dict[str, str]:
     return found
 
 
+@pytest.mark.costly("writes and runs a layer for each branch of the templates")
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_executed_cases_take_all_branches(framework):
     """A part of a template that no executed case has may be wrong unseen: both outcomes of each condition run.
@@ -236,6 +238,7 @@ def test_what_is_written_imports_nothing_of_ours_and_has_no_branch(sources):
         assert not any(isinstance(node, ast.If) for node in nodes), name
 
 
+@pytest.mark.costly("ruff is a program")
 def test_what_is_written_is_formatted_and_has_nothing_unused(sources, tmp_path):
     for name, source in sources.items():
         (tmp_path / f"{name}.py").write_text(source)
@@ -508,6 +511,7 @@ def run_command(*arguments: object) -> int:
     return main(["write", *map(str, arguments)])
 
 
+@pytest.mark.costly("pytest as a user runs it")
 @pytest.mark.parametrize(
     ("framework", "cache"),
     [
@@ -530,6 +534,7 @@ def test_the_command_writes_a_layer_and_tests_that_pass(llama, tmp_path, framewo
     assert "2 passed" in found.stdout
 
 
+@pytest.mark.costly("pytest as a user runs it")
 def test_a_written_layer_with_a_bug_fails_its_tests(llama, tmp_path):
     for kind in ("reference", "trace"):
         path = tmp_path / f"by_{kind}.py"

@@ -1,10 +1,12 @@
 """Tokens of mha_jax divided over devices, in `make test`: test_sharded_tokens has more layers and meshes."""
 
+import pytest
 from helpers.shell import found_by
 
 NAMES = ["ring, two", "heads for tokens, all that hides"]
 
 
+@pytest.mark.costly("a process in which JAX has more devices")
 def test_output_and_gradients_are_those_of_one_device_and_exchanged_tokens_are_seen():
     found = found_by("sharded_tokens", *NAMES)["attended"]
     assert found.keys() == {*NAMES}

@@ -4,7 +4,7 @@ import pytest
 from helpers.refusals import refuses
 from helpers.shell import found_by
 
-pytestmark = pytest.mark.thorough
+pytestmark = [pytest.mark.thorough, pytest.mark.costly("a process in which JAX has more devices")]
 
 SENT = {  # forward; with gradients: keys and values move n - 1 times, and halves add 8 transfers
     "heads for tokens": ({"all-to-all": 4}, {"all-to-all": 8}),

@@ -5,7 +5,7 @@ import re
 import pytest
 from helpers.shell import found_by
 
-pytestmark = pytest.mark.thorough
+pytestmark = [pytest.mark.thorough, pytest.mark.costly("a process in which JAX has more devices")]
 
 
 OF_MESHES = (

@@ -53,6 +53,7 @@ def devices(request):
 two_devices = pytest.mark.parametrize("devices", [2], indirect=True)
 
 
+@pytest.mark.costly("a device of torch is a process")
 @sample(where=lambda devices: devices == 2)
 @pytest.mark.parametrize(("devices", "kind"), PLANS, indirect=["devices"])
 def test_divided_cases_are_right_and_send_what_they_need(devices, kind):
@@ -92,6 +93,7 @@ def test_more_devices_than_processes_are_refused(devices):
         run_cases([CASES["gqa"]], ["torch"], mesh=MeshPlan(data=8))
 
 
+@pytest.mark.costly("a device of torch is a process")
 @two_devices
 @pytest.mark.usefixtures("devices")
 def test_an_error_in_a_process_fails_the_case_and_the_next_case_runs(monkeypatch):

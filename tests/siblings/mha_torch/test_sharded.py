@@ -32,7 +32,7 @@ import parity
 from mha_spec import AttentionSpec, Rope
 from parity import ShardPlan
 
-pytestmark = pytest.mark.thorough
+pytestmark = [pytest.mark.thorough, pytest.mark.costly("a device of torch is a process")]
 
 SIZES = [2, 4]
 ONE = {"all_reduce": 1}

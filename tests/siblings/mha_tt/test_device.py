@@ -86,12 +86,14 @@ OPEN = """
 """
 
 
+@pytest.mark.costly("a process has one board for good")
 def test_opening_nothing_says_what_was_looked_for(only_mock, run_python):
     result = run_python(OPEN.format(before="", number=""))
     assert refuses("a device").is_printed_in(result.stdout)
     assert [word for word in ("/dev/tenstorrent", SIMULATOR, "mha_tt.mock.board()") if word not in result.stdout] == []
 
 
+@pytest.mark.costly("a process has one board for good")
 def test_opening_what_does_not_open_says_what_was_looked_for(only_mock, run_python, tmp_path):
     (tmp_path / "empty.yaml").write_text("chips: {}\n")
     result = run_python(OPEN.format(before="", number=""), **{MOCK: str(tmp_path / "empty.yaml")})
@@ -111,6 +113,7 @@ LACKING = {
 }
 
 
+@pytest.mark.costly("a process has one board for good")
 @pytest.mark.parametrize("name", LACKING)
 def test_a_simulator_that_lacks_something_is_refused_before_ttnn_is_asked(only_mock, run_python, tmp_path, name):
     files, words = LACKING[name]
@@ -121,6 +124,7 @@ def test_a_simulator_that_lacks_something_is_refused_before_ttnn_is_asked(only_m
     assert re.search(f"{words}.*; tools/tt-simulator sets it up", said)
 
 
+@pytest.mark.costly("a process has one board for good")
 def test_opening_a_card_that_is_not_there_says_its_number(only_mock, run_python):
     program = OPEN.format(before="mha_tt.mock.use('n150')", number="7")
     said = run_python(program).stdout

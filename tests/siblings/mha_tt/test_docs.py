@@ -32,6 +32,7 @@ def test_there_are_blocks():
     assert BLOCKS
 
 
+@pytest.mark.costly("a process has one board for good")
 @pytest.mark.thorough
 def test_every_block_runs(only_mock):
     """In a process of its own: a process has one board for good. They are forks of one, for imports take longest."""

@@ -45,11 +45,13 @@ def run(folder, *pieces):
     return subprocess.run(program, capture_output=True, text=True, check=False, cwd=folder / "work", env=environment)
 
 
+@pytest.mark.costly("modules that a new process imports")
 def test_mha_tt_works_without_other_frameworks(tmp_path):
     result = run(tmp_path, WITHOUT_THE_OTHERS, USE)
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.costly("what a process prints as it ends")
 @pytest.mark.thorough
 def test_test_process_reports_no_leaks():  # nanobind reports ttnn objects that outlive the interpreter
     here = Path(__file__).parent
@@ -60,6 +62,7 @@ def test_test_process_reports_no_leaks():  # nanobind reports ttnn objects that 
     assert "nanobind" not in result.stdout + result.stderr
 
 
+@pytest.mark.costly("modules that a new process imports")
 def test_mock_values_without_torch_name_missing_module(tmp_path):  # shows that torch really is hidden
     result = run(tmp_path, WITHOUT_THE_OTHERS, USE_VALUES)
     assert "ModuleNotFoundError: mha_tt.mock needs torch for values" in result.stderr

@@ -77,6 +77,7 @@ def test_boards_are_those_described():
     assert mock.BOARDS.keys() == BOARDS.keys()
 
 
+@pytest.mark.costly("a process has one board for good")
 @pytest.mark.thorough
 def test_boards_open_and_multiply_and_may_be_opened_again(run_python, tmp_path):
     result = run_python(USE)
@@ -114,6 +115,7 @@ def test_the_same_board_may_be_used_again(opened_device):
 # ---- What they leave behind ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.costly("four processes with one home")
 @pytest.mark.thorough
 def test_four_processes_may_begin_at_once_with_an_empty_folder_and_leave_one_of_the_home(run_python, tmp_path):
     with ThreadPoolExecutor(4) as pool:
@@ -126,6 +128,7 @@ def test_four_processes_may_begin_at_once_with_an_empty_folder_and_leave_one_of_
     assert files_below(tmp_path / "work") == []
 
 
+@pytest.mark.costly("the environment of a process")
 def test_files_lie_in_the_cache_folder_where_there_is_one(run_python, tmp_path):
     assert run_python(DECODE, XDG_CACHE_HOME=str(tmp_path / "cache")).returncode == 0
     assert files_below(tmp_path / "home") == []
@@ -133,6 +136,7 @@ def test_files_lie_in_the_cache_folder_where_there_is_one(run_python, tmp_path):
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["mha_tt"]
 
 
+@pytest.mark.costly("the compiler is a program")
 def test_compiler_says_that_it_is_none(opened_device):
     # Its version is part of the key of ttnn's cache: with the version of a real one, a card would be given its kernels.
     compiler = os.path.join(os.environ["TT_METAL_RUNTIME_ROOT"], "runtime/sfpi/compiler/bin/riscv-tt-elf-g++")
@@ -222,6 +226,7 @@ def test_graph_is_captured_where_one_is_asked_for(device):
         assert not ttnn.graph.is_graph_capture_active()
 
 
+@pytest.mark.costly("two processes with one cache")
 def test_kernel_that_was_compiled_once_is_not_compiled_by_another_process(run_python):
     program = """
         import resource, sys

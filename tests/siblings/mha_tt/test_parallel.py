@@ -15,7 +15,7 @@ from helpers.programs.chips import JUDGED
 from helpers.refusals import refuses, refuses_type
 from helpers.samples import sample
 
-pytestmark = pytest.mark.usefixtures("only_mock")
+pytestmark = [pytest.mark.usefixtures("only_mock"), pytest.mark.costly("a process has one board for good")]
 
 every_board = pytest.mark.parametrize("board", JUDGED)
 

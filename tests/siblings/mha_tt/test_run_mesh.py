@@ -37,6 +37,7 @@ for more in ([], sys.argv[1:]):  # each a fork, for a process opens chips or a m
 """
 
 
+@pytest.mark.costly("a process has one board for good")
 @pytest.mark.thorough
 def test_runs_on_one_chip_of_two_and_on_both_say_what_they_judged_and_what_was_sent(tmp_path):
     report = tmp_path / "report.json"

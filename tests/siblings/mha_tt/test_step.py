@@ -387,6 +387,7 @@ with mha_tt.open_device(trace_region_size=2**24) as device:
 
 if not IS_MOCK:  # a mock board has no traces, so no run in CI would have this test
 
+    @pytest.mark.costly("a device that replays")
     def test_a_step_that_is_replayed_is_a_step():
         surroundings = {name: value for name, value in os.environ.items() if name != "TT_METAL_SLOW_DISPATCH_MODE"}
         result = subprocess.run([sys.executable, "-c", REPLAYED], env=surroundings, capture_output=True, text=True)
