@@ -217,6 +217,11 @@ class Sibling(ABC):
         return output
 
 
+def contents_of(sibling: Sibling, cache: Any) -> list[np.ndarray]:
+    """Return copies of keys, values and lengths of a cache: some implementations update their own in place."""
+    return [np.array(sibling.numpy(x)) for x in (cache.keys, cache.values, cache.lengths)]
+
+
 def fixture_of(siblings: Mapping[str, Sibling]) -> Callable[..., Any]:
     """Return the fixture `sibling` of an environment that has these."""
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from helpers.refusals import refuses
 from helpers.samples import sample
-from helpers.siblings import DTYPES
+from helpers.siblings import DTYPES, contents_of
 
 from mha_spec import AttentionSpec, Rope
 
@@ -44,7 +44,7 @@ def evaluated(module):
     return module
 
 
-def full_pass(sibling, spec, x):
+def one_pass(sibling, spec, x):
     """The output of one causal pass over all tokens, without a cache."""
     module = evaluated(sibling.filled("MultiHeadSelfAttention", spec, dtype=x.dtype))
     return sibling.without_padding(sibling.numpy(sibling.call(module, sibling.array(x), is_causal=True)), spec)
@@ -66,11 +66,6 @@ def filled_cache(sibling, module, lengths, dtype=np.float32, capacity=NUM_TOKENS
     return module(x, cache, new_lengths=lengths)[1]
 
 
-def contents(sibling, cache):
-    """Copies of the keys, values and lengths: some implementations update their own in place."""
-    return [np.array(sibling.numpy(x)) for x in (cache.keys, cache.values, cache.lengths)]
-
-
 def units(dtype, number=4):
     """As many units of rounding of numbers of order 1: with their shapes, products add in another order."""
     return number * float(ml_dtypes.finfo(dtype).eps)
@@ -88,7 +83,7 @@ def test_chunks_equal_one_pass(sibling, spec, dtype, chunks):
     x = random_tokens(dtype=dtype)
     output, cache = feed(sibling, cached_layer(sibling, spec, dtype), x, chunks)
     assert sibling.numpy(cache.lengths).tolist() == [NUM_TOKENS] * 3
-    expected = full_pass(sibling, spec, x)
+    expected = one_pass(sibling, spec, x)
     sibling.assert_close(output, expected, within=units(dtype) * float(np.abs(expected).max()))
 
 
@@ -158,10 +153,10 @@ def test_idle_sequence_keeps_its_cache(sibling, dtype, num_new):
     """A sequence without new tokens keeps the bits of its cache."""
     module = cached_layer(sibling, dtype=dtype)
     cache = filled_cache(sibling, module, [2, 0, 6], dtype)
-    keys, values, _ = contents(sibling, cache)
+    keys, values, _ = contents_of(sibling, cache)
     x = sibling.array(random_tokens(num_new, dtype))
     _, cache = module(x, cache, new_lengths=[0, num_new, 0])
-    found = contents(sibling, cache)
+    found = contents_of(sibling, cache)
     assert np.array_equal(found[0][[0, 2]], keys[[0, 2]])
     assert np.array_equal(found[1][[0, 2]], values[[0, 2]])
 
@@ -199,7 +194,7 @@ def test_padding_tokens_change_nothing(sibling, dtype, value):
     for padding in (x, np.full_like(x, value)):
         tokens = sibling.array(np.where(is_padding, padding, x))
         output, cache = module(tokens, module.init_cache(3, NUM_TOKENS), new_lengths=[1, 4, 0])
-        results.append([sibling.numpy(output), *contents(sibling, cache)])
+        results.append([sibling.numpy(output), *contents_of(sibling, cache)])
     assert [np.array_equal(*pair) for pair in zip(*results, strict=True)] == [True] * 4
 
 
@@ -224,11 +219,11 @@ def test_overflow_leaves_the_cache(sibling, dtype, name):
     filled, num_new, new_lengths = OVERFLOWS[name]
     module = cached_layer(sibling, dtype=dtype)
     cache = filled_cache(sibling, module, filled, dtype)
-    before = contents(sibling, cache)
+    before = contents_of(sibling, cache)
     x = sibling.array(random_tokens(num_new, dtype))
     with refuses("lengths + new tokens", lengths=filled, new_lengths=...):
         module(x, cache, new_lengths=new_lengths)
-    assert [np.array_equal(*pair) for pair in zip(contents(sibling, cache), before, strict=True)] == [True] * 3
+    assert [np.array_equal(*pair) for pair in zip(contents_of(sibling, cache), before, strict=True)] == [True] * 3
 
 
 # ---- The growing form ------------------------------------------------------------------------------------------------
@@ -243,7 +238,7 @@ def test_growing_cache_equals_one_pass(sibling, spec):
     for chunk in np.split(x, np.cumsum(CHUNKS)[:-1], axis=1):
         output, *cache = sibling.package.multi_head_attention_with_cache(sibling.array(chunk), weights, spec, *cache)
         outputs.append(sibling.without_padding(sibling.numpy(output), spec))
-    expected = full_pass(sibling, spec, x)
+    expected = one_pass(sibling, spec, x)
     within = units(np.float32) * float(np.abs(expected).max())
     sibling.assert_close(np.concatenate(outputs, axis=1), expected, within=within)
     assert sibling.numpy(cache[0]).shape[2] == NUM_TOKENS

@@ -11,6 +11,7 @@ import torch
 from flax import nnx
 from helpers.refusals import refuses, refuses_type
 from helpers.samples import sample
+from helpers.siblings import contents_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -117,11 +118,6 @@ def filled_cache(sibling, module, lengths, capacity=NUM_TOKENS):
     return called(sibling)(module, sibling.array(x), cache, new_lengths=sibling.array(lengths))[1]
 
 
-def contents(sibling, cache):
-    """Copies of the keys, values and lengths: torch updates its own in place."""
-    return [np.array(sibling.numpy(x)) for x in (cache.keys, cache.values, cache.lengths)]
-
-
 SHARED = parity.AttentionSpec(24, 4, num_kv_heads=2, qk_norm=parity.Norm(), rope=Rope(500.0), window_size=3)
 
 
@@ -141,10 +137,10 @@ def test_a_layer_of_shared_keys_attends_to_the_cache_of_the_other_and_leaves_it_
     for x, new_lengths in zip(np.split(random_tokens(SHARED), np.cumsum(CHUNKS)[:-1], axis=1), steps, strict=True):
         tokens, told = sibling.array(x), {} if new_lengths is None else {"new_lengths": sibling.array(new_lengths)}
         expected, cache = called(sibling)(source, tokens, cache, **told)
-        before = contents(sibling, cache)
+        before = contents_of(sibling, cache)
         found, after = called(sibling)(shared, tokens, cache, **told)
         assert np.array_equal(sibling.numpy(found), sibling.numpy(expected))
-        assert all(map(np.array_equal, contents(sibling, after), before))
+        assert all(map(np.array_equal, contents_of(sibling, after), before))
 
 
 def test_a_growing_cache_of_another_layer_holds_the_new_tokens(sibling):
@@ -378,7 +374,7 @@ def test_stale_slots_change_nothing(sibling, value, num_new):
     module = cached_layer(sibling, GQA_ROPE)
     x = sibling.array(random_tokens(GQA_ROPE, num_tokens=num_new))
     cache = filled_cache(sibling, module, [2, 4, 0])
-    keys, values, lengths = contents(sibling, cache)
+    keys, values, lengths = contents_of(sibling, cache)
     expected, _ = module(x, cache)
     is_stale = np.arange(NUM_TOKENS)[:, None] >= lengths[:, None, None, None]
     keys, values = (np.where(is_stale, np.float32(value), held) for held in (keys, values))
@@ -546,10 +542,10 @@ def test_cache_ignores_positions_that_nothing_depends_on(sibling):
 def test_no_new_tokens_leave_the_cache_as_it_was(sibling, held, new_lengths):
     module = cached_layer(sibling, GQA_ROPE)
     cache = filled_cache(sibling, module, held)
-    before = contents(sibling, cache)
+    before = contents_of(sibling, cache)
     output, cache = module(sibling.array(random_tokens(GQA_ROPE, num_tokens=0)), cache, new_lengths=new_lengths)
     assert output.shape == (3, 0, 24)
-    for now, then in zip(contents(sibling, cache), before, strict=True):
+    for now, then in zip(contents_of(sibling, cache), before, strict=True):
         np.testing.assert_array_equal(now, then, strict=True)
 
 
@@ -583,13 +579,13 @@ def test_growing_cache_takes_nothing(sibling, batch_size, num_tokens, num_cached
 
 def held_by(sibling, cache):
     """Keys and values of the tokens that a cache holds, by sequence."""
-    keys, values, lengths = contents(sibling, cache)
+    keys, values, lengths = contents_of(sibling, cache)
     return [(keys[row, :, :length], values[row, :, :length]) for row, length in enumerate(lengths)]
 
 
 def assert_holds(sibling, cache, expected):
     """The tokens expected, and nothing in the other slots."""
-    found, (keys, values, lengths) = held_by(sibling, cache), contents(sibling, cache)
+    found, (keys, values, lengths) = held_by(sibling, cache), contents_of(sibling, cache)
     assert len(found) == len(expected)
     for now, then in zip(found, expected, strict=True):
         np.testing.assert_array_equal(now, then)
@@ -632,12 +628,12 @@ MADE = {
 def test_cache_made_of_a_cache_goes_on_as_its_sequences(sibling, name):
     make, order = MADE[name]
     cache, tokens = cache_and_tokens(sibling)
-    expected, before = held_by(sibling, cache), contents(sibling, cache)
+    expected, before = held_by(sibling, cache), contents_of(sibling, cache)
     made = make(cache)
     assert made.capacity == (9 if name == "grow" else NUM_TOKENS)
     assert_holds(sibling, made, [expected[index] for index in order])
     assert_goes_on_as_its_sequences(sibling, made, [tokens[index] for index in order])
-    for now, then in zip(contents(sibling, cache), before, strict=True):  # it has storage of its own
+    for now, then in zip(contents_of(sibling, cache), before, strict=True):  # it has storage of its own
         np.testing.assert_array_equal(now, then, strict=True)
 
 
@@ -646,7 +642,7 @@ def test_cache_made_of_a_cache_goes_on_as_its_sequences(sibling, name):
 @pytest.mark.parametrize("kind", ["list", "array"])
 def test_cropped_cache_goes_on_as_its_first_tokens(sibling, lengths, kind):
     cache, tokens = cache_and_tokens(sibling)
-    expected, before = held_by(sibling, cache), contents(sibling, cache)
+    expected, before = held_by(sibling, cache), contents_of(sibling, cache)
     kept = [lengths] * 3 if isinstance(lengths, int) else lengths
     made = cache.crop(lengths if kind == "list" or isinstance(lengths, int) else sibling.array(lengths))
     assert made.capacity == NUM_TOKENS
@@ -654,7 +650,7 @@ def test_cropped_cache_goes_on_as_its_first_tokens(sibling, lengths, kind):
     first = [tuple(x[:, :length] for x in held) for held, length in zip(expected, kept, strict=True)]
     assert_holds(sibling, made, first)
     assert_goes_on_as_its_sequences(sibling, made, [each[:length] for each, length in zip(tokens, kept, strict=True)])
-    for now, then in zip(contents(sibling, cache), before, strict=True):
+    for now, then in zip(contents_of(sibling, cache), before, strict=True):
         np.testing.assert_array_equal(now, then, strict=True)
 
 
@@ -948,7 +944,9 @@ def framework_dtype(sibling, dtype):
 @sample(jax=1)
 @every_dtype
 def test_init_cache_gives_zeros_of_the_dtype(sibling, dtype):
-    keys, values, lengths = contents(sibling, sibling.package.init_cache(2, 3, 5, 4, framework_dtype(sibling, dtype)))
+    keys, values, lengths = contents_of(
+        sibling, sibling.package.init_cache(2, 3, 5, 4, framework_dtype(sibling, dtype))
+    )
     np.testing.assert_array_equal(keys, np.zeros((2, 3, 5, 4), dtype), strict=True)
     np.testing.assert_array_equal(values, np.zeros((2, 3, 5, 4), dtype), strict=True)
     np.testing.assert_array_equal(lengths, np.zeros(2, np.int32), strict=True)
@@ -986,14 +984,14 @@ def test_init_cache_refuses_integer_dtypes(sibling):
 
 def test_a_cache_holds_values_of_another_width(sibling, rng):
     cache = sibling.package.init_cache(2, 3, 5, 4, value_head_dim=6)
-    keys, values, _ = contents(sibling, cache)
+    keys, values, _ = contents_of(sibling, cache)
     assert (keys.shape, values.shape) == ((2, 3, 5, 4), (2, 3, 5, 6))
     nbytes = sibling.package.kv_cache_nbytes(2, 3, 5, 4, value_head_dim=6, dtype=cache.keys.dtype)
     assert nbytes == keys.nbytes + values.nbytes
     k, v = (rng.standard_normal((2, 3, 2, n)).astype(np.float32) for n in (4, 6))
     grown = sibling.package.append_to_cache(cache, sibling.array(k), sibling.array(v))
     for changed in (grown, grown.grow(7), grown.reorder([0, 1]), grown.crop(2)):
-        keys, values, _ = contents(sibling, changed)
+        keys, values, _ = contents_of(sibling, changed)
         assert np.array_equal(keys[:, :, :2], k)
         assert np.array_equal(values[:, :, :2], v)
         assert not values[:, :, 2:].any()
@@ -1005,7 +1003,7 @@ def test_a_cache_holds_values_of_another_width(sibling, rng):
 @every_dtype
 def test_kv_cache_nbytes_are_those_of_a_cache(sibling, dtype):
     dtype = framework_dtype(sibling, dtype)
-    keys, values, _ = contents(sibling, sibling.package.init_cache(2, 3, 5, 4, dtype))
+    keys, values, _ = contents_of(sibling, sibling.package.init_cache(2, 3, 5, 4, dtype))
     assert sibling.package.kv_cache_nbytes(2, 3, 5, 4, dtype=dtype) == keys.nbytes + values.nbytes
 
 

@@ -12,6 +12,7 @@ from helpers.tt.formulas import (
     attend,
     both_dtypes,
     every_dtype,
+    full_pass,
     layer,
     module_of,
     project_heads,
@@ -54,11 +55,6 @@ def feed(module, x, chunks, capacity, cache=None):
         output, cache = module(mha_tt.upload(chunk, device=module.device, dtype=module.dtype), cache)
         outputs.append(mha_tt.download(output))
     return np.concatenate(outputs, axis=1), cache
-
-
-def full_pass(spec, dtype, x):
-    """Return the output of one causal pass over all tokens, without a cache, in float64."""
-    return layer(spec, rounded_weights(spec, dtype), x, mask=mha_tt.create_causal_mask(x.shape[1]))[0]
 
 
 def filled_cache(module, lengths, capacity):

@@ -3,7 +3,16 @@
 import numpy as np
 import pytest
 import ttnn
-from helpers.tt.formulas import assert_close, both_dtypes, every_dtype, layer, module_of, rounded, rounded_weights
+from helpers.tt.formulas import (
+    assert_close,
+    both_dtypes,
+    every_dtype,
+    full_pass,
+    layer,
+    module_of,
+    rounded,
+    rounded_weights,
+)
 
 import mha_tt
 import parity
@@ -39,11 +48,6 @@ either_way = pytest.mark.parametrize("absorb", [False, True], ids=["expanded", "
 
 def random_tokens(num_tokens, dtype, batch=3):
     return rounded(np.random.default_rng(1).standard_normal((batch, num_tokens, 24)), dtype)
-
-
-def full_pass(spec, dtype, x):
-    """The output of one causal pass, in float64."""
-    return layer(spec, rounded_weights(spec, dtype), x, mask=mha_tt.create_causal_mask(x.shape[1]))[0]
 
 
 def latent_layer(spec, device, dtype, **options):
