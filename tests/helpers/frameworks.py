@@ -1,16 +1,16 @@
-"""JAX and PyTorch behind one small adapter, and strict settings of both. A plugin, loaded by tests/conftest.py."""
+"""JAX and PyTorch behind the interface of all implementations, and strict settings. A plugin of tests/conftest.py."""
 
 import functools
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from helpers import ROOT
+from helpers.siblings import EPSILON, Sibling, fixture_of
 
 # Most programs compiled here run only once. These flags make compilation five times faster and the programs slower.
 # XLA reads them at startup, and subprocesses inherit them. test_run checks trained layers compiled with the default
@@ -58,35 +58,108 @@ gc.freeze()
 gc.set_threshold(50_000, 20, 50)
 
 
-@dataclass(frozen=True)
-class Sibling:
-    """An implementation, called with NumPy arrays."""
+class JaxSibling(Sibling):
+    """`mha_jax`."""
 
-    name: str
-    package: ModuleType
-    backend: ModuleType
+    name = "jax"
+    package = mha_jax
+    backend = jax_backend
 
     def array(self, x: Any) -> Any:
-        """Return a framework array with the same values and dtype; lists become int32 or boolean arrays."""
-        if not isinstance(x, np.ndarray):
-            x = np.asarray(x)
-            x = x.astype(np.int32) if np.issubdtype(x.dtype, np.integer) else x
-        return self.backend.from_numpy(x)
+        return jax_backend.from_numpy(as_array(x))
+
+    def option(self, x: Any) -> Any:
+        return self.array(x) if isinstance(x, np.ndarray) else x
 
     def numpy(self, x: Any) -> np.ndarray:
-        """Return a NumPy array with the same values and dtype."""
-        return self.backend.to_numpy(x)
+        return jax_backend.to_numpy(x)
+
+    def assert_same(self, found: np.ndarray, expected: np.ndarray, path: str) -> None:
+        """Only the fused kernel is not exact: XLA compiles another program of it for another shape."""
+        __tracebackhide__ = True
+        self.assert_close(found, expected, within=4 * EPSILON if path.endswith("fused") else 0.0)
+
+    @property
+    def required(self) -> dict[str, Any]:
+        return {"rngs": nnx.Rngs(0)}
 
     def module(self, kind: str, spec: AttentionSpec, seed: int = 0, **options: Any) -> Any:
-        """Return a module of the class named `kind`, with weights drawn from the seed."""
-        if self.name == "jax":
-            return nnx.clone(_drawn(getattr(self.package, kind), spec, seed, jax.config.jax_enable_x64, **options))
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a traceback for each kind of accelerator
-        return getattr(self.package, kind)(spec, **options)
+        return nnx.clone(_drawn(getattr(mha_jax, kind), spec, seed, jax.config.jax_enable_x64, **options))
+
+    def in_dtype(self, dtype: Any) -> dict[str, Any]:
+        return {"param_dtype": self.dtype(dtype)}
+
+    def weights(self, weights: Mapping[str, np.ndarray], spec: AttentionSpec) -> Any:
+        return jax_backend.to_params(weights, spec)
+
+    def weight_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape[::-1]
+
+    def container(self, tensors: Mapping[str, Any]) -> Any:
+        tree: dict[str, dict[str, Any]] = {}
+        for name, x in tensors.items():
+            projection, leaf = name.split(".")
+            tree.setdefault(projection, {})["kernel" if leaf == "weight" else "bias"] = x
+        return tree
 
     def weights_of(self, module: Any) -> Any:
-        """Return the weights of a module in the container that the functions accept."""
-        return nnx.to_pure_dict(nnx.state(module, nnx.Param)) if self.name == "jax" else dict(module.state_dict())
+        return nnx.to_pure_dict(nnx.state(module, nnx.Param))
+
+    def call(self, module: Any, *inputs: Any, **options: Any) -> Any:
+        return _call_compiled(module, *inputs, **options)
+
+    def seeded(self, function: str, seed: int = 0) -> dict[str, Any]:
+        return {"rng" if function == "apply_dropout" else "dropout_rng": jax.random.key(seed)}
+
+
+def _call(module: Any, *inputs: Any, **options: Any) -> Any:
+    return module(*inputs, **options)
+
+
+_call_compiled = jax.jit(_call, static_argnames="is_causal")
+
+
+class TorchSibling(Sibling):
+    """`mha_torch`."""
+
+    name = "torch"
+    package = mha_torch
+    backend = torch_backend
+
+    def array(self, x: Any) -> Any:
+        return torch_backend.from_numpy(as_array(x))
+
+    def option(self, x: Any) -> Any:
+        return self.array(x) if isinstance(x, np.ndarray) else x
+
+    def numpy(self, x: Any) -> np.ndarray:
+        return torch_backend.to_numpy(x)
+
+    def module(self, kind: str, spec: AttentionSpec, seed: int = 0, **options: Any) -> Any:
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a traceback for each kind of accelerator
+        return getattr(mha_torch, kind)(spec, **options)
+
+    def weights(self, weights: Mapping[str, np.ndarray], spec: AttentionSpec) -> Any:
+        return torch_backend.to_state_dict(weights, spec)
+
+    def weights_of(self, module: Any) -> Any:
+        return dict(module.state_dict())
+
+    def without_gradients(self) -> AbstractContextManager[Any]:
+        """In which the cache's storage is updated in place."""
+        return torch.no_grad()
+
+    def seeded(self, function: str, seed: int = 0) -> dict[str, Any]:
+        torch.default_generator.manual_seed(seed)
+        return {}
+
+
+def as_array(x: Any) -> np.ndarray:
+    """Return a NumPy array as it is, and a list as int32 or boolean."""
+    if isinstance(x, np.ndarray):
+        return x
+    x = np.asarray(x)
+    return x.astype(np.int32) if np.issubdtype(x.dtype, np.integer) else x
 
 
 @functools.lru_cache(maxsize=256)
@@ -95,16 +168,8 @@ def _drawn(kind: type, spec: AttentionSpec, seed: int, is_wide: bool, **options:
     return kind(spec, rngs=nnx.Rngs(seed), **options)
 
 
-SIBLINGS = {
-    "jax": Sibling("jax", mha_jax, jax_backend),
-    "torch": Sibling("torch", mha_torch, torch_backend),
-}
-
-
-@pytest.fixture(params=list(SIBLINGS))
-def sibling(request: pytest.FixtureRequest) -> Sibling:
-    """Each implementation in turn."""
-    return SIBLINGS[request.param]
+SIBLINGS: dict[str, Sibling] = {"jax": JaxSibling(), "torch": TorchSibling()}
+sibling = fixture_of(SIBLINGS)
 
 
 MOST_MAPS = 20_000  # memory mappings; a third of the Linux limit per process

@@ -1,155 +1,54 @@
-"""Inputs with any number of batch axes match a single batch axis bit for bit."""
+"""Inputs with any number of batch axes match a single batch axis bit for bit, in every implementation."""
 
 import math
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
-from helpers.refusals import refuses
 from helpers.samples import sample
 
-import mha_torch
 from mha_spec import AttentionSpec, Rope
 
-SPEC = AttentionSpec(8, 2, head_dim=8, fused_qkv=True, rope=Rope(sections=(1, 2, 1)))
-CROSS = AttentionSpec(8, 2, d_kv=6, dropout=0.5)
-AXES, T, S = (2, 3), 5, 4
+SPEC = AttentionSpec(8, 2, rope=Rope())
+AXES, T = (2, 3), 5
+LENGTHS = np.array([[5, 0, 2], [4, 1, 5]], np.int32)
 
 
-def numbers(*shape):
-    return np.random.default_rng(len(shape)).standard_normal(shape).astype(np.float32)
-
-
-def hides(*shape):
-    return numbers(*shape) > 0.5
-
-
-def merged(x, axes, num_kept):
-    """Return the array with its batch axes merged into one, using NumPy."""
+def merged(x, num_kept):
+    """The array with its batch axes merged into one."""
     kept = x.shape[x.ndim - num_kept :]
-    return np.broadcast_to(x, (*axes, *kept)).reshape(math.prod(axes), *kept)
+    return np.broadcast_to(x, (*AXES, *kept)).reshape(math.prod(AXES), *kept)
 
 
-def results(sibling, function, x, options):
-    """Return the output, the attention weights and the gradient of x."""
-    options = {
-        name: sibling.array(given) if isinstance(given, np.ndarray) else given for name, given in options.items()
-    }
-    cotangent = np.cos(np.arange(x.size, dtype=np.float32)).reshape(x.shape)  # the output has the shape of x
-    if sibling.name == "jax":
-        output, pull_back, attn_weights = jax.vjp(lambda x: function(x, **options), jnp.asarray(x), has_aux=True)
-        (gradient,) = pull_back(jnp.asarray(cotangent))
-    else:
-        x = sibling.array(x).requires_grad_()
-        output, attn_weights = function(x, **options)
-        output.backward(sibling.array(cotangent))
-        output, gradient = output.detach(), x.grad
-        attn_weights = None if attn_weights is None else attn_weights.detach()
-    return {
-        name: sibling.numpy(found)
-        for name, found in {"output": output, "attn_weights": attn_weights, "gradient": gradient}.items()
-        if found is not None
-    }
+def assert_same(sibling, x, options, of_one, axes):
+    """Compare a layer with itself on one batch axis, with the options of `of_one`."""
+    layer = sibling.filled("MultiHeadAttention", SPEC)
+    results = []
+    for tokens, given in ((x, options), (x.reshape(-1, *x.shape[-2:]), {**options, **of_one})):
+        given = {name: sibling.option(option) for name, option in given.items()}
+        results.append([sibling.numpy(part) for part in layer(sibling.array(tokens), **given, need_weights=True)])
+    for found, expected in zip(*results, strict=True):
+        assert found.shape == (*axes, *expected.shape[1:])
+        assert np.array_equal(found.reshape(expected.shape), expected)
 
 
-def assert_gives_the_bits_of_one_axis(sibling, function, x, options, of_one):
-    """Compare a call with a call on one merged batch axis, where `of_one` replaces the options that differ."""
-    axes = x.shape[:-2]
-    found = results(sibling, function, x, options)
-    expected = results(sibling, function, merged(x, axes, 2), options | of_one)
-    assert found.keys() == expected.keys()
-    for name, one in expected.items():
-        assert found[name].shape == (*axes, *one.shape[1:])
-        np.testing.assert_array_equal(found[name].reshape(one.shape), one, err_msg=name)
+@sample(jax=0)  # in jax_and_torch/test_axes.py with gradients
+@pytest.mark.parametrize("shape", [(T, T), (2, T, T), (3, 1, T, T), (2, 1, 1, T, T)], ids=str)
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_several_batch_axes_are_one(sibling, rng, is_causal, shape):
+    """A layer takes several batch axes, of its input, masks, biases, lengths and positions."""
+    x = rng.standard_normal((*AXES, T, 8)).astype(np.float32)
+    mask, bias = rng.random(shape) > 0.5, rng.random(shape).astype(np.float32)
+    positions = np.arange(3 * T, dtype=np.int32).reshape(3, T)
+    options = {"mask": mask, "bias": bias, "key_padding_lengths": LENGTHS, "positions": positions}
+    of_one = {"key_padding_lengths": LENGTHS.reshape(-1), "positions": np.tile(positions, (2, 1))}
+    if len(shape) > 3:
+        of_one |= {"mask": merged(mask, 3), "bias": merged(bias, 3)}
+    assert_same(sibling, x, {**options, "is_causal": is_causal}, of_one, AXES)
 
 
-@sample(jax=1)
-@pytest.mark.parametrize("need_weights", [False, True])
-@pytest.mark.parametrize("shape", [(T, T), (2, T, T), (3, 1, T, T), (2, 1, 1, T, T), (2, 3, 2, T, T)])
-def test_several_batch_axes_are_one(sibling, shape, need_weights):
-    layer, mask, bias = sibling.module("MultiHeadAttention", SPEC), hides(*shape), numbers(*shape)
-    lengths = np.array([[5, 0, 2], [4, 1, 5]], np.int32)
-    positions = np.arange(3 * 3 * T, dtype=np.int32).reshape(3, 1, 3, T)
-    options = {"mask": mask, "bias": bias, "key_padding_lengths": lengths, "positions": positions}
-    of_one = {"key_padding_lengths": lengths.reshape(-1), "positions": np.tile(positions[:, 0], (1, 2, 1))}
-    of_one |= {"mask": merged(mask, AXES, 3), "bias": merged(bias, AXES, 3)} if len(shape) > 3 else {}
-    options["need_weights"] = need_weights
-    assert_gives_the_bits_of_one_axis(sibling, layer, numbers(*AXES, T, 8), options, of_one)
-
-
-@sample(jax=1)
-@pytest.mark.parametrize("need_weights", [False, True])
-def test_no_batch_axis_is_a_batch_of_one(sibling, need_weights):
-    layer = sibling.module("MultiHeadAttention", AttentionSpec(8, 2, rope=Rope()))
-    positions = np.arange(2, 2 + T, dtype=np.int32)
-    options = {"mask": hides(2, T, T), "key_padding_lengths": 4, "positions": positions, "need_weights": need_weights}
-    of_one = {"key_padding_lengths": [4], "positions": positions[None]}
-    assert_gives_the_bits_of_one_axis(sibling, layer, numbers(T, 8), options, of_one)
-
-
-def test_functions_accept_keys_and_dropout_with_batch_axes(sibling):
-    weights = sibling.weights_of(sibling.module("MultiHeadAttention", CROSS))
-    key, keep = numbers(*AXES, S, 6), hides(3, 2, T, S)
-
-    def function(x, **options):
-        options |= {"weights": weights, "spec": CROSS, "training": True, "need_weights": True}
-        return sibling.package.multi_head_attention(x, **options)
-
-    of_one = {"key": merged(key, AXES, 2), "dropout_keep": merged(keep, AXES, 3)}
-    options = {"key": key, "dropout_keep": keep}
-    assert_gives_the_bits_of_one_axis(sibling, function, numbers(*AXES, T, 8), options, of_one)
-
-
-def test_self_attention_accepts_batch_axes(sibling):
-    layer = sibling.module("MultiHeadSelfAttention", AttentionSpec(8, 2))
-    for axes, lengths in [((), np.int32(3)), ((2, 1, 2), np.array([[[1, 2]], [[3, 4]]], np.int32))]:
-        x = numbers(*axes, T, 8)
-        found = layer(sibling.array(x), is_causal=True, key_padding_lengths=lengths.tolist())
-        of_one = {"is_causal": True, "key_padding_lengths": lengths.reshape(-1).tolist()}
-        expected = layer(sibling.array(x.reshape(-1, T, 8)), **of_one)
-        np.testing.assert_array_equal(sibling.numpy(found), sibling.numpy(expected).reshape(x.shape))
-
-
-@pytest.mark.parametrize(
-    ("name", "wrong"),
-    [
-        ("query", numbers(8)),
-        ("key", numbers(6, S, 6)),
-        ("key", numbers(1, 3, S, 6)),
-        ("value", numbers(3, 2, S, 6)),
-        ("mask", hides(2, 1, T, S)),
-        ("bias", numbers(1, 2, 3, 1, T, S)),
-        ("key_padding_lengths", np.array([1, 2, 3], np.int32)),
-        ("positions", np.zeros((6, T), np.int32)),
-    ],
-)
-def test_mismatched_batch_axes_raise(sibling, name, wrong):
-    layer = sibling.module("MultiHeadAttention", CROSS)
-    given = {"query": numbers(*AXES, T, 8), "key": numbers(*AXES, S, 6), name: wrong}
-    with refuses(name, {f"{name}.shape": wrong.shape}):
-        layer(**{name: sibling.array(x) for name, x in given.items()})
-
-
-def test_section_positions_with_too_few_batch_axes_raise(sibling):
-    """The shape (3, 1, T) could mean three sections or broadcast batch axes."""
-    layer = sibling.module("MultiHeadSelfAttention", SPEC)
-    with refuses("positions", {"positions.ndim": 3}):
-        layer(sibling.array(numbers(3, 2, T, 8)), positions=sibling.array(np.zeros((3, 1, T), np.int32)))
-
-
-def test_segments_accept_batch_axes(sibling):
-    layer, x = sibling.module("MultiHeadSelfAttention", AttentionSpec(8, 2)), numbers(*AXES, T, 8)
-    ids = np.arange(2 * 3 * T, dtype=np.int32).reshape(*AXES, T) // 3
-    found = layer(sibling.array(x), segment_ids=sibling.array(ids))
-    expected = layer(sibling.array(x.reshape(6, T, 8)), segment_ids=sibling.array(ids.reshape(6, T)))
-    np.testing.assert_array_equal(sibling.numpy(found).reshape(6, T, 8), sibling.numpy(expected))
-
-
-def test_compiled_layer_accepts_other_batch_sizes():
-    layer = mha_torch.MultiHeadAttention(AttentionSpec(8, 2))
-    compiled = torch.compile(layer, fullgraph=True, backend="eager")
-    for size in (2, 4):
-        x = torch.ones(size, 3, T, 8)
-        torch.testing.assert_close(compiled(x, key_padding_lengths=[[1, 2, 3]] * size)[0], layer(x)[0])
+@sample(jax=0)  # in jax_and_torch/test_axes.py with gradients
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"key_padding_lengths": 3}], ids=str)
+def test_no_batch_axis_is_a_batch_of_one(sibling, rng, options):
+    """A layer takes a single sequence without a batch axis."""
+    of_one = {"key_padding_lengths": [3]} if "key_padding_lengths" in options else {}
+    assert_same(sibling, rng.standard_normal((T, 8)).astype(np.float32), options, of_one, ())

@@ -1,442 +1,86 @@
-"""Tests of rotary position embedding: its definition, its pairs and its invariants."""
+"""Rotary position embedding in every implementation, on paper and in layers."""
 
 import math
 
-import ml_dtypes
 import numpy as np
 import pytest
-import torch
-from helpers.refusals import refuses, refuses_type
 from helpers.samples import sample
+from helpers.siblings import DTYPES, EPSILON
 
-import mha_torch
-import parity
-from mha_spec import (
-    AttentionSpec,
-    DynamicScaling,
-    LinearScaling,
-    Llama3Scaling,
-    LongRopeScaling,
-    ProportionalScaling,
-    Rope,
-    YarnScaling,
-)
-
-DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
-EPSILON = float(np.finfo(np.float32).eps)
+from mha_spec import AttentionSpec, Rope
 
 
 def rotated(sibling, x, positions, theta=10000.0):
-    """Apply `apply_rope` to NumPy features (B, N, T, H)."""
-    return sibling.numpy(sibling.package.apply_rope(sibling.array(x), sibling.array(positions), Rope(theta)))
-
-
-def rotated_in_float64(x, positions, theta):
-    """Rotate by the definition, pair by pair: (a, b) -> (a cos - b sin, b cos + a sin)."""
-    half = x.shape[-1] // 2
-    angles = np.array(positions)[:, None, :, None] * theta ** (-np.arange(half) / half)
-    first, second = x[..., :half].astype(np.float64), x[..., half:].astype(np.float64)
-    turned = [first * np.cos(angles) - second * np.sin(angles), second * np.cos(angles) + first * np.sin(angles)]
-    return np.concatenate(turned, axis=-1)
-
-
-def test_frequencies_decrease_from_one_by_powers_of_theta():
-    # theta ** (-2 i / H) for i = 0, 1, 2 and H = 6: 1, 1000 ** (-1/3), 1000 ** (-2/3). In float32, rounding affects the
-    # exponents (multiplied by ln(1000) < 7), the powers and their reciprocals.
-    assert Rope(1000.0).frequencies(6) == pytest.approx([1.0, 0.1, 0.01], rel=(7 + 2) * EPSILON / 2)
+    """Features (B, N, T, H) after `apply_rope`."""
+    positions = sibling.option(np.array(positions, np.int32))
+    return sibling.numpy(sibling.package.apply_rope(sibling.array(x), positions, Rope(theta)))
 
 
 @sample(jax=1)
 @pytest.mark.parametrize("position", [0, 1, 2, 100])
-def test_two_features_rotate_by_their_position(sibling, position):
-    x = np.array([[[[3.0, 4.0]]]], np.float32)
-    cos, sin = math.cos(position), math.sin(position)
-
+def test_two_features_rotate_by_position(sibling, position):
+    """Two features rotate by their position in radians."""
+    x, cos, sin = np.array([[[[3.0, 4.0]]]], np.float32), math.cos(position), math.sin(position)
+    expected = np.array([3 * cos - 4 * sin, 4 * cos + 3 * sin])
     # Each cosine, product and sum is rounded once; the numbers are at most 5.
-    expected = pytest.approx([3 * cos - 4 * sin, 4 * cos + 3 * sin], abs=5 * 3 * EPSILON)
-    assert rotated(sibling, x, [[position]])[0, 0, 0] == expected
+    sibling.assert_close(rotated(sibling, x, [[position]])[0, 0, 0], expected, within=5 * 3 * EPSILON)
 
 
 @sample(jax=1)
 @pytest.mark.parametrize(("feature", "partner", "sign"), [(0, 2, 1), (1, 3, 1), (2, 0, -1), (3, 1, -1)])
-def test_feature_rotates_with_the_one_half_a_head_away(sibling, feature, partner, sign):
-    x = np.zeros((1, 1, 1, 4), np.float32)
+def test_pairs_are_half_a_head_apart(sibling, feature, partner, sign):
+    """A feature rotates with the one half a head away, at the frequency of their pair."""
+    x, expected = np.zeros((1, 1, 1, 4), np.float32), np.zeros(4)
     x[..., feature] = 1.0
     angle = 7 * 100.0 ** (-(feature % 2) / 2)
-    expected = np.zeros(4)
     expected[feature], expected[partner] = math.cos(angle), sign * math.sin(angle)
-
     # The only error is the float32 rounding of the angle, which is at most 7.
-    assert rotated(sibling, x, [[7]], 100.0)[0, 0, 0] == pytest.approx(expected, abs=7 * EPSILON)
+    sibling.assert_close(rotated(sibling, x, [[7]], 100.0)[0, 0, 0], expected, within=7 * EPSILON)
 
 
-def test_position_zero_is_identity(sibling, rng):
-    x = rng.standard_normal((1, 2, 1, 8)).astype(np.float32)
+@sample(jax=1)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_position_zero_changes_nothing(sibling, rng, dtype):
+    """At position zero nothing rotates."""
+    x = rng.standard_normal((1, 2, 1, 8)).astype(dtype)
     assert np.array_equal(rotated(sibling, x, [[0]]), x)
 
 
-@sample(jax=1)
-@pytest.mark.parametrize("position", [1, 1000, 131071])
-def test_rotation_preserves_length(sibling, rng, position):
-    x = rng.standard_normal((1, 2, 1, 8)).astype(np.float32)
-
-    turned = rotated(sibling, x, [[position]])
-
-    # cos^2 + sin^2 is 1 up to rounding, however large the angle.
-    assert np.linalg.norm(turned, axis=-1) == pytest.approx(np.linalg.norm(x, axis=-1), rel=4 * EPSILON)
-
-
-@sample(jax=1)
-@pytest.mark.parametrize("position", [0, 1, 63, 5000, 131071])
-def test_rotation_matches_definition_at_large_positions(sibling, rng, position):
-    x = rng.standard_normal((1, 2, 1, 8)).astype(np.float32)
-
-    turned = rotated(sibling, x, [[position]], 500000.0)
-
-    # float32 rounds the frequency and the product, so the angle is off by at most position * epsilon.
-    tolerance = (position + 3) * EPSILON * np.abs(x).max() * 2
-    assert np.abs(turned - rotated_in_float64(x, [[position]], 500000.0)).max() <= tolerance
-
-
-@sample(jax=1)
-@pytest.mark.parametrize("shift", [1, 64, 5000])
-def test_score_depends_only_on_distance(sibling, rng, shift):
-    query, key = rng.standard_normal((2, 1, 1, 1, 8)).astype(np.float32)
-
-    near = rotated(sibling, query, [[5]]) * rotated(sibling, key, [[2]])
-    far = rotated(sibling, query, [[5 + shift]]) * rotated(sibling, key, [[2 + shift]])
-
-    # Both angles are off by at most position * epsilon, and a score changes by at most |query| |key| per radian.
-    tolerance = 2 * (10 + shift) * EPSILON * np.linalg.norm(query) * np.linalg.norm(key)
-    assert abs(near.sum() - far.sum()) <= tolerance
-
-
-def test_score_depends_on_distance(sibling, rng):
-    query, key = rng.standard_normal((2, 1, 1, 1, 8)).astype(np.float32)
-
-    near = rotated(sibling, query, [[5]]) * rotated(sibling, key, [[2]])
-    further = rotated(sibling, query, [[5]]) * rotated(sibling, key, [[1]])
-
-    assert abs(near.sum() - further.sum()) > 0.01
-
-
-def test_theta_changes_the_result(sibling, rng):
-    x = rng.standard_normal((1, 1, 4, 8)).astype(np.float32)
-    positions = [[0, 1, 2, 3]]
-    assert np.abs(rotated(sibling, x, positions, 1e4) - rotated(sibling, x, positions, 1e5)).max() > 0.01
-
-
-@sample(jax=1)
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
-def test_rotation_preserves_dtype(sibling, dtype):
-    assert rotated(sibling, np.ones((1, 1, 1, 4), dtype), [[3]]).dtype == dtype
-
-
-@sample(jax=1)
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])
-def test_half_precision_features_are_rounded_once(sibling, rng, dtype):
-    # At position 5001 a bfloat16 angle would be off by 16 radians.
-    x = rng.standard_normal((1, 2, 1, 8)).astype(dtype)
-    assert np.array_equal(rotated(sibling, x, [[5001]]), rotated(sibling, x.astype(np.float32), [[5001]]).astype(dtype))
-
-
-def test_positions_of_one_sequence_broadcast(sibling, rng):
+def test_sequences_have_their_own_positions(sibling, rng):
+    """Each sequence of a batch rotates by its own positions."""
     x = rng.standard_normal((2, 2, 3, 4)).astype(np.float32)
-    assert np.array_equal(rotated(sibling, x, [[4, 5, 6]]), rotated(sibling, x, [[4, 5, 6], [4, 5, 6]]))
-
-
-def test_each_sequence_has_its_own_positions(sibling, rng):
-    x = rng.standard_normal((2, 2, 3, 4)).astype(np.float32)
-
     turned = rotated(sibling, x, [[4, 5, 6], [9, 0, 2]])
-
-    assert np.array_equal(turned[1], rotated(sibling, x, [[9, 0, 2]])[1])
-
-
-# ---- Variants --------------------------------------------------------------------------------------------------------
+    for row, positions in enumerate(([4, 5, 6], [9, 0, 2])):
+        assert np.array_equal(turned[row], rotated(sibling, x, [positions])[row])
 
 
-def rotated_by(sibling, x, positions, rope):
-    return sibling.numpy(sibling.package.apply_rope(sibling.array(x), sibling.array(positions), rope))
+def test_theta_changes_the_rotation(sibling, rng):
+    """Another theta rotates by other angles."""
+    x = rng.standard_normal((1, 1, 4, 8)).astype(np.float32)
+    found, other = (rotated(sibling, x, [[0, 1, 2, 3]], theta) for theta in (1e4, 1e5))
+    assert np.abs(found - other).max() > 0.01
 
 
-@sample(jax=1)
-@pytest.mark.parametrize(
-    ("rope", "partner"),
-    [
-        (Rope(1.0), [(0, 3), (1, 4), (2, 5)]),
-        (Rope(1.0, pairs="interleaved"), [(0, 1), (2, 3), (4, 5)]),
-        (Rope(1.0, rotary_dim=4), [(0, 2), (1, 3)]),
-        (Rope(1.0, rotary_dim=4, rotated="last"), [(2, 4), (3, 5)]),
-        (Rope(1.0, rotary_dim=4, rotated="last", pairs="interleaved"), [(2, 3), (4, 5)]),
-        (Rope(1.0, scaling=ProportionalScaling(0.7)), [(0, 3), (1, 4)]),
-    ],
-)
-def test_each_feature_is_rotated_with_its_partner_or_unchanged(sibling, rope, partner):
-    # With theta 1 all pairs are rotated by the position, in radians.
-    expected = np.eye(6)
-    for first, second in partner:
-        expected[first, first] = expected[second, second] = math.cos(2)
-        expected[first, second], expected[second, first] = math.sin(2), -math.sin(2)
-    x = np.eye(6, dtype=np.float32)[None, None]
-    found = rotated_by(sibling, x, [[2] * 6], rope)[0, 0]
-    assert found == pytest.approx(expected, abs=3 * EPSILON)
-
-
-def test_partial_frequencies_match_a_smaller_head():
-    assert np.array_equal(Rope(rotary_dim=8).frequencies(32), Rope().frequencies(8))
-
-
-def test_llama3_scales_slow_pairs_and_keeps_fast_ones():
-    plain, rope = Rope(5e5).frequencies(128), Rope(5e5, scaling=Llama3Scaling(8.0, 8192))
-    turns = 8192 * plain / (2 * math.pi)
-    ratio = rope.frequencies(128) / plain
-    assert np.array_equal(ratio[turns > 4], np.ones(np.count_nonzero(turns > 4)))
-    assert ratio[turns < 1] == pytest.approx(1 / 8, rel=1e-15)
-    between = (turns > 1) & (turns < 4)
-    assert between.any()
-    assert ((ratio[between] > 1 / 8) & (ratio[between] < 1)).all()
-
-
-def test_yarn_frequencies_match_the_paper():
-    # 4096 / (2 pi theta ** (2 i / 128)) is 32 at i = 20.9, and 1 at i = 45.03: the ramp goes from 20 to 46.
-    plain, rope = Rope().frequencies(128), Rope(scaling=YarnScaling(4.0, 4096))
-    ratio = rope.frequencies(128) / plain
-    assert np.array_equal(ratio[:21], np.ones(21))
-    assert ratio[33] == pytest.approx(0.25 * 0.5 + 0.5, rel=1e-14)
-    assert ratio[46:] == pytest.approx(0.25, rel=1e-14)
-    assert rope.attention_factor == pytest.approx(0.1 * math.log(4) + 1, rel=1e-15)
-
-
-def test_longrope_attention_factor_matches_the_paper():
-    rope = Rope(scaling=LongRopeScaling(32.0, 4096, (1.0,), (2.0,)))
-    assert rope.attention_factor == pytest.approx(math.sqrt(1 + math.log(32) / math.log(4096)), rel=1e-15)
-    assert [rope.frequencies(2, length)[0] for length in (0, 4096, 4097)] == [1.0, 1.0, 0.5]
-
-
-def test_attention_factor_scales_only_rotated_features(sibling, rng):
-    x = rng.standard_normal((1, 1, 3, 8)).astype(np.float32)
-    rope = Rope(scaling=YarnScaling(4.0, 64, attention_factor=1.5), rotary_dim=4)
-    turned = rotated_by(sibling, x, [[0, 1, 50]], rope)
-    assert np.linalg.norm(turned[..., :4], axis=-1) == pytest.approx(
-        1.5 * np.linalg.norm(x[..., :4], axis=-1), rel=4 * EPSILON
-    )
-    assert np.array_equal(turned[..., 4:], x[..., 4:])
-
-
-LENGTHS = {
-    "dynamic": Rope(scaling=DynamicScaling(4.0, 6)),
-    "longrope": Rope(scaling=LongRopeScaling(4.0, 6, (1.0, 1.1, 1.3, 1.6), (1.0, 2.0, 8.0, 30.0))),
-}
-
-
-@sample(jax=1)
-@pytest.mark.parametrize("kind", LENGTHS)
-def test_frequencies_depend_on_last_position_of_each_sequence(sibling, rng, kind):
-    x, rope = rng.standard_normal((2, 1, 3, 8)).astype(np.float32), LENGTHS[kind]
-    near, far = [0, 4, 5], [0, 4, 6]
-    both = rotated_by(sibling, x, [near, far], rope)
-    assert np.array_equal(both[:1], rotated_by(sibling, x[:1], [near], rope))
-    assert np.array_equal(both[1:], rotated_by(sibling, x[1:], [far], rope))
-    assert np.abs(both[1:, :, 1] - rotated_by(sibling, x[1:], [near], rope)[:, :, 1]).max() > 1e-3
-
-
-@sample(jax=1)
-@pytest.mark.parametrize("kind", LENGTHS)
-def test_empty_sequence_is_rotated(sibling, kind):
-    assert rotated_by(sibling, np.ones((2, 1, 0, 8), np.float32), np.ones((1, 0), np.int32), LENGTHS[kind]).size == 0
-
-
-@sample(jax=1)
-@pytest.mark.parametrize("order", ["contiguous", "interleaved"])
-def test_pair_is_rotated_by_the_position_of_its_axis(sibling, rng, order):
-    rope = Rope(100.0, sections=(2, 1, 1), section_order=order)
-    axes = {"contiguous": [0, 0, 1, 2], "interleaved": [0, 1, 2, 0]}[order]
-    x, positions = rng.standard_normal((2, 1, 3, 8)).astype(np.float32), rng.integers(0, 9, (3, 2, 3))
-    found = rotated_by(sibling, x, positions.astype(np.int32), rope)
-    for pair, axis in enumerate(axes):
-        alone = rotated_by(sibling, x, positions[axis].astype(np.int32), Rope(100.0))
-        assert np.array_equal(found[..., [pair, pair + 4]], alone[..., [pair, pair + 4]])
-
-
-@sample(jax=1)
-@pytest.mark.parametrize("order", ["contiguous", "interleaved"])
-@pytest.mark.parametrize(("series", "exponents"), [("own", [0, 1 / 2, 0, 1 / 2]), ("dealt", [0, 1 / 2, 1 / 4, 3 / 4])])
-def test_axis_has_the_frequencies_of_its_series(sibling, rng, series, exponents, order):
-    rope = Rope(81.0, sections=(2, 2), section_order=order, section_frequencies=series)
-    axes = {"contiguous": [0, 0, 1, 1], "interleaved": [0, 1, 0, 1]}[order]
-    exponents = exponents if order == "contiguous" else [exponents[pair] for pair in (0, 2, 1, 3)]
-    x, positions = rng.standard_normal((2, 1, 3, 8)).astype(np.float32), rng.integers(0, 9, (2, 2, 3))
-    found = rotated_by(sibling, x, positions.astype(np.int32), rope)
-    before, after = x[..., :4] + 1j * x[..., 4:], found[..., :4] + 1j * found[..., 4:]
-    angles = np.moveaxis(positions[axes], 0, -1) * 81.0 ** -np.array(exponents)
-    assert np.abs(after - before * np.exp(1j * angles[:, None])).max() < 1e-5
-
-
-@pytest.mark.parametrize(
-    ("shape", "refusal"),
-    [
-        ((2, 1, 3), refuses("positions", {"positions.shape": (2, 1, 3)})),
-        ((3, 3), refuses("positions", {"positions.shape": (3, 3)})),
-    ],
-)
-def test_positions_with_wrong_axes_raise(sibling, shape, refusal):
-    x = np.ones((1, 1, 3, 8), np.float32)
-    with refusal:
-        rotated_by(sibling, x, np.zeros(shape, np.int32), Rope(sections=(2, 1, 1)))
-
-
-def test_positions_on_axes_require_sections(sibling):
-    with refuses("positions", {"positions.shape": (3, 1, 3)}):
-        rotated_by(sibling, np.ones((1, 1, 3, 8), np.float32), np.zeros((3, 1, 3), np.int32), Rope())
-
-
-@sample(jax=0)
-@pytest.mark.parametrize("kind", [*LENGTHS, "llama3"])
-def test_ragged_steps_match_each_sequence_alone(sibling, rng, kind):
-    """Neither padding nor the other sequences make a sequence longer."""
-    rope = LENGTHS.get(kind, Rope(scaling=Llama3Scaling(4.0, 8)))
-    layer = sibling.module("MultiHeadAttentionWithCache", AttentionSpec(16, 2, rope=rope))
-    x = rng.standard_normal((2, 9, 16)).astype(np.float32)
-
-    def run(rows, steps):
-        cache, found, at = layer.init_cache(len(rows), 9), [], 0
-        for chunk, lengths in steps:
-            tokens = sibling.array(x[rows, at : at + chunk])
-            output, cache = layer(tokens, cache, new_lengths=sibling.array([lengths[row] for row in rows]))
-            found.append(sibling.numpy(output))
-            at += chunk
-        return found
-
-    steps = [(4, [4, 2]), (1, [1, 1]), (3, [3, 2]), (1, [1, 1])]
-    together = run([0, 1], steps)
-    for row in (0, 1):
-        for both, alone in zip(together, run([row], steps), strict=True):
-            assert both[row] == pytest.approx(alone[0], abs=8 * EPSILON)  # other sizes have another summation order
-
-
-def test_layer_counts_positions_from_zero(sibling, rng):
-    module = sibling.module("MultiHeadAttention", AttentionSpec(8, 2, rope=Rope(100.0)))
+def test_layer_counts_from_zero(sibling, rng):
+    """A layer without positions counts them from zero, and other positions change its output."""
+    module = sibling.filled("MultiHeadAttention", AttentionSpec(8, 2, rope=Rope(100.0)))
     x = sibling.array(rng.standard_normal((2, 3, 8)).astype(np.float32))
 
-    default, _ = module(x)
-    given, _ = module(x, positions=sibling.array([[0, 1, 2]]))
+    def output(**options):
+        return sibling.numpy(module(x, **options)[0])
 
-    assert np.array_equal(sibling.numpy(default), sibling.numpy(given))
-
-
-def test_layer_uses_given_positions(sibling, rng):
-    module = sibling.module("MultiHeadAttention", AttentionSpec(8, 2, rope=Rope(100.0)))
-    x = sibling.array(rng.standard_normal((2, 3, 8)).astype(np.float32))
-
-    default, _ = module(x)
-    given, _ = module(x, positions=sibling.array([[0, 1, 9]]))
-
-    assert np.abs(sibling.numpy(default) - sibling.numpy(given)).max() > 1e-3
+    counted, other = (sibling.option(np.array([row], np.int32)) for row in ([0, 1, 2], [0, 3, 9]))
+    assert np.array_equal(output(), output(positions=counted))
+    assert np.abs(output() - output(positions=other)).max() > 1e-3
 
 
-def test_layer_rotates_queries_and_keys_but_not_values(sibling, rng):
-    q, k, v = (sibling.array(x) for x in rng.standard_normal((3, 1, 3, 8)).astype(np.float32))
+def test_layer_rotates_no_values(sibling, rng):
+    """A layer rotates queries and keys, but not values."""
+    q, k, v = (sibling.array(x) for x in rng.standard_normal((3, 1, 3, 128)).astype(np.float32))
 
     def projected(rope):
-        stages = sibling.package.project_qkv(lambda _, x: x, q, k, v, AttentionSpec(8, 2, rope=rope))
-        return [sibling.numpy(x) for x in stages]
+        heads = sibling.package.project_qkv(lambda _, x: x, q, k, v, AttentionSpec(128, 2, rope=rope))
+        return [sibling.numpy(x) for x in heads]
 
-    unchanged = [np.array_equal(*pair) for pair in zip(projected(None), projected(Rope(100.0)), strict=True)]
-    assert unchanged == [False, False, True]
-
-
-REFUSALS = {
-    "odd head": (np.ones((1, 1, 1, 3), np.float32), [[0]], 1e4, refuses("head_dim", head_dim=3)),
-    "theta 0": (np.ones((1, 1, 1, 4), np.float32), [[0]], 0.0, refuses("theta", theta=0.0)),
-    "theta negative": (np.ones((1, 1, 1, 4), np.float32), [[0]], -1.0, refuses("theta", theta=-1.0)),
-    "theta NaN": (np.ones((1, 1, 1, 4), np.float32), [[0]], math.nan, refuses("theta", theta=math.nan)),
-    "three axes": (np.ones((1, 1, 4), np.float32), [[0]], 1e4, refuses("x", {"x.shape": (1, 1, 4)})),
-    "integers": (np.ones((1, 1, 1, 4), np.int32), [[0]], 1e4, refuses_type("x", {"x.dtype": ...})),
-    "float positions": (
-        np.ones((1, 1, 1, 4), np.float32),
-        [[0.0]],
-        1e4,
-        refuses_type("positions", {"positions.dtype": ...}),
-    ),
-    "boolean positions": (
-        np.ones((1, 1, 1, 4), np.float32),
-        [[True]],
-        1e4,
-        refuses_type("positions", {"positions.dtype": ...}),
-    ),
-    "flat positions": (
-        np.ones((1, 1, 1, 4), np.float32),
-        [0],
-        1e4,
-        refuses("positions", {"positions.shape": (1,)}),
-    ),
-    "too many positions": (
-        np.ones((1, 1, 1, 4), np.float32),
-        [[0, 1]],
-        1e4,
-        refuses("positions", {"positions.shape": (1, 2)}),
-    ),
-    "positions of another batch": (
-        np.ones((3, 1, 1, 4), np.float32),
-        [[0], [1]],
-        1e4,
-        refuses("positions", {"positions.shape": (2, 1)}),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSALS)
-def test_invalid_rotation_raises(sibling, name):
-    x, positions, theta, refusal = REFUSALS[name]
-    positions = np.array(positions)
-    positions = positions.astype({"i": np.int32, "f": np.float32, "b": np.bool_}[positions.dtype.kind])
-    with refusal:
-        rotated(sibling, x, positions, theta)
-
-
-def test_number_as_rope_raises(sibling):
-    x = sibling.array(np.ones((1, 1, 1, 4), np.float32))
-    with refuses_type("rope", rope=10000.0):
-        sibling.package.apply_rope(x, sibling.array([[0]]), 10000.0)
-
-
-@pytest.mark.parametrize(("head_dim", "error"), [(3, ValueError), (0, ValueError), (4.0, TypeError)])
-def test_frequencies_of_invalid_head_dim_raise(head_dim, error):
-    with refuses("head_dim", head_dim=head_dim).of(error):
-        Rope().frequencies(head_dim)
-
-
-SCALED = [LinearScaling(4.0), Llama3Scaling(8.0, 64), YarnScaling(4.0, 64)]
-
-
-@pytest.mark.parametrize("scaling", SCALED, ids=lambda scaling: scaling.kind)
-def test_scaled_frequencies_over_head_dim_are_named(scaling, monkeypatch):
-    """A port computes the table for the whole head, scales it, and uses its first entries."""
-    spec = AttentionSpec(32, 4, head_dim=32, rope=Rope(500.0, scaling=scaling, rotary_dim=8))
-    problem = parity.make_problem(parity.Case("partial", spec, "a part of each head", seq_len=48), "float32")
-    wrong = Rope(500.0, scaling=scaling).frequencies(32)[:4]
-    monkeypatch.setattr(Rope, "frequencies", lambda rope, head_dim, length=0: wrong)
-    weights = {name: torch.from_numpy(weight) for name, weight in problem.weights.items()}
-    output, _ = mha_torch.multi_head_attention(torch.from_numpy(problem.inputs["query"]), weights, spec)
-    monkeypatch.undo()
-    (found,) = parity.diagnose({"output": output.numpy()}, problem).explanations
-    assert found.bugs == ("rope-frequencies-over-head-dim",)
-
-
-@pytest.mark.parametrize("name", ["rope-sections", "rope-sections-interleaved"])
-def test_text_positions_instead_of_three_axes_are_named(name):
-    problem = parity.make_problem(parity.CASES[name], "float32")
-    weights = {each: torch.from_numpy(weight) for each, weight in problem.weights.items()}
-    x = torch.from_numpy(problem.inputs["query"])
-    output, _ = mha_torch.multi_head_attention(x, weights, problem.spec, is_causal=problem.case.is_causal)
-    (found,) = parity.diagnose({"output": output.numpy()}, problem).explanations
-    assert found.bugs == ("rope-sections-ignored",)
-
-
-@pytest.mark.parametrize("shape", [(3, 5), (1, 1), (5,)])
-def test_positions_of_projections_are_checked(sibling, shape):
-    layer = sibling.module("MultiHeadAttention", AttentionSpec(8, 2, rope=Rope()))
-    x, positions = sibling.array(np.ones((1, 5, 8), np.float32)), sibling.array(np.zeros(shape, np.int32))
-    with refuses("positions", {"positions.shape": shape}):
-        sibling.package.project_qkv(layer.project, x, x, x, layer.spec, positions)
+    pairs = zip(projected(None), projected(Rope(100.0)), strict=True)
+    assert [np.array_equal(*pair) for pair in pairs] == [False, False, True]

@@ -20,11 +20,13 @@ import torch
 import ttnn
 
 import mha_tt
+from helpers.siblings import fixture_of
 from mha_tt.mock.shadows import observers
 from parity.backends import tt as backend
 
 from . import MOCK_BOARD
 from .formulas import IS_MOCK
+from .sibling import TtSibling
 
 torch.set_num_threads(1)
 
@@ -35,6 +37,9 @@ gc.set_threshold(50_000, 20, 50)
 atexit.register(gc.unfreeze)
 # So are tests, but that pytest's loader of modules, which outlives the interpreter, holds them by its configuration.
 atexit.register(vars(__loader__).pop, "config", None)
+
+
+sibling = fixture_of({"tt": TtSibling()})
 
 
 def pytest_report_header() -> str:

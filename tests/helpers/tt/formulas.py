@@ -150,6 +150,11 @@ def rounded_weights(spec: parity.AttentionSpec, dtype: ttnn.DataType) -> dict[st
     return {name: rounded(weight, dtype) for name, weight in parity.random_weights(spec).items()}
 
 
+def full_pass(spec: parity.AttentionSpec, dtype: ttnn.DataType, x: np.ndarray) -> np.ndarray:
+    """Return the output of one causal pass over all tokens, without a cache, in float64."""
+    return layer(spec, rounded_weights(spec, dtype), x, mask=mha_tt.create_causal_mask(x.shape[1]))[0]
+
+
 def module_of(
     kind: str,
     spec: parity.AttentionSpec,

@@ -3,7 +3,16 @@
 import numpy as np
 import pytest
 import ttnn
-from helpers.tt.formulas import assert_close, both_dtypes, every_dtype, layer, module_of, rounded, rounded_weights
+from helpers.tt.formulas import (
+    assert_close,
+    both_dtypes,
+    every_dtype,
+    full_pass,
+    layer,
+    module_of,
+    rounded,
+    rounded_weights,
+)
 
 import mha_tt
 import parity
@@ -39,11 +48,6 @@ either_way = pytest.mark.parametrize("absorb", [False, True], ids=["expanded", "
 
 def random_tokens(num_tokens, dtype, batch=3):
     return rounded(np.random.default_rng(1).standard_normal((batch, num_tokens, 24)), dtype)
-
-
-def full_pass(spec, dtype, x):
-    """The output of one causal pass, in float64."""
-    return layer(spec, rounded_weights(spec, dtype), x, mask=mha_tt.create_causal_mask(x.shape[1]))[0]
 
 
 def latent_layer(spec, device, dtype, **options):
@@ -140,7 +144,7 @@ def test_layer_of_no_tokens_gives_none(device, dtype):
     [([5, 28, 1, 1, 5], ttnn.float32), ([33, 1, 6], ttnn.bfloat16), ([1] * 3, ttnn.bfloat16)],
     ids=str,
 )
-def test_any_chunking_equals_the_full_pass(device, chunks, dtype):
+def test_latent_chunks_equal_one_pass(device, chunks, dtype):
     module, x = latent_layer(TWO_LATENTS, device, dtype), random_tokens(sum(chunks), dtype)
     output, cache = feed(module, x, chunks, module.init_cache(3, 45), dtype)
     assert_close(output, full_pass(TWO_LATENTS, dtype, x), dtype)
@@ -170,7 +174,7 @@ def test_keys_and_values_are_cached_as_well(device, dtype):
 @pytest.mark.board
 @both_dtypes
 @pytest.mark.parametrize("steps", [[(3, 6, 1), (1, 0, 1), (0, 2, 3)], [(31, 32, 33), (1, 1, 0)]], ids=str)
-def test_ragged_batch_equals_each_sequence_alone(device, steps, dtype):
+def test_ragged_latents_equal_each_alone(device, steps, dtype):
     x, module = random_tokens(40, dtype), latent_layer(TWO_LATENTS, device, dtype)
     cache, output, num_fed = module.init_cache(3, 40), np.zeros(x.shape), np.zeros(3, int)
     for new_lengths in np.array(steps):

@@ -6,80 +6,10 @@ import numpy as np
 import pytest
 import ttnn
 from helpers.refusals import refuses
-from helpers.samples import sample
 
 import mha_tt
 from mha_tt.masks import MASKED, CausalMask, Mask, on_device
 from mha_tt.scores import LOWEST_BIAS, bias_on_device
-
-# 1 = masked. Every table was written down by hand, from the words of the docstring.
-TABLES = {
-    "causal-1x1": ("create_causal_mask", (1,), {}, [[0]]),
-    "causal-3x3": ("create_causal_mask", (3,), {}, [[0, 1, 1], [0, 0, 1], [0, 0, 0]]),
-    "causal-2x4": ("create_causal_mask", (2, 4), {}, [[0, 1, 1, 1], [0, 0, 1, 1]]),
-    "causal-4x2": ("create_causal_mask", (4, 2), {}, [[0, 1], [0, 0], [0, 0], [0, 0]]),
-    "padding": ("create_padding_mask", ([1, 3], 3), {}, [[[[0, 1, 1]]], [[[0, 0, 0]]]]),
-    "padding-empty": ("create_padding_mask", ([0, 2], 2), {}, [[[[1, 1]]], [[[0, 0]]]]),
-    "attention-nothing": ("create_attention_mask", (2, 3), {}, [[[[0, 0, 0], [0, 0, 0]]]]),
-    "attention-causal": ("create_attention_mask", (2, 3), {"is_causal": True}, [[[[0, 1, 1], [0, 0, 1]]]]),
-    "attention-padding": (
-        "create_attention_mask",
-        (2,),
-        {"key_padding_lengths": [1, 2]},
-        [[[[0, 1], [0, 1]]], [[[0, 0], [0, 0]]]],
-    ),
-    "attention-causal-padding": (
-        "create_attention_mask",
-        (3,),
-        {"is_causal": True, "key_padding_lengths": [2, 3, 0]},
-        [
-            [[[0, 1, 1], [0, 0, 1], [0, 0, 1]]],
-            [[[0, 1, 1], [0, 0, 1], [0, 0, 0]]],
-            [[[1, 1, 1], [1, 1, 1], [1, 1, 1]]],
-        ],
-    ),
-    "attention-segments": (
-        "create_attention_mask",
-        (3,),
-        {"segment_ids": np.array([[7, 7, 2]]), "key_padding_lengths": [2]},
-        [[[[0, 0, 1], [0, 0, 1], [1, 1, 1]]]],
-    ),
-    "attention-segments-2x3": (
-        "create_attention_mask",
-        (2, 3),
-        {"segment_ids": (np.array([[1, 2]]), np.array([[2, 1, 1]])), "is_causal": True},
-        [[[[1, 1, 1], [0, 1, 1]]]],
-    ),
-    "cached-prefill": ("create_causal_mask_with_cache", (3, 3, 0), {}, [[0, 1, 1], [0, 0, 1], [0, 0, 0]]),
-    "cached-step": ("create_causal_mask_with_cache", (1, 4, 3), {}, [[0, 0, 0, 0]]),
-    "cached-chunk": ("create_causal_mask_with_cache", (2, 5, 3), {}, [[0, 0, 0, 0, 1], [0, 0, 0, 0, 0]]),
-    "window-1": ("create_sliding_window_mask", (3,), {"window_size": 1}, [[0, 1, 1], [1, 0, 1], [1, 1, 0]]),
-    "window-2": (
-        "create_sliding_window_mask",
-        (4,),
-        {"window_size": 2},
-        [[0, 1, 1, 1], [0, 0, 1, 1], [1, 0, 0, 1], [1, 1, 0, 0]],
-    ),
-    "window-4x2": ("create_sliding_window_mask", (4, 2), {"window_size": 2}, [[0, 1], [0, 0], [1, 0], [1, 1]]),
-    "window-9-of-3": ("create_sliding_window_mask", (3,), {"window_size": 9}, [[0, 1, 1], [0, 0, 1], [0, 0, 0]]),
-    "slots-one-token": ("create_cache_mask", ([1, 0], 1, 3), {}, [[[[0, 0, 1]]], [[[0, 1, 1]]]]),
-    "slots-prefill": ("create_cache_mask", ([0], 3, 4), {}, [[[[0, 1, 1, 1], [0, 0, 1, 1], [0, 0, 0, 1]]]]),
-    "slots-ragged": (
-        "create_cache_mask",
-        ([2, 0], 2, 4),
-        {},
-        [[[[0, 0, 0, 1], [0, 0, 0, 0]]], [[[0, 1, 1, 1], [0, 0, 1, 1]]]],
-    ),
-    "slots-full": ("create_cache_mask", ([3], 1, 4), {}, [[[[0, 0, 0, 0]]]]),
-    "slots-past-the-end": ("create_cache_mask", ([3], 2, 4), {}, [[[[0, 0, 0, 0], [0, 0, 0, 0]]]]),
-}
-LENGTHS = {
-    "list": [2, 0],
-    "tuple": (2, 0),
-    "int32": np.array([2, 0], np.int32),
-    "uint8": np.array([2, 0], np.uint8),
-    "int64": np.array([2, 0]),
-}
 
 # Query 1 of the first sequence sees no key, and nobody sees key 3.
 MASK = np.array(
@@ -97,26 +27,6 @@ def with_padding(tensor):
 
 
 # ---- On the host -----------------------------------------------------------------------------------------------------
-
-
-@sample(12)
-@pytest.mark.parametrize("name", TABLES)
-def test_mask_is_its_table(name):
-    function, args, keywords, table = TABLES[name]
-    mask = getattr(mha_tt, function)(*args, **keywords)
-    np.testing.assert_array_equal(mask, np.array(table, bool), strict=True)
-
-
-@pytest.mark.parametrize("kind", LENGTHS)
-def test_padding_mask_takes_lengths_as(kind):
-    mask = mha_tt.create_padding_mask(LENGTHS[kind], 3)
-    assert mask[:, 0, 0].tolist() == [[False, False, True], [True, True, True]]
-
-
-@pytest.mark.parametrize("cache_len", [0, 1, 5])
-def test_cached_mask_is_the_last_rows_of_the_causal_mask(cache_len):
-    cached = mha_tt.create_causal_mask_with_cache(3, cache_len + 3, cache_len)
-    assert np.array_equal(cached, mha_tt.create_causal_mask(cache_len + 3)[cache_len:])
 
 
 @pytest.mark.parametrize("ids", [np.zeros((1, 3), np.float32), np.zeros((1, 2), int), [[0, 0, 0]], (), np.array(3)])

@@ -1,0 +1,377 @@
+"""Bad input is refused before any work, by every public function, with the argument's name and the rule."""
+
+import math
+
+import numpy as np
+import pytest
+from flax import nnx
+from helpers.refusals import refuses, refuses_type
+
+import parity
+from mha_spec import AttentionSpec, Rope
+
+ONLY_TORCH = pytest.mark.parametrize("sibling", ["torch"], indirect=True)
+
+
+def ones(*shape):
+    return np.ones(shape, np.float32)
+
+
+def booleans(*shape):
+    return np.ones(shape, np.bool_)
+
+
+def integers(*shape):
+    return np.ones(shape, np.int32)
+
+
+def halves(*shape):
+    return np.ones(shape, np.float16)
+
+
+def lengths(*values):
+    return np.array(values, np.int32)
+
+
+def converted(sibling, x):
+    """NumPy arrays as the framework's; dicts of them, by canonical name, as its weights; and what a function makes."""
+    if isinstance(x, np.ndarray):
+        return sibling.array(x)
+    if callable(x):
+        return x(sibling)
+    if not isinstance(x, dict):
+        return x
+    if sibling.name == "torch":
+        return {name: sibling.array(array) for name, array in x.items()}
+    tree = {}
+    for name, array in x.items():
+        projection, leaf = name.split(".")
+        tree.setdefault(projection, {})["kernel" if leaf == "weight" else "bias"] = sibling.array(array.T)
+    return tree
+
+
+def refused(sibling, function, args, keywords, refusal):
+    """Call a function of the package and expect the error."""
+    for part in function.split("."):
+        function = getattr(sibling.package if isinstance(function, str) else function, part)
+    args = [converted(sibling, x) for x in args]
+    keywords = {name: converted(sibling, x) for name, x in keywords.items()}
+    with refusal:
+        function(*args, **keywords)
+
+
+# ---- Configurations --------------------------------------------------------------------------------------------------
+
+CONFIGS = {
+    "d_model 0": ({"d_model": 0}, refuses("d_model", d_model=0)),
+    "d_model negative": ({"d_model": -8}, refuses("d_model", d_model=-8)),
+    "d_model float": ({"d_model": 8.0}, refuses_type("d_model", d_model=8.0)),
+    "d_model text": ({"d_model": "8"}, refuses_type("d_model", d_model="8")),
+    "num_heads 0": ({"num_heads": 0}, refuses("num_heads", num_heads=0)),
+    "num_heads True": ({"num_heads": True}, refuses_type("num_heads", num_heads=True)),
+    "num_heads None": ({"num_heads": None}, refuses_type("num_heads", num_heads=None)),
+    "num_heads not dividing": (
+        {"num_heads": 3},
+        refuses("d_model", "d_model=8 and num_heads=3 without head_dim"),
+    ),
+    "num_kv_heads 0": ({"num_kv_heads": 0}, refuses("num_kv_heads", num_kv_heads=0)),
+    "num_kv_heads not dividing": (
+        {"num_heads": 4, "num_kv_heads": 3},
+        refuses("num_heads", num_heads=4, num_kv_heads=3),
+    ),
+    "num_kv_heads above num_heads": (
+        {"num_kv_heads": 4},
+        refuses("num_heads", num_heads=2, num_kv_heads=4),
+    ),
+    "head_dim 0": ({"head_dim": 0}, refuses("head_dim", head_dim=0)),
+    "head_dim float": ({"head_dim": 4.0}, refuses_type("head_dim", head_dim=4.0)),
+    "d_in negative": ({"d_in": -1}, refuses("d_in", d_in=-1)),
+    "d_kv 0": ({"d_kv": 0}, refuses("d_kv", d_kv=0)),
+    "fused_qkv with another d_kv": (
+        {"fused_qkv": True, "d_kv": 6},
+        refuses("d_kv", d_kv=6, d_in=8),
+    ),
+    "fused_qkv with another d_in": (
+        {"fused_qkv": True, "d_in": 6, "d_kv": 8},
+        refuses("d_kv", d_kv=8, d_in=6),
+    ),
+    "rope on odd heads": (
+        {"rope": Rope(1e4), "head_dim": 3},
+        refuses("head_dim", head_dim=3),
+    ),
+    "rope with another d_kv": (
+        {"rope": Rope(1e4), "d_kv": 6},
+        refuses("d_kv", d_kv=6, d_in=8),
+    ),
+    "rope of a number": ({"rope": 1e4}, refuses_type("rope", rope=10000.0)),
+    "dropout 1": ({"dropout": 1.0}, refuses("dropout", dropout=1.0)),
+    "dropout negative": ({"dropout": -0.1}, refuses("dropout", dropout=-0.1)),
+    "dropout NaN": ({"dropout": math.nan}, refuses("dropout", dropout=math.nan)),
+    "dropout text": ({"dropout": "0.5"}, refuses_type("dropout", dropout="0.5")),
+    "dropout False": ({"dropout": False}, refuses_type("dropout", dropout=False)),
+    "dropout None": ({"dropout": None}, refuses_type("dropout", dropout=None)),
+    "output_dropout 1": (
+        {"output_dropout": 1.0},
+        refuses("output_dropout", output_dropout=1.0),
+    ),
+    "output_dropout text": (
+        {"output_dropout": "0"},
+        refuses_type("output_dropout", output_dropout="0"),
+    ),
+    "output_dropout False": (
+        {"output_dropout": np.False_},
+        refuses_type("output_dropout", output_dropout=...),
+    ),
+    "scale 0": ({"scale": 0.0}, refuses("scale", scale=0.0)),
+    "scale negative": ({"scale": -0.5}, refuses("scale", scale=-0.5)),
+    "scale NaN": ({"scale": math.nan}, refuses("scale", scale=math.nan)),
+    "scale infinite": ({"scale": math.inf}, refuses("scale", scale=math.inf)),
+    "scale text": ({"scale": "1"}, refuses_type("scale", scale="1")),
+    "soft_cap 0": ({"soft_cap": 0.0}, refuses("soft_cap", soft_cap=0.0)),
+    "soft_cap text": ({"soft_cap": "50"}, refuses_type("soft_cap", soft_cap="50")),
+    "window_size 0": ({"window_size": 0}, refuses("window_size", window_size=0)),
+    "window_size 1.5": ({"window_size": 1.5}, refuses_type("window_size", window_size=1.5)),
+    "chunk_size True": ({"chunk_size": True}, refuses_type("chunk_size", chunk_size=True)),
+    "window and chunks": (
+        {"window_size": 4, "chunk_size": 8},
+        refuses("window_size", window_size=4, chunk_size=8),
+    ),
+    "qkv_bias text": ({"qkv_bias": "no"}, refuses_type("qkv_bias", qkv_bias="no")),
+    "qkv_bias None": ({"qkv_bias": None}, refuses_type("qkv_bias", qkv_bias=None)),
+    "out_bias 0": ({"out_bias": 0}, refuses_type("out_bias", out_bias=0)),
+    "out_proj 1": ({"out_proj": 1}, refuses_type("out_proj", out_proj=1)),
+    "fused_qkv text": ({"fused_qkv": "x"}, refuses_type("fused_qkv", fused_qkv="x")),
+}
+KINDS = ("MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_spec_refuses_the_configuration(name):
+    keywords, refusal = CONFIGS[name]
+    with refusal:
+        AttentionSpec(**{"d_model": 8, "num_heads": 2, **keywords})
+
+
+THETAS = {
+    "0": (0.0, refuses("theta", theta=0.0)),
+    "NaN": (math.nan, refuses("theta", theta=math.nan)),
+    "infinite": (math.inf, refuses("theta", theta=math.inf)),
+    "text": ("1e4", refuses_type("theta", theta="1e4")),
+    "True": (True, refuses_type("theta", theta=True)),
+    "None": (None, refuses_type("theta", theta=None)),
+}
+
+
+@pytest.mark.parametrize("name", THETAS)
+def test_rope_refuses_theta(name):
+    theta, refusal = THETAS[name]
+    with refusal:
+        Rope(theta)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("spec", [8, None, {"d_model": 8, "num_heads": 2}], ids=repr)
+def test_module_refuses_what_is_not_a_spec(sibling, kind, spec):
+    keywords = {"rngs": nnx.Rngs(0)} if sibling.name == "jax" else {}
+    with refuses_type("spec", spec=spec):
+        getattr(sibling.package, kind)(spec, **keywords)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [np.int8, np.int32, np.bool_, np.complex64], ids=lambda dtype: dtype.__name__)
+def test_module_refuses_weights_that_are_not_floating_point(sibling, kind, dtype):
+    keyword = {"jax": "param_dtype", "torch": "dtype"}[sibling.name]
+    with refuses_type(keyword, {keyword: ...}):
+        sibling.module(kind, AttentionSpec(8, 2), **{keyword: sibling.array(np.zeros(1, dtype)).dtype})
+
+
+# ---- What only JAX and PyTorch reject --------------------------------------------------------------------------------
+
+SPEC = AttentionSpec(8, 2)
+HEADS = {name: ones(2, 2, 3, 4) for name in ("query", "key", "value")}
+TOKENS = {"x": ones(2, 3, 8), "weights": parity.random_weights(SPEC), "spec": SPEC}
+CROSS = AttentionSpec(8, 2, d_in=6, d_kv=5)
+INPUTS = {"query": ones(2, 3, 6), "key": ones(2, 4, 5)}
+both_functions = pytest.mark.parametrize(
+    "function", ["scaled_dot_product_attention", "fused.scaled_dot_product_attention"]
+)
+every_need = pytest.mark.parametrize("need_weights", [False, True], ids=["fused", "plain"])
+
+
+@both_functions
+def test_bias_has_the_dtype_of_heads(sibling, function):
+    """A bias in another dtype than the heads raises an error; ttnn takes one of any dtype."""
+    refusal = refuses_type("bias", {"bias.dtype": ..., "query.dtype": ...})
+    refused(sibling, function, (), {**HEADS, "bias": halves(3, 3)}, refusal)
+
+
+MIXED_LAYERS = {
+    "bias": ({"bias": halves(3, 4)}, refuses_type("bias", {"bias.dtype": ..., "query.dtype": ...})),
+    "inputs": (
+        {"query": halves(2, 3, 6), "key": halves(2, 4, 5)},
+        refuses_type("the input of q_proj", {"x.dtype": ...}),
+    ),
+}
+
+
+@every_need
+@pytest.mark.parametrize("name", MIXED_LAYERS)
+def test_function_has_one_dtype(sibling, name, need_weights):
+    """Inputs or a bias in another dtype than the weights raise an error in the function of a layer."""
+    keywords, refusal = MIXED_LAYERS[name]
+    options = {"weights": parity.random_weights(CROSS), "spec": CROSS, "need_weights": need_weights}
+    refused(sibling, "multi_head_attention", (), {**INPUTS, **keywords, **options}, refusal)
+
+
+@every_need
+@pytest.mark.parametrize("name", MIXED_LAYERS)
+def test_module_has_one_dtype(sibling, name, need_weights):
+    """Inputs or a bias in another dtype than the weights raise an error in a module."""
+    keywords, refusal = MIXED_LAYERS[name]
+    module = sibling.module("MultiHeadAttention", CROSS)
+    keywords = {name: converted(sibling, x) for name, x in {**INPUTS, **keywords}.items()}
+    with refusal:
+        module(**keywords, need_weights=need_weights)
+
+
+def half_cache(sibling):
+    return sibling.package.init_cache(2, 2, 4, 4, sibling.dtype(np.float16))
+
+
+MIXED_CACHES = {
+    "tokens": ({"x": halves(2, 3, 8)}, refuses_type("the input of q_proj", {"x.dtype": ...})),
+    "cache": ({"cache": half_cache}, refuses_type("cache.keys", {"cache.keys.dtype": ..., "key.dtype": ...})),
+}
+
+
+@pytest.mark.parametrize("name", MIXED_CACHES)
+def test_cached_function_has_one_dtype(sibling, name):
+    """Tokens or a cache in another dtype than the weights raise an error in the function."""
+    keywords, refusal = MIXED_CACHES[name]
+    refused(sibling, "multi_head_attention_with_static_cache", (), {**TOKENS, "cache": cache, **keywords}, refusal)
+
+
+@pytest.mark.parametrize("name", MIXED_CACHES)
+def test_cached_module_has_one_dtype(sibling, name):
+    """Tokens or a cache in another dtype than the weights raise an error in a module."""
+    keywords, refusal = MIXED_CACHES[name]
+    module = sibling.module("MultiHeadAttentionWithCache", SPEC)
+    keywords = {name: converted(sibling, x) for name, x in {"x": ones(2, 3, 8), "cache": cache, **keywords}.items()}
+    with refusal:
+        module(**keywords)
+
+
+def cache(sibling):
+    """Two sequences of up to four tokens, two heads of four features."""
+    return sibling.package.init_cache(2, 2, 4, 4)
+
+
+def test_cache_holds_no_booleans(sibling):
+    """A cache of booleans raises an error."""
+    keywords = {"batch_size": 2, "num_kv_heads": 2, "capacity": 4, "head_dim": 4, "dtype": sibling.dtype(np.bool_)}
+    refused(sibling, "init_cache", (), keywords, refuses_type("dtype", dtype=...))
+
+
+LAYER_SPEC = AttentionSpec(8, 2, d_in=6)
+WEIGHTS = parity.random_weights(LAYER_SPEC)
+MIXED_WEIGHTS = {
+    "weight": ({**WEIGHTS, "k_proj.weight": halves(8, 6)}, refuses_type("k_proj.…")),
+    "bias": ({**WEIGHTS, "v_proj.bias": halves(8)}, refuses_type("v_proj.bias")),
+}
+X = ones(2, 3, 6)
+FUNCTIONS = {
+    "plain": ("multi_head_attention", {"query": X, "need_weights": True}),
+    "fused": ("multi_head_attention", {"query": X}),
+    "growing": ("multi_head_attention_with_cache", {"x": X}),
+    "static": ("multi_head_attention_with_static_cache", {"x": X, "cache": cache}),
+}
+every_function = pytest.mark.parametrize("function", FUNCTIONS)
+
+
+@every_function
+@pytest.mark.parametrize("name", MIXED_WEIGHTS)
+def test_weights_have_one_dtype(sibling, name, function):
+    """Weights of several dtypes raise an error in every function; ttnn takes a dtype for each."""
+    weights, refusal = MIXED_WEIGHTS[name]
+    function, keywords = FUNCTIONS[function]
+    refused(sibling, function, (), {**keywords, "weights": weights, "spec": LAYER_SPEC}, refusal)
+
+
+# An empty mask has no use in JAX and PyTorch, and is one of ttnn's.
+EMPTY_MASKS = {
+    "causal": ("create_causal_mask", (0,), {}, refuses("seq_len_q", seq_len_q=0)),
+    "causal keys": ("create_causal_mask", (2, 0), {}, refuses("seq_len_k", seq_len_k=0)),
+    "padding": ("create_padding_mask", ([0], 0), {}, refuses("seq_len_k", seq_len_k=0)),
+    "attention": ("create_attention_mask", (0,), {}, refuses("seq_len_q", seq_len_q=0)),
+    "cached": ("create_causal_mask_with_cache", (0, 2, 2), {}, refuses("seq_len_q", seq_len_q=0)),
+    "window": ("create_sliding_window_mask", (0,), {"window_size": 1}, refuses("seq_len_q", seq_len_q=0)),
+    "slots": ("create_cache_mask", (lengths(1), 0, 4), {}, refuses("seq_len_q", seq_len_q=0)),
+}
+
+
+@pytest.mark.parametrize("name", EMPTY_MASKS)
+def test_mask_of_nothing_raises(sibling, name):
+    """A mask without a query or a key raises an error."""
+    refused(sibling, *EMPTY_MASKS[name])
+
+
+def test_width_must_divide_into_heads(sibling):
+    """PyTorch looks at what each projection returns, JAX at what is split into heads."""
+    refusals = {"torch": refuses("q_proj", "8 features"), "jax": refuses("the width", width=8, num_heads=3)}
+    inputs = [sibling.array(np.ones((2, 3, 8), np.float32))] * 3
+    with refusals[sibling.name]:
+        sibling.package.project_qkv(lambda name, x: x, *inputs, spec=AttentionSpec(9, 3))
+
+
+@ONLY_TORCH
+@pytest.mark.parametrize("name", ["query", "key", "value", "mask", "bias"])
+def test_torch_module_refuses_numpy(sibling, name):
+    inputs = {"query": ones(2, 3, 8), "key": ones(2, 3, 8), "value": ones(2, 3, 8), "mask": booleans(3, 3)}
+    given = {**{other: sibling.array(x) for other, x in inputs.items()}, name: inputs.get(name, ones(3, 3))}
+    with refuses_type(name, "ndarray"):
+        sibling.module("MultiHeadAttention", AttentionSpec(8, 2))(**given)
+
+
+@every_function
+def test_function_refuses_the_weights_of_the_other_framework_in_one_line(sibling, function):
+    function, keywords = FUNCTIONS[function]
+    flat = {"jax": {name: sibling.array(x) for name, x in WEIGHTS.items()}}
+    tree = {"torch": {"q_proj": {"kernel": sibling.array(ones(6, 8))}}}
+    weights = {**flat, **tree}[sibling.name]
+    keywords = {name: converted(sibling, x) for name, x in keywords.items()}
+
+    with (refuses_type if sibling.name == "jax" else refuses)("weights"):
+        getattr(sibling.package, function)(**keywords, weights=weights, spec=LAYER_SPEC)
+
+
+# ---- Weights that are not finite -------------------------------------------------------------------------------------
+
+FINITE_SPEC = parity.AttentionSpec(8, 2)
+
+
+def spoilt(value):
+    weights = parity.random_weights(FINITE_SPEC)
+    weights["k_proj.weight"][1, 2] = value
+    return weights
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("function", ["multi_head_attention", "multi_head_attention_with_cache"])
+def test_weights_that_are_not_finite_are_refused(sibling, function, value):
+    weights = converted(sibling, spoilt(value))
+    with refuses("weights", "NaN or infinities in ['k_proj."):
+        getattr(sibling.package, function)(sibling.array(ones(1, 3, 8)), weights, FINITE_SPEC)
+
+
+def test_weights_may_be_mapped_over_in_torch():
+    import torch
+
+    import mha_torch
+
+    weights = {name: torch.from_numpy(w)[None].repeat(2, *[1] * w.ndim) for name, w in spoilt(0.0).items()}
+    x = torch.ones(1, 3, 8)
+    outputs = torch.func.vmap(lambda w: mha_torch.multi_head_attention(x, w, FINITE_SPEC, need_weights=True)[0])(
+        weights
+    )
+    assert outputs.shape == (2, 1, 3, 8)
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=0)

@@ -1,0 +1,1030 @@
+"""The key/value cache: however the tokens arrive, the results are those of one full causal pass."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from helpers.refusals import refuses, refuses_type
+from helpers.samples import sample
+from helpers.siblings import contents_of
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import mha_jax
+import parity
+from mha_spec import Rope
+
+NUM_TOKENS = 6  # and slots; few and always the same shapes, for JAX compiles each operation once a shape
+CHUNKS = [4, 1, 1]
+
+SPECS = {
+    "mha": parity.AttentionSpec(24, 4),
+    "gqa-rope": parity.AttentionSpec(24, 4, num_kv_heads=2, rope=Rope(10000.0)),
+    "mqa-no-out-proj": parity.AttentionSpec(24, 4, num_kv_heads=1, qkv_bias=False, out_proj=False),
+    "fused-qkv-head-dim": parity.AttentionSpec(24, 4, num_kv_heads=2, head_dim=10, fused_qkv=True, rope=Rope(500.0)),
+}
+GQA_ROPE = SPECS["gqa-rope"]
+
+every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+only_jax = pytest.mark.parametrize("sibling", ["jax"], indirect=True)
+only_torch = pytest.mark.parametrize("sibling", ["torch"], indirect=True)
+drawn = settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture(autouse=True)
+def _without_gradients():
+    """As one decodes in torch, where the cache's storage is then updated in place."""
+    with torch.no_grad():
+        yield
+
+
+@functools.cache
+def layer(sibling, kind, spec, dtype=np.float32):
+    """A module of that class and dtype; equal specs give equal weights. Tests share it and do not change it."""
+    keyword = {"jax": "param_dtype", "torch": "dtype"}[sibling.name]
+    module = sibling.module(kind, spec, **{keyword: sibling.array(np.zeros(1, dtype)).dtype})
+    weights = {name: weight.astype(dtype) for name, weight in parity.random_weights(spec).items()}
+    parity.load_into(module, weights, spec)
+    return module
+
+
+def cached_layer(sibling, spec, dtype=np.float32):
+    return layer(sibling, "MultiHeadAttentionWithCache", spec, dtype)
+
+
+def framework_weights(sibling, module):
+    """The weights in the container that the functional forms take."""
+    return module.state_dict() if sibling.name == "torch" else nnx.to_pure_dict(nnx.state(module, nnx.Param))
+
+
+def random_tokens(spec, num_tokens=NUM_TOKENS, dtype=np.float32, seed=1):
+    """The first tokens, as many as asked for, of three sequences."""
+    return np.random.default_rng(seed).standard_normal((3, NUM_TOKENS + 1, spec.d_in))[:, :num_tokens].astype(dtype)
+
+
+def call(module, *inputs, **options):
+    return module(*inputs, **options)
+
+
+jitted_call = jax.jit(call, static_argnames="is_causal")
+
+
+def called(sibling):
+    """How a module is called: under jit in JAX, as one decodes there, and much the faster to compile."""
+    return jitted_call if sibling.name == "jax" else call
+
+
+def full_pass(sibling, spec, x):
+    """The output of one causal pass over all tokens, without a cache."""
+    module = layer(sibling, "MultiHeadSelfAttention", spec, x.dtype)
+    return sibling.numpy(called(sibling)(module, sibling.array(x), is_causal=True))
+
+
+def feed(sibling, module, x, chunks, capacity=NUM_TOKENS):
+    """The outputs of all tokens, and the cache, after feeding them in chunks of these sizes."""
+    cache = module.init_cache(len(x), capacity)
+    outputs = []
+    for chunk in np.split(x, np.cumsum(chunks)[:-1], axis=1):
+        output, cache = called(sibling)(module, sibling.array(chunk), cache)
+        outputs.append(sibling.numpy(output))
+    return np.concatenate(outputs, axis=1), cache
+
+
+def feed_ragged(sibling, module, x, steps):
+    """The outputs of the tokens fed, at their places in x, and how many each sequence was fed: at most 2 a step."""
+    cache = module.init_cache(len(x), x.shape[1])
+    outputs, num_fed = np.zeros_like(x), np.zeros(len(x), int)
+    for new_lengths in steps:
+        is_new = np.arange(2) < np.array(new_lengths)[:, None]
+        rows, columns = np.nonzero(is_new)
+        places = rows, num_fed[rows] + columns
+        new_tokens = np.full_like(x[:, :2], 1e3)  # padding that would show, were it looked at
+        new_tokens[is_new] = x[places]
+        output, cache = module(sibling.array(new_tokens), cache, new_lengths=list(new_lengths))
+        outputs[places] = sibling.numpy(output)[is_new]
+        num_fed += new_lengths
+    return outputs, num_fed
+
+
+def filled_cache(sibling, module, lengths, capacity=NUM_TOKENS):
+    """A cache that holds the first few random tokens of each sequence."""
+    x = random_tokens(module.spec, num_tokens=max(*lengths, 1), seed=2)
+    cache = module.init_cache(len(lengths), capacity)
+    return called(sibling)(module, sibling.array(x), cache, new_lengths=sibling.array(lengths))[1]
+
+
+SHARED = parity.AttentionSpec(24, 4, num_kv_heads=2, qk_norm=parity.Norm(), rope=Rope(500.0), window_size=3)
+
+
+def sharing(sibling, source):
+    """A cached layer of the same weights that shares the keys and values of a source."""
+    weights = {name: array for name, array in parity.weights_of(source).items() if name[:2] not in ("k_", "v_")}
+    shared = sibling.module("MultiHeadAttentionWithCache", source.spec.replace(shared_kv=True))
+    return parity.load_into(shared, weights, shared.spec)
+
+
+@sample(jax=1)
+@pytest.mark.parametrize("steps", [[None] * 3, [[4, 2, 0], [1, 1, 1], [0, 1, 1]]], ids=["even", "ragged"])
+def test_a_layer_of_shared_keys_attends_to_the_cache_of_the_other_and_leaves_it_as_it_is(sibling, steps):
+    """With the other layer's weights and input it gives the other layer's output, after that has appended."""
+    source = cached_layer(sibling, SHARED)
+    shared, cache = sharing(sibling, source), source.init_cache(3, NUM_TOKENS)
+    for x, new_lengths in zip(np.split(random_tokens(SHARED), np.cumsum(CHUNKS)[:-1], axis=1), steps, strict=True):
+        tokens, told = sibling.array(x), {} if new_lengths is None else {"new_lengths": sibling.array(new_lengths)}
+        expected, cache = called(sibling)(source, tokens, cache, **told)
+        before = contents_of(sibling, cache)
+        found, after = called(sibling)(shared, tokens, cache, **told)
+        assert np.array_equal(sibling.numpy(found), sibling.numpy(expected))
+        assert all(map(np.array_equal, contents_of(sibling, after), before))
+
+
+def test_a_growing_cache_of_another_layer_holds_the_new_tokens(sibling):
+    source = cached_layer(sibling, SHARED)
+    shared, x = sharing(sibling, source), random_tokens(SHARED)
+    grow = sibling.package.multi_head_attention_with_cache
+    weights, own = framework_weights(sibling, source), framework_weights(sibling, shared)
+    cache = ()
+    for chunk in map(sibling.array, np.split(x, np.cumsum(CHUNKS)[:-1], axis=1)):
+        expected, *cache = grow(chunk, weights, SHARED, *cache)
+        found, *after = grow(chunk, own, shared.spec, *cache)
+        assert np.array_equal(sibling.numpy(found), sibling.numpy(expected))
+        assert all(np.array_equal(sibling.numpy(a), sibling.numpy(b)) for a, b in zip(after, cache, strict=True))
+
+
+def test_a_cache_without_the_new_tokens_is_refused_by_a_layer_of_shared_keys(sibling):
+    source = cached_layer(sibling, SHARED)
+    shared, x = sharing(sibling, source), sibling.array(random_tokens(SHARED, 2))
+    with refuses("cache", lengths=[0, 0, 0], new_lengths=[2, 2, 2]):
+        shared(x, source.init_cache(3, NUM_TOKENS))
+    with refuses("cache", lengths=[2, 1, 3], new_lengths=[2, 2, 2]):
+        shared(x, filled_cache(sibling, source, [2, 1, 3]))
+    other = SHARED.replace(num_kv_heads=4)
+    with refuses("cache.keys", {"cache.keys.shape": (3, 4, NUM_TOKENS, 6)}):
+        shared(x, filled_cache(sibling, cached_layer(sibling, other), [2, 2, 3]))
+    grow = sibling.package.multi_head_attention_with_cache
+    with refuses("cache_k and cache_v", "None"):
+        grow(x, framework_weights(sibling, shared), shared.spec)
+    k = sibling.array(np.zeros((3, 2, 1, 6), np.float32))
+    with refuses("cache", lengths=[1], new_lengths=[2]):
+        grow(x, framework_weights(sibling, shared), shared.spec, k, k)
+
+
+@only_jax
+def test_a_cache_without_the_new_tokens_gives_nan_under_jit(sibling):
+    source = cached_layer(sibling, SHARED)
+    shared, x = sharing(sibling, source), sibling.array(random_tokens(SHARED, 2))
+    output, _ = jitted_call(shared, x, filled_cache(sibling, source, [2, 1, 3]))
+    assert np.isnan(sibling.numpy(output)).all(axis=(1, 2)).tolist() == [False, True, False]
+
+
+def projected(x, weights, name, spec, theta=None):
+    """Keys or values (B, K, T, H) from the formulas, in float64; RoPE as a rotation of complex numbers."""
+    y = x @ weights[f"{name}.weight"].T.astype(np.float64) + weights.get(f"{name}.bias", 0.0)
+    y = y.reshape(*x.shape[:2], spec.num_kv_heads, spec.head_dim).swapaxes(1, 2)
+    if theta is None:
+        return y
+    first, second = np.split(y, 2, axis=-1)
+    frequencies = theta ** (-2 * np.arange(spec.head_dim // 2) / spec.head_dim)
+    turned = (first + 1j * second) * np.exp(1j * np.arange(x.shape[1])[:, None] * frequencies)
+    return np.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def assert_same_up_to_rounding(actual, expected):
+    """Equal but for the order of the sums.
+
+    Shapes of matrix products differ, and with them the order in which a kernel adds. Measured over every test here
+    and all dtypes: at most 2.0 units of rounding (`eps` times the largest element); 4 are allowed.
+    """
+    __tracebackhide__ = True
+    assert actual.shape == expected.shape
+    actual, expected, eps = actual.astype(np.float64), expected.astype(np.float64), ml_dtypes.finfo(actual.dtype).eps
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=4 * float(eps) * np.abs(expected).max())
+
+
+# ---- However the tokens arrive ---------------------------------------------------------------------------------------
+
+
+@sample(jax=0)
+@drawn
+@given(cuts=st.sets(st.integers(1, NUM_TOKENS - 1)))
+def test_any_chunking_equals_the_full_pass(sibling, cuts):
+    x = random_tokens(GQA_ROPE)
+    chunks = np.diff([0, *sorted(cuts), NUM_TOKENS])
+    output, _ = feed(sibling, cached_layer(sibling, GQA_ROPE), x, chunks)
+    assert_same_up_to_rounding(output, full_pass(sibling, GQA_ROPE, x))
+
+
+@sample(jax=0)
+@drawn
+@given(steps=st.lists(st.tuples(*3 * [st.integers(0, 2)]), min_size=1, max_size=3))
+def test_ragged_batch_equals_each_sequence_alone(sibling, steps):
+    x = random_tokens(GQA_ROPE)
+    output, num_fed = feed_ragged(sibling, cached_layer(sibling, GQA_ROPE), x, steps)
+    alone = np.concatenate([full_pass(sibling, GQA_ROPE, sequence[None]) for sequence in x])
+    is_fed = np.arange(NUM_TOKENS) < num_fed[:, None]
+    assert_same_up_to_rounding(output, np.where(is_fed[..., None], alone, 0))
+
+
+@sample(jax=1)
+@pytest.mark.parametrize("capacity", [7, 64])
+def test_capacity_changes_nothing(sibling, capacity):
+    x = random_tokens(GQA_ROPE)
+    module = cached_layer(sibling, GQA_ROPE)
+    output, _ = feed(sibling, module, x, CHUNKS, capacity)
+    expected, _ = feed(sibling, module, x, CHUNKS, NUM_TOKENS)
+    assert_same_up_to_rounding(output, expected)
+
+
+@sample(jax=0)
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bfloat16", "float16"])
+def test_half_precision_decoding_equals_the_full_pass(sibling, dtype):
+    x = random_tokens(GQA_ROPE, dtype=dtype)
+    output, _ = feed(sibling, cached_layer(sibling, GQA_ROPE, dtype), x, CHUNKS)
+    assert_same_up_to_rounding(output, full_pass(sibling, GQA_ROPE, x))
+
+
+@sample(jax=1)
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bfloat16", "float16"])
+def test_half_precision_cache_keeps_its_dtype(sibling, dtype):
+    x = random_tokens(GQA_ROPE, dtype=dtype)
+    output, cache = feed(sibling, cached_layer(sibling, GQA_ROPE, dtype), x, CHUNKS)
+    assert {output.dtype, sibling.numpy(cache.keys).dtype, sibling.numpy(cache.values).dtype} == {np.dtype(dtype)}
+
+
+# ---- The growing form ------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def growing_step(sibling, spec):
+    """The growing form of the spec: (x, weights, cache_k, cache_v) -> (output, cache_k, cache_v)."""
+
+    def step(x, weights, cache_k, cache_v):
+        return sibling.package.multi_head_attention_with_cache(x, weights, spec, cache_k, cache_v)
+
+    return jax.jit(step) if sibling.name == "jax" else step
+
+
+def grow(sibling, spec, x, chunks):
+    """The outputs, keys and values of the growing form, fed in chunks of these sizes."""
+    weights = framework_weights(sibling, cached_layer(sibling, spec))
+    keys = values = None
+    outputs = []
+    for chunk in np.split(x, np.cumsum(chunks)[:-1], axis=1):
+        output, keys, values = growing_step(sibling, spec)(sibling.array(chunk), weights, keys, values)
+        outputs.append(sibling.numpy(output))
+    return np.concatenate(outputs, axis=1), sibling.numpy(keys), sibling.numpy(values)
+
+
+@sample(jax=1)
+@every_spec
+def test_growing_cache_equals_the_static_one(sibling, spec):
+    x = random_tokens(spec)
+    _, cache = feed(sibling, cached_layer(sibling, spec), x, CHUNKS)
+    _, keys, values = grow(sibling, spec, x, CHUNKS)
+    assert_same_up_to_rounding(keys, sibling.numpy(cache.keys))
+    assert_same_up_to_rounding(values, sibling.numpy(cache.values))
+
+
+@sample(jax=0)
+def test_growing_cache_equals_the_static_one_token_by_token(sibling):
+    x = random_tokens(GQA_ROPE)
+    output, _, _ = grow(sibling, GQA_ROPE, x, [1] * NUM_TOKENS)
+    assert_same_up_to_rounding(output, feed(sibling, cached_layer(sibling, GQA_ROPE), x, [1] * NUM_TOKENS)[0])
+
+
+@sample(jax=0)
+@every_spec
+def test_static_functional_form_equals_the_module(sibling, spec):
+    x = sibling.array(random_tokens(spec, num_tokens=4))
+    module = cached_layer(sibling, spec)
+    output, _ = sibling.package.multi_head_attention_with_static_cache(
+        x,
+        framework_weights(sibling, module),
+        spec,
+        module.init_cache(3, NUM_TOKENS),
+        new_lengths=[4, 0, 3],
+    )
+    new_lengths = sibling.array([4, 0, 3])
+    expected, _ = called(sibling)(module, x, module.init_cache(3, NUM_TOKENS), new_lengths=new_lengths)
+    assert_same_up_to_rounding(sibling.numpy(output), sibling.numpy(expected))
+
+
+@pytest.mark.parametrize("given", ["cache_k", "cache_v"])
+def test_growing_cache_takes_both_or_none(sibling, given):
+    weights = framework_weights(sibling, cached_layer(sibling, GQA_ROPE))
+    cached = {given: sibling.array(np.zeros((3, 2, 5, 6), np.float32))}
+    with refuses("cache_k and cache_v", "only one of them"):
+        sibling.package.multi_head_attention_with_cache(
+            sibling.array(random_tokens(GQA_ROPE)), weights, GQA_ROPE, **cached
+        )
+
+
+@pytest.mark.parametrize("shape", [(5,), (3, 2, 5), (3, 4, 5, 6), (1, 2, 5, 6), (3, 2, 5, 4)], ids=str)
+def test_growing_cache_refuses_other_shapes(sibling, shape):
+    weights = framework_weights(sibling, cached_layer(sibling, GQA_ROPE))
+    cache = sibling.array(np.zeros(shape, np.float32))
+    with refuses("cache_k", {"cache_k.shape": shape}):
+        sibling.package.multi_head_attention_with_cache(
+            sibling.array(random_tokens(GQA_ROPE)), weights, GQA_ROPE, cache, cache
+        )
+
+
+# ---- What the cache holds --------------------------------------------------------------------------------------------
+
+
+@sample(jax=1)
+@every_spec
+def test_cache_holds_the_projected_keys(sibling, spec):
+    x = random_tokens(spec)
+    _, cache = feed(sibling, cached_layer(sibling, spec), x, CHUNKS)
+    expected = projected(x, parity.random_weights(spec), "k_proj", spec, spec.rope and spec.rope.theta)
+    assert_same_up_to_rounding(sibling.numpy(cache.keys), expected)
+
+
+@sample(jax=1)
+@every_spec
+def test_cache_holds_the_projected_values(sibling, spec):
+    x = random_tokens(spec)
+    _, cache = feed(sibling, cached_layer(sibling, spec), x, CHUNKS)
+    assert_same_up_to_rounding(sibling.numpy(cache.values), projected(x, parity.random_weights(spec), "v_proj", spec))
+
+
+@sample(jax=1)
+@pytest.mark.parametrize("part", ["keys", "values"])
+def test_no_cached_token_is_empty(sibling, part):
+    _, cache = feed(sibling, cached_layer(sibling, GQA_ROPE), random_tokens(GQA_ROPE), CHUNKS)
+    assert np.abs(sibling.numpy(getattr(cache, part))).max(axis=-1).min() > 0
+
+
+# ---- What may not matter ---------------------------------------------------------------------------------------------
+
+# With the largest of these a dot product of a query and a key is still finite in float32.
+junk = pytest.mark.parametrize("value", [1.0, -65504.0, 1e30])
+
+
+@sample(jax=1)
+@junk
+@pytest.mark.parametrize("num_new", [1, 2])
+def test_stale_slots_change_nothing(sibling, value, num_new):
+    module = cached_layer(sibling, GQA_ROPE)
+    x = sibling.array(random_tokens(GQA_ROPE, num_tokens=num_new))
+    cache = filled_cache(sibling, module, [2, 4, 0])
+    keys, values, lengths = contents_of(sibling, cache)
+    expected, _ = module(x, cache)
+    is_stale = np.arange(NUM_TOKENS)[:, None] >= lengths[:, None, None, None]
+    keys, values = (np.where(is_stale, np.float32(value), held) for held in (keys, values))
+    output, _ = module(x, sibling.package.KVCache(*map(sibling.array, (keys, values, lengths))))
+    np.testing.assert_array_equal(sibling.numpy(output), sibling.numpy(expected))
+
+
+# ---- Masks, biases and positions beside the causality of the cache ---------------------------------------------------
+
+
+def window_mask(num_tokens, capacity, window_size):
+    """Hides all but the last few slots up to a token's own, (T, S); causality itself is the cache's."""
+    return np.arange(num_tokens)[:, None] - np.arange(capacity) >= window_size
+
+
+def feed_with(sibling, module, x, chunks, capacity=NUM_TOKENS, **options):
+    """As `feed`, with arrays that have a row for each token, cut as the tokens are."""
+    cache = module.init_cache(len(x), capacity)
+    outputs, begin = [], 0
+    for chunk in chunks:
+        end = begin + chunk
+        cut = {
+            name: sibling.array(array[:, begin:end] if name == "positions" else array[..., begin:end, :])
+            for name, array in options.items()
+        }
+        output, cache = module(sibling.array(x[:, begin:end]), cache, **cut)
+        outputs.append(sibling.numpy(output))
+        begin = end
+    return np.concatenate(outputs, axis=1), cache
+
+
+def grow_with(sibling, spec, x, chunks, **options):
+    """The same of the growing form."""
+    module = cached_layer(sibling, spec)
+    cached, outputs, begin = (None, None), [], 0
+    for chunk in chunks:
+        end = begin + chunk
+        cut = {
+            name: sibling.array(array[:, begin:end] if name == "positions" else array[..., begin:end, :end])
+            for name, array in options.items()
+        }
+        weights = framework_weights(sibling, module)
+        output, *cached = sibling.package.multi_head_attention_with_cache(
+            sibling.array(x[:, begin:end]), weights, spec, *cached, **cut
+        )
+        outputs.append(sibling.numpy(output))
+        begin = end
+    return np.concatenate(outputs, axis=1)
+
+
+def one_pass(sibling, spec, x, **options):
+    """The output of one causal pass with a mask, a bias or positions, without a cache."""
+    module = layer(sibling, "MultiHeadSelfAttention", spec, x.dtype)
+    arrays = {name: sibling.array(array) for name, array in options.items()}
+    return sibling.numpy(module(sibling.array(x), is_causal=True, **arrays))
+
+
+MORE_CHUNKS = pytest.mark.parametrize("chunks", [[6], CHUNKS, [1, 3, 2]], ids=str)
+
+
+@sample(jax=0)
+@MORE_CHUNKS
+@pytest.mark.parametrize("form", ["static", "growing"])
+def test_sliding_window_over_a_cache_equals_one_pass(sibling, form, chunks):
+    x = random_tokens(GQA_ROPE)
+    mask = window_mask(NUM_TOKENS, NUM_TOKENS, window_size=3)
+    if form == "static":
+        output, _ = feed_with(sibling, cached_layer(sibling, GQA_ROPE), x, chunks, mask=mask)
+    else:
+        output = grow_with(sibling, GQA_ROPE, x, chunks, mask=mask)
+    assert_same_up_to_rounding(output, one_pass(sibling, GQA_ROPE, x, mask=mask))
+    assert np.abs(output - full_pass(sibling, GQA_ROPE, x)).max() > 1e-3  # the window hides something
+
+
+@sample(jax=1)
+@MORE_CHUNKS
+@pytest.mark.parametrize("form", ["static", "growing"])
+def test_bias_by_distance_over_a_cache_equals_one_pass(sibling, form, chunks):  # ALiBi
+    x, spec = random_tokens(SPECS["mha"]), SPECS["mha"]
+    slopes = 2.0 ** -np.arange(1, 1 + spec.num_heads, dtype=np.float32)[:, None, None]
+    bias = slopes * (np.arange(NUM_TOKENS) - np.arange(NUM_TOKENS)[:, None]).astype(np.float32)
+    if form == "static":
+        output, _ = feed_with(sibling, cached_layer(sibling, spec), x, chunks, bias=bias)
+    else:
+        output = grow_with(sibling, spec, x, chunks, bias=bias)
+    assert_same_up_to_rounding(output, one_pass(sibling, spec, x, bias=bias))
+    assert np.abs(output - full_pass(sibling, spec, x)).max() > 1e-3
+
+
+@sample(jax=1)
+@MORE_CHUNKS
+@pytest.mark.parametrize("form", ["static", "growing"])
+def test_left_padding_changes_nothing(sibling, form, chunks):
+    num_padding = np.array([0, 3, 1])
+    tokens = random_tokens(GQA_ROPE)
+    x = np.full_like(tokens, 1e3)  # padding that would show, were it seen
+    for row, count in enumerate(num_padding):
+        x[row, count:] = tokens[row, : NUM_TOKENS - count]
+    mask = np.broadcast_to(
+        np.arange(NUM_TOKENS) < num_padding[:, None, None, None], (3, 1, NUM_TOKENS, NUM_TOKENS)
+    ).copy()
+    positions = np.maximum(np.arange(NUM_TOKENS) - num_padding[:, None], 0).astype(np.int32)
+    if form == "static":
+        output, _ = feed_with(sibling, cached_layer(sibling, GQA_ROPE), x, chunks, mask=mask, positions=positions)
+    else:
+        output = grow_with(sibling, GQA_ROPE, x, chunks, mask=mask, positions=positions)
+    alone = full_pass(sibling, GQA_ROPE, tokens)
+    for row, count in enumerate(num_padding):
+        assert_same_up_to_rounding(output[row, count:], alone[row, : NUM_TOKENS - count])
+
+
+def test_mask_of_all_slots_may_be_wider_than_what_is_filled(sibling):
+    x, mask = random_tokens(GQA_ROPE, num_tokens=2), np.zeros((3, 1, 1, 9), bool)
+    mask[1, ..., 0] = True
+    module = cached_layer(sibling, GQA_ROPE)
+    output, _ = module(sibling.array(x), module.init_cache(3, 9), mask=sibling.array(mask))
+    assert_same_up_to_rounding(sibling.numpy(output), one_pass(sibling, GQA_ROPE, x, mask=mask[..., :2]))
+
+
+REFUSED_OPTIONS = {
+    "mask-keys": ({"mask": np.zeros((2, 5), bool)}, refuses("mask", {"mask.shape": (2, 5)})),
+    "float-mask": ({"mask": np.zeros((2, 6), np.float32)}, refuses_type("mask", {"mask.dtype": ...})),
+    "bias-keys": ({"bias": np.zeros((2, 5), np.float32)}, refuses("bias", {"bias.shape": (2, 5)})),
+    "bias-dtype": (
+        {"bias": np.zeros((2, 6), np.float16)},
+        refuses_type("bias", {"bias.dtype": ..., "query.dtype": ...}),
+    ),
+    "positions": (
+        {"positions": np.zeros((3, 3), np.int32)},
+        refuses("positions", {"positions.shape": (3, 3)}),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_OPTIONS)
+def test_what_does_not_fit_the_cache_is_refused_and_leaves_it(sibling, name):
+    options, refusal = REFUSED_OPTIONS[name]
+    module = cached_layer(sibling, GQA_ROPE)
+    cache = module.init_cache(3, NUM_TOKENS)
+    with refusal:
+        module(
+            sibling.array(random_tokens(GQA_ROPE, num_tokens=2)),
+            cache,
+            **{key: sibling.array(array) for key, array in options.items()},
+        )
+    assert not sibling.numpy(cache.keys).any()
+
+
+def test_cache_ignores_positions_that_nothing_depends_on(sibling):
+    module = cached_layer(sibling, SPECS["mha"])
+    x, positions = random_tokens(SPECS["mha"], num_tokens=2), sibling.array(np.full((1, 2), 7, np.int32))
+    cache = module.init_cache(3, NUM_TOKENS)
+    outputs = [sibling.numpy(module(sibling.array(x), cache, positions=each)[0]) for each in (None, positions)]
+    np.testing.assert_array_equal(*outputs)
+    with refuses("positions", {"positions.shape": (1, 2)}):
+        module(sibling.array(x[:, :1]), cache, positions=positions)
+
+
+# ---- No tokens at all ------------------------------------------------------------------------------------------------
+
+
+@sample(jax=1)
+@pytest.mark.parametrize("held", [[0, 0, 0], [2, 2, 2], [1, 4, 0]], ids=str)
+@pytest.mark.parametrize("new_lengths", [None, [0, 0, 0]], ids=["all", "ragged"])
+def test_no_new_tokens_leave_the_cache_as_it_was(sibling, held, new_lengths):
+    module = cached_layer(sibling, GQA_ROPE)
+    cache = filled_cache(sibling, module, held)
+    before = contents_of(sibling, cache)
+    output, cache = module(sibling.array(random_tokens(GQA_ROPE, num_tokens=0)), cache, new_lengths=new_lengths)
+    assert output.shape == (3, 0, 24)
+    for now, then in zip(contents_of(sibling, cache), before, strict=True):
+        np.testing.assert_array_equal(now, then, strict=True)
+
+
+@sample(jax=0)
+@pytest.mark.parametrize("new_lengths", [None, []], ids=["all", "ragged"])
+def test_cache_of_no_sequences_takes_tokens_of_none(sibling, new_lengths):
+    module = cached_layer(sibling, GQA_ROPE)
+    x = sibling.array(random_tokens(GQA_ROPE)[:0])
+    output, cache = module(x, module.init_cache(0, NUM_TOKENS), new_lengths=new_lengths)
+    assert (output.shape, cache.lengths.shape) == ((0, NUM_TOKENS, 24), (0,))
+
+
+@sample(jax=1)
+@pytest.mark.parametrize(("batch_size", "num_tokens"), [(3, 0), (0, 2)], ids=["tokens", "sequences"])
+@pytest.mark.parametrize("num_cached", [None, 0, 4])
+def test_growing_cache_takes_nothing(sibling, batch_size, num_tokens, num_cached):
+    cached = (None, None)
+    if num_cached is not None:
+        cached = [sibling.array(np.zeros((batch_size, 2, num_cached, 6), np.float32)) for _ in range(2)]
+    x = sibling.array(np.zeros((batch_size, num_tokens, 24), np.float32))
+    weights = framework_weights(sibling, cached_layer(sibling, GQA_ROPE))
+    output, keys, _ = sibling.package.multi_head_attention_with_cache(x, weights, GQA_ROPE, *cached)
+    assert (output.shape, keys.shape) == (
+        (batch_size, num_tokens, 24),
+        (batch_size, 2, num_tokens + (num_cached or 0), 6),
+    )
+
+
+# ---- Caches made of caches -------------------------------------------------------------------------------------------
+
+
+def held_by(sibling, cache):
+    """Keys and values of the tokens that a cache holds, by sequence."""
+    keys, values, lengths = contents_of(sibling, cache)
+    return [(keys[row, :, :length], values[row, :, :length]) for row, length in enumerate(lengths)]
+
+
+def assert_holds(sibling, cache, expected):
+    """The tokens expected, and nothing in the other slots."""
+    found, (keys, values, lengths) = held_by(sibling, cache), contents_of(sibling, cache)
+    assert len(found) == len(expected)
+    for now, then in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(now, then)
+    is_free = np.arange(keys.shape[2]) >= lengths[:, None]
+    assert not np.moveaxis(keys, 1, 2)[is_free].any()
+    assert not np.moveaxis(values, 1, 2)[is_free].any()
+
+
+def assert_goes_on_as_its_sequences(sibling, cache, sequences):
+    """Another token of each gives what it gives over the sequences alone, and changes no other cache."""
+    module = cached_layer(sibling, GQA_ROPE)
+    x = random_tokens(GQA_ROPE, num_tokens=1)[:1].repeat(len(sequences), axis=0)
+    output, _ = module(sibling.array(x), cache)
+    whole = [full_pass(sibling, GQA_ROPE, np.concatenate([tokens[None], x[:1]], axis=1))[0, -1] for tokens in sequences]
+    assert_same_up_to_rounding(sibling.numpy(output)[:, 0], np.stack(whole))
+
+
+HELD = [2, 4, 0]
+
+
+def cache_and_tokens(sibling):
+    """A cache of three sequences, and the tokens that each holds."""
+    cache = filled_cache(sibling, cached_layer(sibling, GQA_ROPE), HELD)
+    x = random_tokens(GQA_ROPE, num_tokens=max(HELD), seed=2)
+    return cache, [tokens[:length] for tokens, length in zip(x, HELD, strict=True)]
+
+
+MADE = {
+    "reorder": (lambda cache: cache.reorder([2, 0, 0, 1]), [2, 0, 0, 1]),
+    "reorder-one": (lambda cache: cache.reorder([1]), [1]),
+    "repeat": (lambda cache: cache.repeat(2), [0, 0, 1, 1, 2, 2]),
+    "repeat-once": (lambda cache: cache.repeat(1), [0, 1, 2]),
+    "grow": (lambda cache: cache.grow(9), [0, 1, 2]),
+    "grow-by-nothing": (lambda cache: cache.grow(NUM_TOKENS), [0, 1, 2]),
+}
+
+
+@sample(jax=0)
+@pytest.mark.parametrize("name", MADE)
+def test_cache_made_of_a_cache_goes_on_as_its_sequences(sibling, name):
+    make, order = MADE[name]
+    cache, tokens = cache_and_tokens(sibling)
+    expected, before = held_by(sibling, cache), contents_of(sibling, cache)
+    made = make(cache)
+    assert made.capacity == (9 if name == "grow" else NUM_TOKENS)
+    assert_holds(sibling, made, [expected[index] for index in order])
+    assert_goes_on_as_its_sequences(sibling, made, [tokens[index] for index in order])
+    for now, then in zip(contents_of(sibling, cache), before, strict=True):  # it has storage of its own
+        np.testing.assert_array_equal(now, then, strict=True)
+
+
+@sample(jax=1)
+@pytest.mark.parametrize("lengths", [0, [1, 3, 0], [2, 4, 0]], ids=str)
+@pytest.mark.parametrize("kind", ["list", "array"])
+def test_cropped_cache_goes_on_as_its_first_tokens(sibling, lengths, kind):
+    cache, tokens = cache_and_tokens(sibling)
+    expected, before = held_by(sibling, cache), contents_of(sibling, cache)
+    kept = [lengths] * 3 if isinstance(lengths, int) else lengths
+    made = cache.crop(lengths if kind == "list" or isinstance(lengths, int) else sibling.array(lengths))
+    assert made.capacity == NUM_TOKENS
+    assert sibling.numpy(made.lengths).dtype == np.int32
+    first = [tuple(x[:, :length] for x in held) for held, length in zip(expected, kept, strict=True)]
+    assert_holds(sibling, made, first)
+    assert_goes_on_as_its_sequences(sibling, made, [each[:length] for each, length in zip(tokens, kept, strict=True)])
+    for now, then in zip(contents_of(sibling, cache), before, strict=True):
+        np.testing.assert_array_equal(now, then, strict=True)
+
+
+REFUSED_MAKING = {
+    "index": (lambda cache: cache.reorder([0, 3]), refuses("indices", indices=[0, 3])),
+    "negative-index": (lambda cache: cache.reorder([-1]), refuses("indices", indices=[-1])),
+    "float-index": (lambda cache: cache.reorder([0.0]), refuses_type("indices", {"indices.dtype": ...})),
+    "index-of-2-axes": (lambda cache: cache.reorder([[0]]), refuses("indices", {"indices.shape": (1, 1)})),
+    "no-repeats": (lambda cache: cache.repeat(0), refuses("repeats", repeats=0)),
+    "half-a-repeat": (lambda cache: cache.repeat(1.5), refuses_type("repeats", repeats=1.5)),
+    "fewer-slots": (lambda cache: cache.grow(5), refuses("capacity", capacity=5)),
+    "float-slots": (lambda cache: cache.grow(7.0), refuses_type("capacity", capacity=7.0)),
+    "longer": (
+        lambda cache: cache.crop([2, 4, 1]),
+        refuses("lengths", "lengths=[2, 4, 1] and [2, 4, 0]"),
+    ),
+    "longer-than-one": (lambda cache: cache.crop(1), refuses("lengths", "lengths=[1, 1, 1] and [2, 4, 0]")),
+    "negative-length": (lambda cache: cache.crop(-1), refuses("lengths", lengths=[-1, -1, -1])),
+    "too-few-lengths": (lambda cache: cache.crop([1]), refuses("lengths", {"lengths.shape": (1,)})),
+    "float-lengths": (lambda cache: cache.crop([1.0, 1.0, 0.0]), refuses_type("lengths", {"lengths.dtype": ...})),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_MAKING)
+def test_cache_refuses_to_be_made_into(sibling, name):
+    make, refusal = REFUSED_MAKING[name]
+    with refusal:
+        make(cache_and_tokens(sibling)[0])
+
+
+# ---- Capacity --------------------------------------------------------------------------------------------------------
+
+
+def test_padding_may_reach_past_the_capacity(sibling):
+    module = cached_layer(sibling, GQA_ROPE)
+    x = sibling.array(random_tokens(GQA_ROPE, num_tokens=4))
+    output, cache = module(x, filled_cache(sibling, module, [5, 2, 6], capacity=6), new_lengths=[1, 4, 0])
+    expected, _ = module(x, filled_cache(sibling, module, [5, 2, 6], capacity=10), new_lengths=[1, 4, 0])
+    assert sibling.numpy(cache.lengths).tolist() == [6, 6, 6]
+    assert_same_up_to_rounding(sibling.numpy(output), sibling.numpy(expected))
+
+
+@pytest.mark.parametrize(
+    ("new_lengths", "error"),
+    [
+        ([-1, 2, 2], ValueError),
+        ([5, 0, 0], ValueError),
+        ([1, 2], ValueError),
+        ([[1, 2, 0]], ValueError),
+        ([1.0, 2.0, 0.0], TypeError),
+    ],
+    ids=["negative", "too-long", "too-few", "rank", "float"],
+)
+def test_new_lengths_must_be_an_integer_within_the_new_tokens_for_each_sequence(sibling, new_lengths, error):
+    module = cached_layer(sibling, GQA_ROPE)
+    x = sibling.array(random_tokens(GQA_ROPE, num_tokens=4))
+    with refuses("new_lengths").of(error):
+        module(x, module.init_cache(3, NUM_TOKENS), new_lengths=new_lengths)
+
+
+@pytest.mark.parametrize("part", ["key", "value"])
+def test_append_refuses_another_dtype_before_any_work(sibling, part):
+    cache = sibling.package.init_cache(1, 1, 4, 2)
+    x = np.ones((1, 1, 3, 2), np.float32)
+    arrays = {"key": sibling.array(x), "value": sibling.array(x), part: sibling.array(x.astype(np.float16))}
+    with refuses_type("cache.keys" if part == "key" else "value"):
+        sibling.package.append_to_cache(cache, **arrays)
+    np.testing.assert_array_equal(sibling.numpy(cache.keys), 0)
+
+
+# ---- jit -------------------------------------------------------------------------------------------------------------
+
+
+def decode_step(params, x, cache, new_lengths=None):
+    """One functional step of `GQA_ROPE`."""
+    return mha_jax.multi_head_attention_with_static_cache(x, params, GQA_ROPE, cache, new_lengths=new_lengths)
+
+
+jitted_step = jax.jit(decode_step)
+
+
+@only_jax
+@pytest.mark.parametrize("form", ["function", "module"])
+def test_step_is_traced_once_for_64_steps(sibling, form):
+    module = cached_layer(sibling, GQA_ROPE)
+    params = framework_weights(sibling, module)
+    traces = []
+
+    @jax.jit
+    def step(weights, x, cache):
+        traces.append(form)
+        return weights(x, cache) if form == "module" else decode_step(weights, x, cache)
+
+    x, cache = jnp.asarray(random_tokens(GQA_ROPE, num_tokens=1)), module.init_cache(3, 64)
+    for _ in range(64):
+        _, cache = step(module if form == "module" else params, x, cache)
+    assert len(traces) == 1
+    assert cache.lengths.tolist() == [64, 64, 64]
+
+
+@only_jax
+def test_jitted_ragged_step_equals_the_eager_one(sibling):
+    module = cached_layer(sibling, GQA_ROPE)
+    x = jnp.asarray(random_tokens(GQA_ROPE, num_tokens=2))
+    cache, new_lengths = filled_cache(sibling, module, [4, 1, 0]), jnp.array([2, 0, 1], jnp.int32)
+    output, appended = jitted_step(framework_weights(sibling, module), x, cache, new_lengths)
+    expected, expected_cache = module(x, cache, new_lengths=new_lengths)
+    assert appended.lengths.tolist() == [6, 1, 1]
+    assert_same_up_to_rounding(np.asarray(output), np.asarray(expected))
+    assert_same_up_to_rounding(np.asarray(appended.keys), np.asarray(expected_cache.keys))
+
+
+@only_jax
+@pytest.mark.parametrize("new_lengths", [None, [1, 2, 2]], ids=["all", "ragged"])
+def test_jitted_overflow_gives_nan(sibling, new_lengths):
+    module = cached_layer(sibling, GQA_ROPE)
+    x = jnp.asarray(random_tokens(GQA_ROPE, num_tokens=2))
+    cache = filled_cache(sibling, module, [6, 1, 5])
+    new_lengths = None if new_lengths is None else jnp.array(new_lengths, jnp.int32)
+    output, _ = jitted_step(framework_weights(sibling, module), x, cache, new_lengths)
+    assert np.isnan(output).all(axis=(1, 2)).tolist() == [True, False, True]
+
+
+@only_jax
+def test_jitted_overflow_keeps_the_tokens_of_its_sequence(sibling):
+    module = cached_layer(sibling, GQA_ROPE)
+    x = jnp.asarray(random_tokens(GQA_ROPE, num_tokens=2))
+    cache = filled_cache(sibling, module, [6, 1, 5])
+    _, appended = jitted_step(framework_weights(sibling, module), x, cache)
+    assert appended.lengths.tolist() == [6, 3, 5]
+    np.testing.assert_array_equal(appended.keys[jnp.array([0, 2])], cache.keys[jnp.array([0, 2])])
+    np.testing.assert_array_equal(appended.values[jnp.array([0, 2])], cache.values[jnp.array([0, 2])])
+
+
+@only_jax
+def test_jitted_overflow_spares_the_other_sequences(sibling):
+    module = cached_layer(sibling, GQA_ROPE)
+    x = jnp.asarray(random_tokens(GQA_ROPE, num_tokens=2))
+    params = framework_weights(sibling, module)
+    output, appended = jitted_step(params, x, filled_cache(sibling, module, [6, 1, 5]))
+    expected, expected_cache = jitted_step(params, x, filled_cache(sibling, module, [0, 1, 0]))
+    assert_same_up_to_rounding(np.asarray(output[1]), np.asarray(expected[1]))
+    assert_same_up_to_rounding(np.asarray(appended.keys[1]), np.asarray(expected_cache.keys[1]))
+
+
+@only_jax
+@pytest.mark.parametrize("new_lengths", [[3, 1, 0], [-1, 1, 0]], ids=["too-long", "negative"])
+def test_jitted_new_lengths_out_of_range_give_nan_and_keep_the_tokens(sibling, new_lengths):
+    module = cached_layer(sibling, GQA_ROPE)
+    x = jnp.asarray(random_tokens(GQA_ROPE, num_tokens=2))
+    cache = filled_cache(sibling, module, [2, 2, 2])
+    output, appended = jitted_step(framework_weights(sibling, module), x, cache, jnp.array(new_lengths, jnp.int32))
+    assert np.isnan(output).all(axis=(1, 2)).tolist() == [True, False, False]
+    assert appended.lengths.tolist() == [2, 3, 2]
+
+
+@only_jax
+def test_cache_is_a_pytree_of_three_arrays(sibling):
+    cache = jax.tree.map(lambda held: held + 1, mha_jax.init_cache(2, 1, 3, 4))
+    assert [leaf.shape for leaf in jax.tree.leaves(cache)] == [(2, 1, 3, 4), (2, 1, 3, 4), (2,)]
+    assert isinstance(cache, mha_jax.KVCache)
+
+
+@only_jax
+def test_cache_may_be_donated(sibling):
+    module = cached_layer(sibling, GQA_ROPE)
+    x, cache = jnp.asarray(random_tokens(GQA_ROPE, num_tokens=2)), module.init_cache(3, NUM_TOKENS)
+    _, appended = jax.jit(decode_step, donate_argnums=2)(framework_weights(sibling, module), x, cache)
+    assert [leaf.is_deleted() for leaf in jax.tree.leaves((cache, appended))] == [True] * 3 + [False] * 3
+
+
+@only_jax
+def test_decoding_in_a_scan_equals_the_full_pass(sibling):
+    module = cached_layer(sibling, GQA_ROPE)
+    x = random_tokens(GQA_ROPE)
+
+    def step(cache, token):
+        output, cache = module(token[:, None], cache)
+        return cache, output[:, 0]
+
+    _, output = jax.lax.scan(step, module.init_cache(3, NUM_TOKENS), jnp.asarray(x.swapaxes(0, 1)))
+    assert_same_up_to_rounding(np.asarray(output).swapaxes(0, 1), full_pass(sibling, GQA_ROPE, x))
+
+
+@only_jax
+def test_vmapped_step_equals_the_batched_one(sibling):
+    module = cached_layer(sibling, GQA_ROPE)
+    params = framework_weights(sibling, module)
+    inputs = jnp.asarray(random_tokens(GQA_ROPE, num_tokens=2)), filled_cache(sibling, module, [4, 1, 0])
+    each_a_batch = jax.tree.map(lambda array: array[:, None], inputs)
+    output, _ = jax.jit(jax.vmap(decode_step, in_axes=(None, 0, 0)))(params, *each_a_batch)
+    assert_same_up_to_rounding(np.asarray(output)[:, 0], np.asarray(jitted_step(params, *inputs)[0]))
+
+
+# ---- Gradients and storage -------------------------------------------------------------------------------------------
+
+
+def assert_same_gradients(actual, expected):
+    """As `assert_same_up_to_rounding`, of all together: that of `k_proj.bias` is 0 by the formula, and all rounding."""
+    __tracebackhide__ = True
+    assert actual.keys() == expected.keys()
+    flat = [np.concatenate([gradients[name].ravel() for name in expected]) for gradients in (actual, expected)]
+    assert_same_up_to_rounding(*flat)
+
+
+def torch_gradients(sibling, module, loss, x):
+    """Gradients of the loss of a module and its input, of the input and of every weight."""
+    with torch.enable_grad():
+        x = sibling.array(x).requires_grad_()
+        inputs = {"x": x, **dict(module.named_parameters())}
+        gradients = torch.autograd.grad(loss(module, x), list(inputs.values()))
+    return dict(zip(inputs, map(sibling.numpy, gradients), strict=True))
+
+
+@only_torch
+@every_spec
+def test_torch_gradients_through_a_cached_prefill_equal_those_of_the_full_pass(sibling, spec):
+    def cached_loss(module, x):
+        first, cache = module(x[:, :4], module.init_cache(3, NUM_TOKENS))
+        return torch.cat([first, module(x[:, 4:], cache)[0]], dim=1).square().sum()
+
+    x = random_tokens(spec)
+    expected = torch_gradients(
+        sibling,
+        layer(sibling, "MultiHeadSelfAttention", spec),
+        lambda module, x: module(x, is_causal=True).square().sum(),
+        x,
+    )
+    assert_same_gradients(torch_gradients(sibling, cached_layer(sibling, spec), cached_loss, x), expected)
+
+
+def jax_gradients(module, loss, x):
+    """Gradients of the loss of a module and its input, of the input and of every weight."""
+    gradients = nnx.jit(nnx.grad(loss, argnums=(0, 1)))(module, jnp.asarray(x))
+    return {str(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(gradients)}
+
+
+@only_jax
+@pytest.mark.parametrize("name", ["mha", "fused-qkv-head-dim"])  # of every spec they would take 4 s more to compile
+def test_jax_gradients_through_a_cached_prefill_equal_those_of_the_full_pass(sibling, name):
+    def cached_loss(module, x):
+        first, cache = module(x[:, :4], module.init_cache(3, NUM_TOKENS))
+        return jnp.square(jnp.concatenate([first, module(x[:, 4:], cache)[0]], axis=1)).sum()
+
+    spec = SPECS[name]
+    x = random_tokens(spec)
+    expected = jax_gradients(
+        layer(sibling, "MultiHeadSelfAttention", spec),
+        lambda module, x: jnp.square(module(x, is_causal=True)).sum(),
+        x,
+    )
+    assert_same_gradients(jax_gradients(cached_layer(sibling, spec), cached_loss, x), expected)
+
+
+@only_torch
+def test_torch_decoding_without_gradients_updates_the_storage_in_place(sibling):
+    module = cached_layer(sibling, GQA_ROPE)
+    cache = module.init_cache(3, NUM_TOKENS)
+    _, appended = module(sibling.array(random_tokens(GQA_ROPE)), cache)
+    assert (appended.keys.data_ptr(), appended.values.data_ptr()) == (cache.keys.data_ptr(), cache.values.data_ptr())
+
+
+@only_torch
+def test_torch_decoding_with_gradients_leaves_the_old_cache_alone(sibling):
+    module = cached_layer(sibling, GQA_ROPE)
+    cache = module.init_cache(3, NUM_TOKENS)
+    with torch.enable_grad():
+        module(sibling.array(random_tokens(GQA_ROPE)), cache)
+    assert not cache.keys.any()
+
+
+@only_torch
+def test_torch_inference_mode_decodes_as_well(sibling):
+    x = random_tokens(GQA_ROPE)
+    with torch.inference_mode():
+        output, _ = feed(sibling, cached_layer(sibling, GQA_ROPE), x, CHUNKS)
+    assert_same_up_to_rounding(output, full_pass(sibling, GQA_ROPE, x))
+
+
+# ---- Making and measuring caches -------------------------------------------------------------------------------------
+
+every_dtype = pytest.mark.parametrize(
+    "dtype", [np.float32, ml_dtypes.bfloat16, np.float16], ids=["float32", "bfloat16", "float16"]
+)
+
+
+def framework_dtype(sibling, dtype):
+    return sibling.array(np.zeros(1, dtype)).dtype
+
+
+@sample(jax=1)
+@every_dtype
+def test_init_cache_gives_zeros_of_the_dtype(sibling, dtype):
+    keys, values, lengths = contents_of(
+        sibling, sibling.package.init_cache(2, 3, 5, 4, framework_dtype(sibling, dtype))
+    )
+    np.testing.assert_array_equal(keys, np.zeros((2, 3, 5, 4), dtype), strict=True)
+    np.testing.assert_array_equal(values, np.zeros((2, 3, 5, 4), dtype), strict=True)
+    np.testing.assert_array_equal(lengths, np.zeros(2, np.int32), strict=True)
+
+
+@sample(jax=1)
+@every_dtype
+def test_init_cache_of_a_module_has_the_dtype_of_its_weights(sibling, dtype):
+    cache = cached_layer(sibling, GQA_ROPE, dtype).init_cache(3, 5)
+    assert cache.capacity == 5
+    np.testing.assert_array_equal(sibling.numpy(cache.keys), np.zeros((3, 2, 5, 6), dtype), strict=True)
+
+
+@sample(jax=1)
+@pytest.mark.parametrize("dtype", [np.float32, np.float16], ids=["float32", "float16"])
+def test_init_cache_of_a_module_takes_a_dtype(sibling, dtype):
+    cache = cached_layer(sibling, GQA_ROPE).init_cache(3, 5, framework_dtype(sibling, dtype))
+    assert {sibling.numpy(cache.keys).dtype, sibling.numpy(cache.values).dtype} == {np.dtype(dtype)}
+
+
+NAMES_OF_SIZES = ("batch_size", "num_kv_heads", "capacity", "head_dim")
+
+
+@pytest.mark.parametrize("sizes", [(-1, 1, 1, 1), (1, -1, 1, 1), (1, 1, 0, 1), (1, 1, 1, 0)], ids=str)
+def test_init_cache_refuses_sizes_below_one(sibling, sizes):
+    argument, size = next(item for item in zip(NAMES_OF_SIZES, sizes, strict=True) if item[1] != 1)
+    with refuses(argument, {argument: size}):
+        sibling.package.init_cache(*sizes)
+
+
+def test_init_cache_refuses_integer_dtypes(sibling):
+    with refuses_type("dtype", dtype=...):
+        sibling.package.init_cache(1, 1, 1, 1, framework_dtype(sibling, np.int32))
+
+
+def test_a_cache_holds_values_of_another_width(sibling, rng):
+    cache = sibling.package.init_cache(2, 3, 5, 4, value_head_dim=6)
+    keys, values, _ = contents_of(sibling, cache)
+    assert (keys.shape, values.shape) == ((2, 3, 5, 4), (2, 3, 5, 6))
+    nbytes = sibling.package.kv_cache_nbytes(2, 3, 5, 4, value_head_dim=6, dtype=cache.keys.dtype)
+    assert nbytes == keys.nbytes + values.nbytes
+    k, v = (rng.standard_normal((2, 3, 2, n)).astype(np.float32) for n in (4, 6))
+    grown = sibling.package.append_to_cache(cache, sibling.array(k), sibling.array(v))
+    for changed in (grown, grown.grow(7), grown.reorder([0, 1]), grown.crop(2)):
+        keys, values, _ = contents_of(sibling, changed)
+        assert np.array_equal(keys[:, :, :2], k)
+        assert np.array_equal(values[:, :, :2], v)
+        assert not values[:, :, 2:].any()
+    with refuses("cache.values", {"cache.values.shape": (2, 3, 5, 6)}):
+        sibling.package.append_to_cache(grown, sibling.array(k), sibling.array(k))
+
+
+@sample(jax=1)
+@every_dtype
+def test_kv_cache_nbytes_are_those_of_a_cache(sibling, dtype):
+    dtype = framework_dtype(sibling, dtype)
+    keys, values, _ = contents_of(sibling, sibling.package.init_cache(2, 3, 5, 4, dtype))
+    assert sibling.package.kv_cache_nbytes(2, 3, 5, 4, dtype=dtype) == keys.nbytes + values.nbytes
+
+
+@sample(jax=1)
+@pytest.mark.parametrize(
+    ("lengths", "seq_len_q", "capacity", "expected"),
+    [
+        ([1, 0], 1, 3, [["..#"], [".##"]]),
+        ([0], 3, 4, [[".###", "..##", "...#"]]),
+        ([2, 0], 2, 4, [["...#", "...."], [".###", "..##"]]),
+        ([3], 1, 4, [["...."]]),
+        ([3], 2, 4, [["....", "...."]]),
+    ],
+    ids=["one-token", "prefill", "ragged", "last-slot", "past-the-end"],
+)
+def test_create_cache_mask_hides_every_slot_after_the_token(sibling, lengths, seq_len_q, capacity, expected):
+    mask = sibling.package.create_cache_mask(sibling.array(lengths), seq_len_q, capacity)
+    table = np.array([[[[slot == "#" for slot in row] for row in rows]] for rows in expected])
+    np.testing.assert_array_equal(sibling.numpy(mask), table, strict=True)
+
+
+def test_create_cache_mask_takes_a_list_as_in_its_example(sibling):
+    mask = sibling.package.create_cache_mask([1, 0], 1, 3)
+    assert sibling.numpy(mask).tolist() == [[[[False, False, True]]], [[[False, True, True]]]]

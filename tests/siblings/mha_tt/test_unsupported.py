@@ -1,0 +1,46 @@
+"""Features that `mha_tt` lacks: each raises the error that its documentation promises, before any work."""
+
+import numpy as np
+import pytest
+import ttnn
+from helpers.refusals import refuses_type
+from helpers.tt.sibling import UNSUPPORTED
+
+import mha_tt
+from mha_spec import AttentionSpec
+from parity.backends import tt as backend
+
+
+def float16(device):
+    with refuses_type("dtype", dtype=...):
+        mha_tt.upload(np.ones(3), device=device, dtype=np.float16)
+    assert not hasattr(ttnn, "float16")
+
+
+def float32_in_the_kernel(device):
+    heads = [mha_tt.upload(np.ones((1, 2, 3, 32)), device=device, dtype=ttnn.float32)] * 3
+    with refuses_type("query", "query.dtype=float32"):
+        mha_tt.fused.scaled_dot_product_attention(*heads)
+
+
+def dropout_in_float32(device):
+    x = mha_tt.upload(np.ones((2, 3, 8)), device=device, dtype=ttnn.float32)
+    module = mha_tt.MultiHeadAttention(AttentionSpec(8, 2, dropout=0.5), device=device, dtype=ttnn.float32)
+    with refuses_type("the module", dtype=...):
+        module(x)
+
+
+def gradients(device):
+    assert backend.GRADIENT_PATHS == ()
+
+
+ERRORS = {
+    each.__name__.replace("_", " "): each for each in (float16, float32_in_the_kernel, dropout_in_float32, gradients)
+}
+
+
+@pytest.mark.parametrize("feature", sorted(UNSUPPORTED.keys() | ERRORS.keys()))
+def test_missing_feature_raises_its_error(device, feature):
+    """Every row of the table is missing indeed, and no feature is missing without a row."""
+    assert UNSUPPORTED[feature]
+    ERRORS[feature](device)
