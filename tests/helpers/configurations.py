@@ -10,7 +10,7 @@ BASES = {
 
 
 def older(values):
-    """The same configuration as transformers wrote it before version 5."""
+    """Return the same configuration as transformers wrote it before version 5."""
     values = json.loads(json.dumps(values))
     rope = values.pop("rope_parameters", None)
     if rope is None:

@@ -1,4 +1,4 @@
-"""Attention as users of Flax write it by hand, with places to inject oddities in."""
+"""Attention as Flax users write it, with places to inject deviations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HIDDEN = -2.3819763e38
 
 
 def rotated(x: Any, positions: Any, theta: float, pairs: str = "half", faster: float = 1.0) -> Any:
-    """Turn the pairs of heads (B, T, N, H) by their positions (B, T), half of the pairs by a factor faster."""
+    """Rotate the pairs of heads (B, T, N, H) by positions (B, T), half of the pairs faster by a factor."""
     half = x.shape[-1] // 2
     frequencies = theta ** (-2.0 * jnp.arange(half) / x.shape[-1])
     frequencies = jnp.where(jnp.arange(half) < half // 2, frequencies, frequencies * faster)
@@ -47,7 +47,7 @@ class Norm(nnx.Module):
 
 
 class EinsumAttention(nnx.Module):
-    """Kernels (N, E, H), keys and values in one, norms of heads, RoPE, a soft cap, a window, all of it by einsum."""
+    """Attention in einsum: kernels (N, E, H), packed keys and values, norms of heads, RoPE, a soft cap and a window."""
 
     def __init__(self, rngs: nnx.Rngs, **odd: Any):
         self.q_einsum = Einsum("BTD,NDH->BTNH", (4, 32, 8), rngs)
@@ -87,7 +87,7 @@ class EinsumAttention(nnx.Module):
 
 
 class LibraryAttention(nnx.Module):
-    """Projections of nnx with heads of their own, interleaved RoPE, and JAX's function of attention."""
+    """Projections of nnx with separate heads, interleaved RoPE, and JAX's attention function."""
 
     def __init__(self, rngs: nnx.Rngs):
         def made(shape: Any) -> nnx.LinearGeneral:
@@ -108,7 +108,7 @@ class LibraryAttention(nnx.Module):
 
 
 class PackedAttention(nnx.Module):
-    """One kernel for queries, keys and values, a bias, nnx's norm over the width, repeated heads, softmax by hand."""
+    """One packed kernel, a bias, nnx's norm over the width, repeated heads and a handwritten softmax."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.qkv = nnx.Linear(32, 64, bias_init=nnx.initializers.normal(0.3), rngs=rngs)

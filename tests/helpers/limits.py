@@ -1,4 +1,4 @@
-"""Limits of the time of a test."""
+"""Time limits in tests."""
 
 import signal
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Fail if this takes longer."""
+    """Fail if the block takes longer than this."""
 
     def late(*_: object) -> None:
         raise TimeoutError(f"it took more than {seconds} seconds")

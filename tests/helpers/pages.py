@@ -1,4 +1,4 @@
-"""Reports to make an HTML page of: one that failed, and one whose every text is an attack."""
+"""Reports for HTML pages: a failed one, and one whose texts are all attacks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ HOSTILE = "<script>alert(1)</script>\"'&\x00\x1b\ud800</td>"
 
 
 def page_of(names, backends=("torch",), dtypes=("float32",), **keywords) -> tuple[Report, AttentionMaps, bytes]:
-    """The report of a run, its attention maps, and its page."""
+    """Return the report of a run, its attention maps and its page."""
     maps = AttentionMaps()
     report = run_cases([CASES[name] for name in names], backends, dtypes, on_judged=maps, **keywords)
     return report, maps, html_page(report, maps)
@@ -34,7 +34,7 @@ class Diagnosis:
 
 @contextmanager
 def broken_softmax() -> Iterator[None]:
-    """Makes torch's attention weights wrong in one sequence, head and place of the case causal."""
+    """Make torch's attention weights wrong in one sequence, head and place of the case "causal"."""
     original = parity.running.run.record
 
     def record(backend: str, reference: Any) -> Any:
@@ -50,7 +50,7 @@ def broken_softmax() -> Iterator[None]:
 
 
 def hostile_report() -> Report:
-    """A report whose every text from outside is an attack."""
+    """Return a report in which every text from outside is an attack."""
     good = run_cases([CASES["textbook"]], ["torch"])
     renamed = [replace(found, backend=f"torch ({HOSTILE})") for found in good.comparisons]
     lost = failure(np.ones(2), HOSTILE, Label(HOSTILE, f"torch ({HOSTILE})", "float32", "q"))

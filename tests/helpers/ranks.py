@@ -1,4 +1,4 @@
-"""What each rank of a divided layer computes in torch, and bugs to inject there."""
+"""Results of each rank of a divided layer in torch, and bugs to inject there."""
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ def problem_of(spec, seq_len=8, **options):
 
 
 def computed(weights, spec, x, positions=None, q_norm=None):
-    """The stages of a layer in torch, without its mask: of a rank, or of the whole."""
+    """Return the stages of a layer in torch, without its mask, for a rank or the whole layer."""
     weights = {name: torch.from_numpy(np.array(weight)) for name, weight in weights.items()}
     x, found = torch.from_numpy(np.array(x)), {}
     project = mha_torch.project_with(weights, spec)
@@ -36,7 +36,7 @@ def computed(weights, spec, x, positions=None, q_norm=None):
 
 
 def of_heads(problem, size, inject=lambda rank, own, spec: (own, spec)):
-    """What each rank computes of its heads."""
+    """Return the stages that each rank computes for its heads."""
     found = []
     for rank in range(size):
         own, spec = parity.shard(problem.weights, problem.spec, ShardPlan(size), rank)
@@ -45,7 +45,7 @@ def of_heads(problem, size, inject=lambda rank, own, spec: (own, spec)):
 
 
 def cut(problem, *names):
-    """The first rows of weights that a rank has whole."""
+    """Return an injection that keeps only the first rows of weights that each rank holds whole."""
 
     def inject(rank, own, spec):
         return {
@@ -57,6 +57,6 @@ def cut(problem, *names):
 
 
 def of_tokens(stages, size, order=None):
-    """Parts of the stages of a layer, of each rank's tokens."""
+    """Return the stages of a layer divided into the tokens of each rank."""
     rows = np.arange(stages["q"].shape[2]).reshape(size, -1) if order is None else order
     return [{name: x[..., own, :] for name, x in stages.items()} for own in rows]

@@ -1,4 +1,4 @@
-"""Checks that bad input is refused, by the fields of the refusal: its words may change."""
+"""Checks that invalid input raises a `Refusal`, by its fields, because its words may change."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from mha_spec.refusal import _each, _setting
 
 
 class Refuses:
-    """A `with` block that must end in a refusal of an argument; it can be entered again.
+    """A `with` block that must raise a `Refusal` of an argument; it can be entered again.
 
     Args:
         kind: ValueError, or TypeError for a `WrongType`.
         argument: its name; "…" in it stands for any text.
-        got: text that what was passed has in it, or values by name; the value `...` may be any.
-        where: text that the place has in it.
-        remedy: settings that one of the alternatives has.
-        hint: text that the hint has in it, such as a name that is near.
+        got: text contained in the passed value, or values by name; `...` stands for any value.
+        where: text contained in the place.
+        remedy: settings of one of the alternatives.
+        hint: text contained in the hint, such as a similar name.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Refuses:
         return f"{self.argument} {self.got}"
 
     def of(self, kind: type[Exception]) -> Refuses:
-        """The same check, for the kind of error that a table has."""
+        """Return the same check for another kind of error."""
         return Refuses(kind, self.argument, self.got, self.where, self.remedy, self.hint)
 
     def __enter__(self) -> Refuses:
@@ -58,14 +58,14 @@ class Refuses:
             return False
         assert isinstance(error, WrongType) == (self.kind is TypeError), f"{type(error).__name__}: {error}"
         self.check(error)
-        self.value = error.with_traceback(None)  # whose frames hold tensors, as long as a table lasts
+        self.value = error.with_traceback(None)  # its frames would keep tensors alive as long as the table
         return True
 
     def check(self, refusal: Refusal) -> None:
-        """Compare the fields of a refusal with what is expected.
+        """Compare the fields of a refusal with the expected ones.
 
         Raises:
-            AssertionError: if one differs.
+            AssertionError: if a field differs.
         """
         assert re.fullmatch(self._pattern(), refusal.argument), str(refusal)
         assert self.where in refusal.where, str(refusal)
@@ -83,7 +83,7 @@ class Refuses:
             assert isinstance(value, EllipsisType) or _is_same(held[name], value), str(refusal)
 
     def is_printed_in(self, text: str) -> bool:
-        """A line of the text is the message of such a refusal, whatever its rule."""
+        """Return whether a line of the text is the message of such a refusal, with any rule."""
         return any(map(self._is_printed_as, text.splitlines()))
 
     def _is_printed_as(self, line: str) -> bool:
@@ -113,17 +113,19 @@ def refuses(
     hint: str = "",
     **values: Any,
 ) -> Refuses:
-    """Check that a block refuses an argument, for its value."""
+    """Check that a block raises a `Refusal` of the value of an argument."""
     return Refuses(ValueError, argument, values or got, where, remedy, hint)
 
 
 def refuses_type(argument: str, got: dict[str, Any] | str = "", /, *, where: str = "", **values: Any) -> Refuses:
-    """Check that a block refuses an argument, for its type."""
+    """Check that a block raises a `Refusal` of the type of an argument."""
     return Refuses(TypeError, argument, values or got, where)
 
 
 def _are_listed(settings: Mapping[str, Any], text: str) -> bool:
-    """Each setting is an item of a printed list, such as `a=1, b=2 and c=3`; the value `...` may be any."""
+    """Return whether each setting is an item of a printed list, such as `a=1, b=2 and c=3`; `...`
+    stands for any value.
+    """
     shown = (
         f"{re.escape(name)}[= ]" if value is ... else rf"{re.escape(_setting(name, value))}(?![^\s,])"
         for name, value in settings.items()
@@ -132,5 +134,5 @@ def _are_listed(settings: Mapping[str, Any], text: str) -> bool:
 
 
 def _is_same(value: Any, expected: Any) -> bool:
-    """Equality; NaN is equal to NaN, and 1 not to True or 1.0."""
+    """Return whether two values are equal; NaN equals NaN, but 1 equals neither True nor 1.0."""
     return type(value) is type(expected) and (repr(value) == repr(expected) or value == expected)

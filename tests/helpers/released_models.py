@@ -1,7 +1,7 @@
-"""Whole models of transformers, tiny and with random weights, and our layers beside each of their attention layers.
+"""Whole models of transformers, tiny and with random weights, and our layers compared with their attention layers.
 
-What a layer is, whether it is causal, where its weights lie in a checkpoint and in which layout: all of it is taken
-from the configuration. Nothing is downloaded.
+The specification of a layer, its causality and the place and layout of its weights in a checkpoint are all read from
+the configuration. Nothing is downloaded.
 """
 
 import importlib
@@ -26,22 +26,21 @@ SMALL |= {"vocab_size": 40, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id"
 
 @dataclass(frozen=True)
 class Model:
-    """A model to be made.
+    """A model to create.
 
     Attributes:
         family: its `model_type`.
-        options: of its configuration, beside those of `SMALL`, of which None takes one away.
-        inputs: what it is called with: `tokens`, these `masked` where without a mask it would not be causal, `pairs`
-            of them for encoder and decoder, `pixels`, `patches`, `wave`, `waves` for both, `mel`, `mel alone` for an
-            encoder, this `masked mel alone` where it asks for one, `frames`, `bins`, `states` or `places`.
-        module: the path of its attention modules in memory, by the part of the model, where it is not that of the
-            checkpoint.
-        output: the module whose output is that of attention, under its attention modules, where it is not theirs.
-        input: the module whose input is that of attention, likewise.
+        options: options of its configuration in addition to `SMALL`; `LEFT_OUT` removes an option of `SMALL`.
+        inputs: kind of its inputs: `tokens`, `masked` tokens if the model is not causal without a mask, `pairs` of
+            tokens for encoder and decoder, `pixels`, `patches`, `wave`, `waves` for both, `mel`, `mel alone` for an
+            encoder, `masked mel alone` for an encoder that requires a mask, `frames`, `bins`, `states` or `places`.
+        module: path of its attention modules in memory, by the part of the model, if it differs from the checkpoint.
+        output: submodule of its attention modules that has the output of attention, if they do not have it.
+        input: submodule of its attention modules that has the input of attention, if they do not have it.
         attention: its attention function.
-        class_name: its class in transformers, after the name of its folder where it is no public one:
+        class_name: its class in transformers, after the name of its folder if it is not public, such as
             `altclip.AltRobertaModel`.
-        dtype: of its weights.
+        dtype: dtype of its weights.
     """
 
     family: str
@@ -55,12 +54,12 @@ class Model:
     dtype: torch.dtype = torch.float64
 
     def config(self) -> Any:
-        """Its configuration."""
+        """Return its configuration."""
         options = {name: value for name, value in {**SMALL, **self.options}.items() if value is not LEFT_OUT}
         return transformers.AutoConfig.for_model(self.family, **options)
 
     def made(self, config: Any) -> Any:
-        """The model of a configuration."""
+        """Return the model of a configuration."""
         folder, _, name = self.class_name.rpartition(".")
         module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}") if folder else transformers
         kind = getattr(module, name)
@@ -72,14 +71,16 @@ AXES = torch.stack([PLACES // 6, PLACES // 6 + PLACES % 6 // 3, PLACES // 6 + PL
 """Positions of 11 patches, in frames of 2 x 3: (3, 1, 11)."""
 
 LEFT_OUT = object()
-"""Of an option of `SMALL`: not given."""
+"""Value that removes an option of `SMALL`."""
 
 
 def check_model(model: Model, folder: Path, read: Callable[[Any], list[ModelLayer]] = specs_of) -> None:
-    """Our layers of the specifications give what the released ones give, with weights from their checkpoint."""
+    """Check that our layers, with specifications and weights from the checkpoint, match the
+    released ones.
+    """
     config = model.config()
     config._attn_implementation = model.attention
-    config._experts_implementation = "eager"  # the others have no float64
+    config._experts_implementation = "eager"  # other implementations do not support float64
     released = model.made(config).to(model.dtype).eval()
     draw(released)
     layers = [layer for layer in read(config.to_dict()) if layer.spec is not None]
@@ -100,7 +101,7 @@ def check_model(model: Model, folder: Path, read: Callable[[Any], list[ModelLaye
 
 
 def draw(module: nn.Module) -> None:
-    """Learned parameters none of which is near 0, or near 1 in a norm."""
+    """Draw parameters, none of them near 0, nor near 1 in a norm."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -114,7 +115,7 @@ def draw(module: nn.Module) -> None:
 def run_released(
     released: nn.Module, model: Model, layers: list[ModelLayer]
 ) -> list[tuple[Tensor, Tensor | None, Tensor]]:
-    """What each attention module was given and gave: its input, that of keys and values, and its output."""
+    """Return the inputs, the inputs of keys and values, and the outputs of all attention modules."""
     modules = dict(released.named_modules())
     held: list[dict[str, Any]] = [{} for _ in layers]
     taken = []
@@ -130,7 +131,7 @@ def run_released(
         released(**_inputs(released, model))
     for each in taken:
         each.remove()
-    is_shared = len({layer.path for layer in layers}) < len(layers)  # one module, called once for each
+    is_shared = len({layer.path for layer in layers}) < len(layers)  # one module, called once for each layer
     calls = [layer.index if is_shared else 0 for layer in layers]
     return [(each["x"][call], each["kv"][call], each["output"][call]) for each, call in zip(held, calls, strict=True)]
 
@@ -148,7 +149,7 @@ def _keep_input(into: dict[str, Any]) -> Any:
 def _keep_output(into: dict[str, Any]) -> Any:
     def keep(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         first, *others = output if isinstance(output, tuple | list) else (output,)
-        biases = [each for each in others if isinstance(each, nn.Parameter)]  # GPT-NeoX-Japanese adds it outside
+        biases = [each for each in others if isinstance(each, nn.Parameter)]  # GPT-NeoX-Japanese adds its bias outside
         into.setdefault("output", []).append(sum(biases, start=first))
 
     return keep
@@ -197,7 +198,9 @@ def _inputs(released: nn.Module, model: Model) -> dict[str, Tensor]:
 
 
 def _of_layer(tensors: Mapping[str, Tensor], layer: ModelLayer) -> tuple[str, dict[str, Tensor]]:
-    """What comes before the path of a layer in a checkpoint, and its tensors by what follows it."""
+    """Return the prefix of a layer's path in a checkpoint, and its tensors by the rest of their
+    names.
+    """
     found: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         before, path, after = name.rpartition(f"{layer.path}.")
@@ -208,7 +211,9 @@ def _of_layer(tensors: Mapping[str, Tensor], layer: ModelLayer) -> tuple[str, di
 
 
 def _of_others(layer: ModelLayer, layers: list[ModelLayer], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The relative bias, which T5 keeps in the first layer of a stack, and MPNet and BEiT outside all layers."""
+    """Return the relative bias, which T5 keeps in the first layer of a stack, and MPNet and BEiT
+    outside all layers.
+    """
     if layer.spec is None or layer.spec.relative_bias is None:
         return {}
     names = ("relative_attention_bias.weight", "relative_position_bias.relative_position_bias_table")
@@ -269,7 +274,7 @@ SEPARATE = {
     "transformers.ModernBERT-decoder": ("q_proj", "k_proj", "v_proj", "Wo"),
     **dict.fromkeys(("transformers.DeepSeek", "transformers.LongCat"), ("q_proj", "", "", "o_proj")),
 }
-"""What the projections are called in a layout."""
+"""Names of the projections in a layout."""
 
 PACKED = {
     "transformers.ModernBERT": ("Wqkv", "Wo", "rows"),
@@ -282,9 +287,8 @@ PACKED = {
     "transformers.GPTBigCode": ("c_attn", "c_proj", "groups"),
     "transformers.CodeGen": ("qkv_proj", "out_proj", "four"),
 }
-"""What the projections are called in a layout that has one for queries, keys and values, and how it is made of them:
-rows or columns of each in turn; the queries of a head of keys, that head and its values; queries, values and keys of a
-fourth of all heads."""
+"""Names of the projections in a layout with one for queries, keys and values, and its packing: rows or columns of each
+in turn; groups of queries, key and value of each key head; queries, values and keys of a fourth of all heads."""
 
 
 BESIDE = {"q_norm": "q_norm", "k_norm": "k_norm", "q_layernorm": "q_norm", "k_layernorm": "k_norm"}
@@ -293,11 +297,11 @@ BESIDE |= {"attn_sub_norm": "context_norm", "inner_attn_ln": "context_norm"}
 BESIDE |= {"q_a_layernorm": "q_a_norm", "kv_a_layernorm": "kv_a_norm", "kv_a_proj_with_mqa": "kv_a_proj"}
 BESIDE |= {"softmax_offset": "sinks", "attention_sink_bias": "sinks", "dense_bias": "out_proj.bias"}
 BESIDE |= {name: name for name in ("q_a_proj", "q_b_proj", "kv_b_proj", "gate_proj")}
-"""What else is called so in every layout that has it."""
+"""Names of other parameters, the same in all layouts that have them."""
 
 
 def canonical(layout: str, tensors: Mapping[str, Tensor], spec: AttentionSpec) -> dict[str, Tensor]:
-    """The canonical weights of a layer, from its tensors in a layout."""
+    """Return the canonical weights of a layer from its tensors in a layout."""
     names = dict(BESIDE)
     if layout in SEPARATE:
         names |= dict(zip(SEPARATE[layout], ("q_proj", "k_proj", "v_proj", "out_proj"), strict=True))
@@ -316,7 +320,9 @@ def canonical(layout: str, tensors: Mapping[str, Tensor], spec: AttentionSpec) -
 
 
 def _gates(found: Mapping[str, Tensor], spec: AttentionSpec) -> dict[str, Tensor]:
-    """Of Qwen3-Next: q_proj has the queries of a head, and then its gate."""
+    """Return queries and gates of Qwen3-Next, whose q_proj has the queries of a head and then its
+    gate.
+    """
     parts = {}
     for leaf in ("weight", "bias"):
         if f"q_proj.{leaf}" in found:
@@ -326,18 +332,18 @@ def _gates(found: Mapping[str, Tensor], spec: AttentionSpec) -> dict[str, Tensor
 
 
 def _keys_as_values(found: Mapping[str, Tensor], spec: AttentionSpec) -> dict[str, Tensor]:
-    """Of Gemma 4: values are made as keys are where there is no other projection."""
+    """Return values of Gemma 4, which are projected as keys without another projection."""
     names = ("weight", "bias")
     held = {f"v_proj.{leaf}": found[f"k_proj.{leaf}"] for leaf in names if f"k_proj.{leaf}" in found}
     return {} if "v_proj.weight" in found else held
 
 
 OWN = {"transformers.Qwen3-Next": _gates, "transformers.Gemma4": _keys_as_values}
-"""What some layouts need beside names and packing."""
+"""Conversions of some layouts in addition to names and packing."""
 
 
 def _unpacked(tensors: Mapping[str, Tensor], qkv: str, packing: str, spec: AttentionSpec) -> dict[str, Tensor]:
-    """The same with three projections in place of one."""
+    """Return the same tensors with three projections instead of one."""
     found = dict(tensors)
     for leaf in ("weight", "bias"):
         packed = found.pop(f"{qkv}.{leaf}", None)

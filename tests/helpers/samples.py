@@ -42,7 +42,7 @@ def sample(
 
         @sample(name=["OLMo 2"])            # rows with this value of the parameter
         @sample(where=lambda case, name: (case, name) in FIRST)     # rows that a function of its parameters accepts
-        @sample(jax=1)                      # one row in JAX, which compiles a program for each; all in torch
+        @sample(jax=1)                      # one row in JAX, which compiles a program for each row; all in torch
         @sample(12, jax=2)                  # twelve rows, two of them in JAX
 
     A number of rows covers as many pairs of values as it can. The choice depends on the seed and the ids of the rows:
@@ -54,14 +54,14 @@ def sample(
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """A row of a test: its item, and what the choice depends on."""
+    """A row of a test: its item, and the values that determine the choice."""
 
     item: pytest.Item
     parameters: dict[str, Any]
     pairs: frozenset[Any]
     """Its values by name, alone and in pairs."""
     draw: int
-    """Decides between rows of as many new pairs."""
+    """Decides between rows with the same number of new pairs."""
 
     @classmethod
     def of(cls, item: Any, seed: int) -> Row:
@@ -72,7 +72,7 @@ class Row:
             is_plain = isinstance(value, str | int | float | None)
             values.append((name, value if is_plain else item.callspec.indices[name]))
         pairs = frozenset([*values, *itertools.combinations(values, 2)])
-        # The id without the order of its parts, which is that of the decorators.
+        # The id without the order of its parts, which depends on the decorators.
         parts = sorted(item.callspec.id.split("-"))
         return cls(item, parameters, pairs, zlib.crc32(repr((seed, parts)).encode()))
 
@@ -143,7 +143,7 @@ def sampled_rows(rows: list[Row], mark: pytest.Mark) -> list[Row]:
     if number is not None:
         if len(rows) <= number:
             raise ValueError(f"the number is {number}, of {len(rows)} rows")
-        # With `jax`, its rows are chosen already.
+        # With `jax`, the rows in JAX have already been chosen.
         first = [row for row in rows if jax is not None and row.is_jax]
         rest = [row for row in rows if row not in first]
         rows = first + chosen(rest, number - len(first))

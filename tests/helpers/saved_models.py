@@ -15,22 +15,22 @@ SIZES |= {"shared_expert_intermediate_size": 8, "intermediate_size_mlp": 16, "ex
 SIZES |= {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
-OWN = {  # what configurations of a family need beside them
+OWN = {  # additional options of some families
     "qwen2_vl_text": {"rope_parameters": SECTIONS},
     "qwen3_vl_text": {"rope_parameters": SECTIONS},
     "phi3": {"rope_parameters": {**PLAIN, "partial_rotary_factor": 1.0}},
     "glm4_moe": {"rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}},
 }
-APART = {"qwen2_vl", "qwen2_5_vl"}  # whose pictures have a default of gigabytes: its text is a family of its own
+APART = {"qwen2_vl", "qwen2_5_vl"}  # default images need gigabytes; the text part is a separate family
 
 
 def decoder(family):
-    """A small model of a family of decoders, with some layers of each kind."""
+    """Return a small model of a family of decoders, with some layers of each kind."""
     values = transformers.AutoConfig.for_model(family).to_dict()
     options = {name: value for name, value in SIZES.items() if name in values and name not in SMALL}
     if "kv_lora_rank" in values:
         options["num_key_value_heads"] = 4
-        options.pop("head_dim", None)  # which is that of RoPE in some of them, and that of keys in others
+        options.pop("head_dim", None)  # the width of RoPE in some families, and of keys in others
     if values.get("layer_types"):
         options |= {"num_hidden_layers": 6, "layer_types": values["layer_types"][:6]}
     options |= {name: None for name in ("no_rope_layers", "moe_layers", "mlp_layer_types") if name in values}
@@ -38,7 +38,7 @@ def decoder(family):
 
 
 def saved(name, folder):
-    """A model in a folder, in float32; and what made it."""
+    """Save a float32 model in a folder; return its description and the model."""
     model = MODELS.get(name) or decoder(name)
     config = model.config()
     config._attn_implementation = model.attention

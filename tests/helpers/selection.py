@@ -1,4 +1,4 @@
-"""Values that stand for others in a sample: the first of those that would see the same bugs."""
+"""Representative values for samples: the first of the values that would detect the same bugs."""
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from inspect import isfunction
@@ -10,7 +10,9 @@ from parity.models.rules import Stack
 
 
 def one_a_code(values: Iterable[Any], functions_of: Callable[[Any], Mapping[str, Callable[..., Any]]]) -> list[Any]:
-    """The first of those values whose functions, by name, have the same code, for other numbers or projections."""
+    """Return the first of all values whose functions, by name, share their code and differ in
+    numbers or projections.
+    """
     first: dict[Hashable, Any] = {}
     for value in values:
         functions = functions_of(value)
@@ -19,23 +21,25 @@ def one_a_code(values: Iterable[Any], functions_of: Callable[[Any], Mapping[str,
 
 
 def _codes_of(function: Callable[..., Any]) -> set[CodeType]:
-    """The code of a function, and of the functions that it holds."""
+    """Return the code of a function and of the functions in its closure."""
     held = (cell.cell_contents for cell in getattr(function, "__closure__", None) or ())
     return {function.__code__}.union(*(_codes_of(each) for each in held if isfunction(each)))
 
 
 def rules_signature(stack: Stack) -> Hashable:
-    """The layout of a stack of layers, and its fields with the kinds of their rules."""
+    """Return the layout of a stack of layers, and its fields with the kinds of their rules."""
     return stack_signature(stack), frozenset((name, _kind(rule)) for name, rule in stack.fields.items())
 
 
 def stack_signature(stack: Stack) -> Hashable:
-    """The layout of a stack of layers, for tests that read specifications without deriving them."""
+    """Return the layout of a stack of layers, for tests that read specifications without deriving
+    them.
+    """
     return stack.layout, bool(stack.shared), stack.keys_are_values, stack.part
 
 
 def first_families(families: Iterable[str], by: Callable[[Stack], Hashable] = rules_signature) -> set[str]:
-    """The first family of each signature of its stacks."""
+    """Return the first family for each signature of its stacks."""
     first: dict[Hashable, str] = {}
     for family in families:
         known = FAMILIES.get(family)

@@ -1,5 +1,5 @@
-"""Commands as pages show them. Ours, and programs of Python, run in this process, where the frameworks are imported;
-programs of this folder in one of their own."""
+"""Commands as pages show them. Our commands and Python programs run in this process, where frameworks are imported;
+programs of this folder run in separate processes."""
 
 import json
 import os
@@ -21,13 +21,15 @@ from helpers import PYTHONPATH, ROOT
 from parity.cli.main import main
 
 NO_HYPOTHESIS = "-p no:hypothesispytest"
-"""For processes of pytest: to import it takes as long as to import torch."""
+"""For processes of pytest: importing the plugin takes as long as importing torch."""
 
 PYTEST_OPTIONS = f"-p no:cacheprovider {NO_HYPOTHESIS}"
 
 
 def environment(pytest_options: str = PYTEST_OPTIONS) -> dict[str, str]:
-    """That of a shell in which a user would work: the project's commands, no colours, nothing of the running pytest."""
+    """Return the environment of a user's shell: the project's commands, no colors, nothing of the
+    running pytest.
+    """
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     paths = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}", "PYTHONPATH": str(ROOT)}
     return kept | paths | {"NO_COLOR": "1", "COLUMNS": "80", "PYTEST_ADDOPTS": pytest_options}
@@ -43,7 +45,7 @@ def found_by(program: str, *arguments: str) -> Any:
 
 
 def run(command: str, folder: Path, env: dict[str, str]) -> tuple[int, str, str]:
-    """The exit status of a command, and what it prints on standard output and on standard error."""
+    """Return the exit status of a command, its standard output and its standard error."""
     words = shlex.split(command)
     if words[0] in ("mha-parity", "python"):
         return _run_here(words, folder, env)
@@ -58,8 +60,8 @@ def _run_here(words: list[str], folder: Path, env: dict[str, str]) -> tuple[int,
     def take_out() -> dict[str, ModuleType]:
         return {name: sys.modules.pop(name) for name in [*sys.modules] if name.split(".")[0] in names}
 
-    others = take_out()  # of the same names, which other tests have imported from elsewhere
-    # A new process would look for modules beside a program, and in the folder only if the command sees to it.
+    others = take_out()  # modules of the same names, imported by other tests from elsewhere
+    # A new process searches for modules next to a program, and in the folder only for `python`.
     places = [str(folder), *sys.path] if words[0] == "python" else [place for place in sys.path if place != str(folder)]
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, env, clear=True))
@@ -67,14 +69,14 @@ def _run_here(words: list[str], folder: Path, env: dict[str, str]) -> tuple[int,
         stack.enter_context(mock.patch.object(sys, "argv", words[1:]))
         for context in (chdir(folder), redirect_stdout(printed), redirect_stderr(errors)):
             stack.enter_context(context)
-        for context in (jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")):  # as a user has them
+        for context in (jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")):  # user defaults
             stack.enter_context(context)
         try:
             if words[0] == "mha-parity":
                 status = main(words[1:])
             else:
                 runpy.run_path(words[1], run_name="__main__")
-        except AssertionError as error:  # a program that ends in one, as Python shows it
+        except AssertionError as error:  # shown as Python shows an error that ends a program
             status = 1
             print("".join(traceback.format_exception_only(error)), end="", file=errors)
         finally:

@@ -1,31 +1,33 @@
-"""Sessions in pages: commands and what they print, compared up to numbers, and updated."""
+"""Sessions in pages: commands and their output, compared except for numbers, and updated."""
 
 import re
 
 
 def commands_of(block):
-    """Return the commands of a block, and the lines that it shows below them."""
+    """Return the commands of a block, and the lines of output below them."""
     lines = block.splitlines()
     commands = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
     return commands, lines[len(commands) :]
 
 
 def without_numbers(text):
-    """Return the lines of a text, with a mark for every number and without trailing blanks."""
+    """Return the lines of a text, with a mark for each number and without trailing spaces."""
     return [re.sub(r"-?\d[\d.]*(e[-+]\d+)?", "#", line).rstrip() for line in text.splitlines()]
 
 
 def shows(lines, printed):
-    """Return if lines of a page are what was printed, up to numbers; … stands for any lines, or any part of one."""
+    """Return whether lines of a page match the output, except for numbers; … stands for any lines,
+    or part of one.
+    """
     expected = without_numbers("\n".join(lines))
     pattern = "\n".join(".*" if line == "…" else re.escape(line).replace("…", ".*") for line in expected)
     return re.fullmatch(pattern, "\n".join(without_numbers(printed)), re.DOTALL)
 
 
 def updated(block, printed):
-    """Return a block with what its commands print.
+    """Return a block with the current output of its commands.
 
-    If it shows the end only, below `…`, it still begins with the line that begins as its first one did.
+    If it shows only the end, after `…`, the new output begins at the line with the same label as its first line.
     """
     commands, shown = commands_of(block)
     lines = printed.splitlines()

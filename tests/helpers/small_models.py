@@ -62,7 +62,7 @@ def small_model(family: str, **options: Any) -> Any:
     known = {name: value for name, value in known.items() if name.lstrip("_") not in others}
     model = AutoModel.from_config(type(config)(**{**known, **given, **options}), attn_implementation="eager").eval()
     for parameter in model.parameters():
-        if parameter.ndim == 1:  # so that a norm's weight and a bias show
+        if parameter.ndim == 1:  # so that weights of norms and biases have an effect
             parameter.data = torch.randn(parameter.shape) * 0.3 + (1.0 if parameter.data.mean() > 0.5 else 0.0)
     return model
 

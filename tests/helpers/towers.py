@@ -10,7 +10,7 @@ import torch
 from mha_spec import Rope
 
 GRID = torch.tensor([[1, 4, 6]])
-"""One picture of 4 rows and 6 columns of patches."""
+"""One image with 4 rows and 6 columns of patches."""
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 32, "num_hidden_layers": 1}
 DEPTH = {"hidden_size": 64, "num_heads": 4, "depth": 1}
 OWN = Rope(sections=(4, 4), section_frequencies="own")
@@ -91,7 +91,7 @@ OTHERS = {
         "no pairs that turn",
     ),
 }
-"""Towers whose rotation no field says, and why."""
+"""Towers whose rotation no field describes, and the reasons."""
 
 
 def small_tower(name: str, **options: Any) -> tuple[Any, dict[str, torch.Tensor]]:

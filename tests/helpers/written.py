@@ -1,4 +1,4 @@
-"""Cases of a run as plain code, and calls of what is written."""
+"""Cases of a run written as plain code, and calls of this code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def cases_of_norms() -> Iterator[parity.Case]:
     for kind in ("rms", "layer"):
         for weight, bias in ((None, False), ("w", False), ("w", True), ("1+w", False), ("1+w", True)):
             for over in ("head", "width"):
-                # Norms of heads with weights alternate: shared by all heads, or of each head.
+                # Norms of heads with weights alternate between shared by all heads and per head.
                 per_head = over == "head" and weight is not None and bias == (weight == "w")
                 norm = Norm(kind, over, weight, per_head, bias, eps=0.01)
                 of_context = norm.replace(over="width", per_head=False)
@@ -56,7 +56,7 @@ LENGTH_DEPENDENT = {
     ),
     "temperature": AttentionSpec(32, 4, rope=Rope(), temperature=Temperature(4, 0.5)),
 }
-"""Layers for which the position of padding could change what real tokens get."""
+"""Layers in which the position of padding could change the outputs of real tokens."""
 
 
 NOT_FINITE = frozenset(name for name, case in CASES.items() if case.not_finite is not None)
@@ -65,10 +65,10 @@ NOT_FINITE = frozenset(name for name, case in CASES.items() if case.not_finite i
 STATIC_OF_ANOTHER = replace(CASES["decode-shared-kv"], name="decode-shared-kv-static", new_lengths=())
 
 MORE = {case.name: case for case in (*cases_of_norms(), *cases_of_parts(), STATIC_OF_ANOTHER)}
-"""Cases for the parts of the templates that no case of the run has."""
+"""Cases for parts of the templates that no case of the run covers."""
 
 WRITTEN = [name for name in (*CASES, *MORE) if name not in NOT_FINITE]
-"""The cases that are written."""
+"""Cases written as plain code."""
 
 
 def case_named(name: str) -> parity.Case:
@@ -77,7 +77,7 @@ def case_named(name: str) -> parity.Case:
 
 
 def call_of(case: parity.Case) -> dict[str, Any]:
-    """Return the keywords that say how the layer of a case is called."""
+    """Return the keywords that describe how the layer of a case is called."""
     is_masked = case.random_mask or case.segment_ids is not None or case.window_size is not None
     return {
         "is_causal": case.is_causal or case.is_cached,
@@ -90,14 +90,14 @@ def call_of(case: parity.Case) -> dict[str, Any]:
 
 
 def module_of(source: str) -> Any:
-    """Return a module that was written."""
+    """Return a written module."""
     module = types.ModuleType("written")
     exec(compile(source, "written.py", "exec"), module.__dict__)
     return module
 
 
 def mask_of(sibling: Any, problem: Problem) -> np.ndarray:
-    """Return what a case hides beside causality, True = masked."""
+    """Return the mask of a case without causality, True = masked."""
     case = problem.case
     lengths = (case.seq_len, case.key_len)
     hides = {**case.hides, "is_causal": False}
@@ -119,10 +119,10 @@ def garbage_at_padding(case: parity.Case, step: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Writing:
-    """Run what is written for a framework.
+    """Run the code written for a framework.
 
     Attributes:
-        sibling: makes the masks of cases.
+        sibling: creates the masks of cases.
         layer: returns a function of a written module and the weights of a problem.
         empty_cache: returns a cache of a written module, or of its layer.
         array: returns an input as an array of the framework.
@@ -189,7 +189,7 @@ def problem_of(name: str, dtype: str = "float32") -> Problem:
 
 
 def nested(weights: dict[str, np.ndarray], spec: AttentionSpec) -> dict[str, Any]:
-    """Return canonical weights as the parameters of what is written in JAX."""
+    """Return canonical weights as parameters of code written in JAX."""
     import jax.numpy as jnp  # not in .venv-tt
 
     params: dict[str, Any] = {}

@@ -1,6 +1,7 @@
-"""A program: layers whose heads are divided over the chips of a mock board, each with values of its own.
+"""A program: layers whose heads are divided over the chips of a mock board, each with its own values.
 
-It prints what test_parallel.py asks about, as JSON. A process of its own, for a process has one board for good.
+It prints the results that test_parallel.py checks, as JSON. It runs in its own process, because a process can use only
+one board.
 """
 
 import json
@@ -41,19 +42,21 @@ JUDGED = {
         ((2, 4), 0): {"bfloat16": ["latent-yarn"]},
     },
 }
-"""Cases by the mesh and the dimension that their heads are divided over, and by their dtype."""
+"""Cases by their mesh, the dimension that divides their heads, and their dtype."""
 
 
 @contextmanager
 def on(mesh, axis):
-    """The backend on a mesh, heads over one of its dimensions."""
+    """Run the backend on a mesh, with heads over one of its dimensions."""
     here = mock.patch.object(backend, "open_device", return_value=mesh)
     with here, mock.patch.multiple(tt_mesh, HEADS=axis, check_devices=mock.DEFAULT):
         yield MeshPlan(tensor=tuple(mesh.shape)[axis])
 
 
 def judged(plan, names, dtype="float32"):
-    """How many stages of cases were judged, which are not as the undivided layer's budget allows, and what was sent."""
+    """Return the number of compared stages, those outside the undivided layer's budget, and the
+    collectives.
+    """
     report = run_cases([CASES[name] for name in names], ["tt"], [dtype], mesh=plan)
     failed = {f"{each.case} {each.dtype} {each.stage}": each.reason for each in report.comparisons if not each.passed}
     sent = [(each.case, each.program, each.counted, each.ideal) for each in report.collectives]
@@ -64,22 +67,22 @@ def judged(plan, names, dtype="float32"):
 
 
 def reversed_keys(spec, size, chip, right=local.local_heads):
-    """The key/value heads of another chip."""
+    """Return the query heads of a chip and the key/value heads of another one."""
     return right(spec, size, chip)[0], right(spec, size, size - 1 - chip)[1]
 
 
 def with_bias_on_all(weights, spec, size, chip, right=local.local_weights):
-    """The bias of out_proj on every chip, which is to be added once."""
+    """Return weights with the bias of out_proj on every chip, although it must be added once."""
     return right(weights, spec, size, chip) | {"out_proj.bias": weights["out_proj.bias"]}
 
 
 def without_sum(x, axis):
-    """The output of a chip's own heads."""
+    """Return the output of a chip's own heads."""
     return x
 
 
 def twice(x, axis, right=local.all_reduce):
-    """The sum, added up once more than need be."""
+    """Return the sum, computed once more than necessary."""
     return x if axis is None else right(ttnn.multiply(right(x, axis), 1 / x.device().shape[axis]), axis)
 
 
@@ -91,7 +94,7 @@ CONTROLS = {
 
 
 def controls(plan):
-    """What is not as it should be, with each bug."""
+    """Return the failed stages with each bug, and the results with a redundant sum."""
     found = {}
     for title, bugs in CONTROLS.items():
         with ExitStack() as stack:
@@ -103,11 +106,13 @@ def controls(plan):
     return found
 
 
-# ---- What ttnn itself does on a mesh ---------------------------------------------------------------------------------
+# ---- Behavior of ttnn on a mesh --------------------------------------------------------------------------------------
 
 
 def as_ttnn_says(mesh):
-    """Whether collectives give on each chip what ttnn's own golden functions say, along each dimension."""
+    """Return whether collectives along each dimension match ttnn's own golden functions on each
+    chip.
+    """
     shape, count = tuple(mesh.shape), mesh.get_num_devices()
     each = torch.arange(count * 64.0 * 256).reshape(count, 1, 64, 256)
     options = {"dtype": ttnn.float32, "layout": ttnn.TILE_LAYOUT, "device": mesh}
@@ -136,7 +141,7 @@ def as_ttnn_says(mesh):
 
 
 def told(call):
-    """What a call says that is refused; nothing if it is not."""
+    """Return the error of a call, or an empty string if it raises none."""
     try:
         call()
     except NotImplementedError as error:
@@ -147,7 +152,9 @@ def told(call):
 
 
 def by_rows(mesh):
-    """A product by rows of a matrix, of which each chip has a part: how far off without a sum, and with one."""
+    """Return the errors of a product divided by rows, without and with a sum, and the error of
+    reading it.
+    """
     rng = np.random.default_rng(0)
     x, weight = rng.standard_normal((32, 128)), rng.standard_normal((128, 64))
     count = mesh.get_num_devices()
@@ -168,7 +175,7 @@ def by_rows(mesh):
 
 
 def refused(mesh):
-    """What is said of layers that cannot be divided so, and of operations whose values are not known."""
+    """Return the errors of layers that cannot be divided, and of operations without known values."""
 
     def said_by(spec=None, heads=1, on=mesh, twice=False, layer=None):
         spec = AttentionSpec(64, 8) if spec is None else spec
@@ -205,7 +212,7 @@ def refused(mesh):
 
 
 def carried(mesh):
-    """Whether weights come out of a divided layer, and go into it, bit for bit."""
+    """Return whether weights are read from a divided layer, and loaded into it, bit for bit."""
     spec = AttentionSpec(64, 8, num_kv_heads=2, rope=Rope(), qk_norm=Norm(per_head=True), fused_qkv=True, sinks=True)
     weights = random_weights(spec)
     layer = mha_tt.MultiHeadSelfAttention(spec, device=mesh, dtype=ttnn.float32)

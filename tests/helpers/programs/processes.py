@@ -1,6 +1,6 @@
-"""A program: what layers compute on four processes of torch, written to found.pt in the folder that it is given.
+"""A program: results of layers on four torch processes, written to found.pt in the given folder.
 
-Facts, for tests/siblings/mha_torch/test_sharded.py to judge, which imports the layers from here.
+test_sharded.py of mha_torch checks the results, and imports the layers from here.
 """
 
 import sys
@@ -26,7 +26,7 @@ from mha_torch import parallel
 
 PROCESSES = 4
 BATCH, SEQ_LEN, CAPACITY = 3, 6, 9
-LENGTHS = [6, 4, 1]  # of the sequences, ragged
+LENGTHS = [6, 4, 1]  # lengths of the sequences, ragged
 STEPS = 3
 SEED = 5
 
@@ -65,7 +65,7 @@ DIVIDED = {
     2: [name for name in SPECS if name not in SHARED[:-2]],
     4: ["everything", *SHARED],
 }
-"""Layers that so many processes divide. Two do for most; four have layers whose keys some of them share."""
+"""Layers by number of processes. Two suffice for most; with four, some processes share keys."""
 
 RINGS = rings.RINGS | {name: SPECS[name] for name in ("everything", "latent-rope")}
 """Layers whose tokens are divided."""
@@ -76,20 +76,20 @@ FULLY_SHARDED["fused"] = AttentionSpec(32, 8, num_kv_heads=2, fused_qkv=True)
 
 @dataclass(frozen=True)
 class Here:
-    """The process's part: which of so many, in a dimension of a mesh."""
+    """The part of a process: its rank and the size of a dimension of a mesh."""
 
     mesh: object = None
     size: int = 1
     rank: int = 0
 
     def of_heads(self, x, axis):
-        """The part of its own heads."""
+        """Return the part of the process's own heads."""
         return x.tensor_split(self.size, axis)[self.rank]
 
     def whole(self, x, axis):
-        """What all have, heads side by side; of a distributed tensor all of it."""
+        """Return the parts of all processes, joined along heads, or the full distributed tensor."""
         if hasattr(x, "full_tensor"):
-            return x.full_tensor().clone()  # which waits for what is under way
+            return x.full_tensor().clone()  # waits for pending communication
         if self.size == 1:
             return x
         parts = [torch.empty_like(x) for _ in range(self.size)]
@@ -98,7 +98,7 @@ class Here:
 
 
 def make(kind, spec, dtype=torch.float32):
-    """A layer with weights that are the same in every process, none of them 0 or 1."""
+    """Return a layer with the same weights in every process, none of them 0 or 1."""
     torch.manual_seed(0)
     layer = kind(spec)
     with torch.no_grad():
@@ -112,7 +112,7 @@ def random(*shape, dtype=torch.float32, seed=1):
 
 
 def trained(layer, here=None, dtype=torch.float32, **options):
-    """Forward and backward: the output, and every gradient."""
+    """Return the output and all gradients of a forward and backward pass."""
     here, spec = here or Here(), layer.full_spec
     x = random(BATCH, SEQ_LEN, spec.d_in, dtype=dtype).requires_grad_()
     bias = random(1, spec.num_heads, SEQ_LEN, SEQ_LEN, dtype=dtype, seed=2)
@@ -122,7 +122,7 @@ def trained(layer, here=None, dtype=torch.float32, **options):
     if not spec.out_proj:
         cotangent = here.of_heads(cotangent, -1)
     (output * cotangent).sum().backward()
-    output = output.detach().clone()  # which waits for what is under way
+    output = output.detach().clone()  # waits for pending communication
     found = {"output": output if spec.out_proj else here.whole(output, -1), "grad_x": x.grad.clone()}
     if attn_weights is not None:
         found["attn_weights"] = here.whole(attn_weights.detach(), 1)
@@ -131,7 +131,7 @@ def trained(layer, here=None, dtype=torch.float32, **options):
 
 @torch.no_grad()
 def decoded(layer, here=None, dtype=torch.float32, cache=None):
-    """A ragged prompt, then a few steps: all outputs, and what the cache holds of the process's heads."""
+    """Return the outputs of a ragged prompt and a few steps, and the shapes of the process's cache."""
     here, spec, found = here or Here(), layer.full_spec, {}
     x = random(BATCH, SEQ_LEN + STEPS, spec.d_in, dtype=dtype)
     cache = layer.init_cache(BATCH, CAPACITY) if cache is None else cache
@@ -147,16 +147,16 @@ def cached_kind(spec):
 
 
 def usual_plan(spec, **options):
-    """As every tutorial has it: without what goes with the heads."""
+    """Return the plan of common tutorials, without parts that belong to heads."""
     found = {name: ColwiseParallel(**options) for name in ("q_proj", "k_proj", "v_proj")}
     return found | ({"out_proj": RowwiseParallel()} if spec.out_proj else {})
 
 
-# ---- What is asked ---------------------------------------------------------------------------------------------------
+# ---- Results ---------------------------------------------------------------------------------------------------------
 
 
 def by_shard(here):
-    """Layers, their heads divided by `parallel.shard`."""
+    """Return the results of layers whose heads are divided by `parallel.shard`."""
     found = {}
     for name in DIVIDED[here.size]:
         spec = SPECS[name]
@@ -169,7 +169,7 @@ def by_shard(here):
 
 
 def moved(here):
-    """How often each collective is called, forward and backward."""
+    """Return the number of calls of each collective, forward and backward."""
     found = {}
 
     def counts_of(mode):
@@ -181,13 +181,13 @@ def moved(here):
             output, _ = layer(x)
         with CommDebugMode() as backward:
             output.sum().backward()
-        x.grad.clone()  # which waits for what is under way
+        x.grad.clone()  # waits for pending communication
         found[name] = counts_of(forward), counts_of(backward)
 
     for name in ("textbook", "grouped", "everything", "latent", "no-out-proj", "width"):
         counted(name, parallel.shard(make(mha_torch.MultiHeadAttention, SPECS[name]), here.mesh, heads="heads"))
     spec = SPECS["textbook"]
-    # As of a layer in a model: without being told, FSDP keeps the weights of the outermost module.
+    # As for a layer in a model: by default, FSDP keeps the weights of the outermost module.
     layer = fully_shard(make(mha_torch.MultiHeadAttention, spec), mesh=here.mesh, reshard_after_forward=True)
     counted("fully sharded", layer)
     layer = make(mha_torch.MultiHeadAttention, spec)
@@ -209,7 +209,9 @@ NORMED = replace(GIVEN, qk_norm=Norm(over="width"))
 
 
 def given(layer, place=lambda x: x, dtype=torch.float32):
-    """Output and gradients of a layer that is given more than tokens, each as `place` gives it."""
+    """Return output and gradients of a layer with more inputs than tokens, each distributed by
+    `place`.
+    """
     mask = random(BATCH, 8, SEQ_LEN, SEQ_LEN, seed=1) > 1
     inputs = {"x": random(BATCH, SEQ_LEN, 32, dtype=dtype), "bias": random(8, SEQ_LEN, SEQ_LEN, seed=2, dtype=dtype)}
     leaves = {name: place(x).requires_grad_() for name, x in inputs.items()}
@@ -221,18 +223,22 @@ def given(layer, place=lambda x: x, dtype=torch.float32):
 
 
 def rows_not_finite(layer, heads=slice(None)):
-    """Which rows of the output are not finite where one token is not, and the first head alone sees it."""
+    """Return which output rows are non-finite if one token is, and only the first head attends to
+    it.
+    """
     x, hides = random(1, SEQ_LEN, 32), torch.zeros(1, 8, SEQ_LEN, SEQ_LEN, dtype=torch.bool)
     x[:, 2], hides[:, 1:, :, 2] = torch.nan, True
     output = layer(x.requires_grad_(), mask=hides[:, heads], is_causal=True)
     output[:, :2].sum().backward()
-    assert all(held.grad.isfinite().all() for held in layer.parameters())  # nobody asked for the rows that see it
+    assert all(held.grad.isfinite().all() for held in layer.parameters())  # the loss excludes rows that attend to it
     return (~output.isfinite()).any(-1)[0]
 
 
 def rows_out_of_range(here=None):
-    """The same where the first key head alone passes the range of float32, and the heads that see it hide that token:
-    all others share its norm."""
+    """Return non-finite rows if only the first key head overflows float32, and its query heads hide that token.
+
+    All other heads share its norm.
+    """
     here, layer = here or Here(), make(mha_torch.MultiHeadSelfAttention, NORMED)
     with torch.no_grad():
         layer.k_proj.weight[: NORMED.head_dim] *= 1e25
@@ -248,7 +254,9 @@ def rows_out_of_range(here=None):
 
 
 def beside(here):
-    """What may be given beside local tokens, and what may be done with a divided layer."""
+    """Return results with inputs in addition to local tokens, and of compiled and distributed
+    calls.
+    """
     layer = parallel.shard(make(mha_torch.MultiHeadSelfAttention, GIVEN), here.mesh, heads="heads")
     found = {"given": given(layer, lambda x: distribute_tensor(x, here.mesh, [Replicate()]))}
     layer.zero_grad()
@@ -278,7 +286,7 @@ def beside(here):
 
 
 def refused(here):
-    """What each process says of layers that cannot be divided so."""
+    """Return the errors of layers that cannot be divided."""
     x = random(BATCH, SEQ_LEN, 32)
 
     def divided(name):
@@ -357,7 +365,9 @@ def refused(here):
 
 
 def fully_sharded(grid, row):
-    """Layers drawn from the meta device, weights over all processes, or over one dimension and heads over the other."""
+    """Return the results of layers drawn from the meta device, with weights over all processes or a
+    grid with heads.
+    """
     found = {}
     for name, spec in FULLY_SHARDED.items():
         for is_grid in (False, True):
@@ -371,7 +381,7 @@ def fully_sharded(grid, row):
                 here = Here(grid["heads"], 2, grid["heads"].get_local_rank())
             fully_shard(layer, mesh=grid["data"] if is_grid else row)
             layer.to_empty(device="cpu")
-            torch.manual_seed(SEED + dist.get_rank())  # the draw of the first process is that of all
+            torch.manual_seed(SEED + dist.get_rank())  # all processes use the draw of the first one
             layer.reset_parameters()
             drawn = {name: held.full_tensor().clone() for name, held in layer.state_dict().items()}
             found[f"{name}/grid" if is_grid else name] = drawn, trained(layer, here)
@@ -379,7 +389,9 @@ def fully_sharded(grid, row):
 
 
 def narrowed(row):
-    """A layer each of whose projections is fully sharded by itself, and casts its weights for itself."""
+    """Return the output of a layer whose projections are fully sharded separately, each casting its
+    weights.
+    """
     layer = make(mha_torch.MultiHeadAttention, SPECS["textbook"])
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
     for projection in layer.children():
@@ -389,7 +401,7 @@ def narrowed(row):
 
 
 def carried(here):
-    """Weights out of a layer that is divided, and into another."""
+    """Return weights read from a divided layer, and loaded into another one."""
     layer = parallel.shard(make(mha_torch.MultiHeadAttention, EVERYTHING), here.mesh, heads="heads")
     weights = parity.weights_of(layer)
     other = parallel.shard(mha_torch.MultiHeadAttention(EVERYTHING), here.mesh, heads="heads")
@@ -400,7 +412,7 @@ def carried(here):
 
 
 def stepped(here):
-    """Gradients of a layer that are clipped, and a step of AdamW."""
+    """Return the weights after clipping gradients and a step of AdamW, and the norm."""
     layer = make(mha_torch.MultiHeadAttention, SPECS["shared-keys"])
     if here is not None:
         parallel.shard(layer, here.mesh, heads="heads")
@@ -413,7 +425,7 @@ def stepped(here):
 
 
 def ringed(mesh):
-    """Layers whose tokens are divided."""
+    """Return the results of layers whose tokens are divided."""
     return {
         "layers": rings.of_tokens(mesh, make, RINGS),
         "mistaken": rings.mistaken(mesh, make, RINGS["grouped"]) if mesh.size() == 2 else {},
@@ -425,13 +437,13 @@ def ringed(mesh):
 
 
 def run(rank, size, folder):
-    """What one process does; the first one writes what was found."""
+    """Run one process; the first one writes the results."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "heads"))
     row = init_device_mesh("cpu", (4,), mesh_dim_names=("heads",))
     of_row, two = Here(row, size, rank), grid["heads"]
     found = {"stepped": stepped(of_row), "carried": carried(of_row)}
-    if rank < 2:  # the two others would compute the same
+    if rank < 2:  # the other two would compute the same
         here = Here(two, 2, rank)
         found |= {part.__name__: part(here) for part in (moved, refused, beside)}
         found[2] = {"shard": by_shard(here), "ring": ringed(two)}
@@ -445,7 +457,7 @@ def run(rank, size, folder):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    # The processes are forks of this one, for what they import takes longest: here also what comes with the first call.
+    # The processes are forks of this one, because imports take longest, including those of the first call.
     layer = make(mha_torch.MultiHeadSelfAttention, GIVEN)
     torch.compile(layer, backend="eager")(random(BATCH, SEQ_LEN, 32))
     parity.weights_of(layer)

@@ -1,4 +1,4 @@
-"""What layers compute on processes of torch each of which has a part of the tokens: facts, for tests to judge."""
+"""Results of layers on torch processes, each with a part of the tokens, which tests check."""
 
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +17,7 @@ from mha_torch.parallel import ring
 BATCH, SEQ_LEN = 3, 16
 
 WINDOW = AttentionSpec(32, 8, num_kv_heads=4, window_size=3, rope=Rope(), sinks=True)
-"""A window within the part of one of four processes, so that parts are passed on once."""
+"""A window within the part of one of four processes, so that parts are passed on only once."""
 
 
 def inputs(spec, seq_len, dtype):
@@ -29,7 +29,7 @@ def inputs(spec, seq_len, dtype):
 def trained(
     layer, part=lambda x: x, whole=lambda x: x, *, seq_len=SEQ_LEN, dtype=torch.float32, summed=None, **options
 ):
-    """Forward and backward: the output, and every gradient, of whole sequences."""
+    """Return the output and all gradients of whole sequences."""
     x, cotangent = (part(each) for each in inputs(layer.full_spec, seq_len, dtype))
     x.requires_grad_()
     output = layer(x, **options)
@@ -55,38 +55,40 @@ RINGS = {
     "fused": AttentionSpec(32, 8, num_kv_heads=2, fused_qkv=True, soft_cap=2.0),
 }
 BOTH_WAYS = ("grouped", "window", "chunks", "everything")
-"""Layers that are also called without causality and lengths."""
+"""Layers that are additionally called without causality and lengths."""
 
 
 def calls(specs):
-    """Each call of a layer: its specification, the length of whole sequences, and the options."""
+    """Return each call of a layer: its specification, the length of whole sequences, and the
+    options.
+    """
     found = {f"{name}/causal": (spec, SEQ_LEN, CAUSAL) for name, spec in specs.items()}
     if len(specs) == 1:
         return found
     found |= {f"{name}/both ways": (specs[name], SEQ_LEN, {}) for name in BOTH_WAYS}
-    # Parts whose halves are not whole stay in order.
+    # Parts with odd lengths stay in order.
     return found | {"grouped/odd": (specs["grouped"], 12, {"is_causal": True, "key_padding_lengths": [12, 7, 1]})}
 
 
 def local_positions(tokens, seq_len, device):
-    """RoPE by the place of a token in its part."""
+    """Return positions within the part of a process, instead of the whole sequence."""
     return torch.arange(seq_len, device=device)[None]
 
 
 def left_in_zigzag(tokens, tensors, *, back=False, right=ring._to_zigzag):
-    """Halves that are not brought back to their order."""
+    """Return halves without restoring their order."""
     return list(tensors) if back else right(tokens, tensors)
 
 
 def average(context, logs, own, own_logs):
-    """Contexts of parts joined as if their sums were alike."""
+    """Join contexts of parts as if their sums were equal."""
     is_first = torch.isneginf(logs)
     joined = torch.where(is_first, own, torch.where(torch.isneginf(own_logs), context, (context + own) / 2))
     return joined, torch.logaddexp(logs, own_logs)
 
 
 def by_local_sums(part, table, spec, logs, *others, right=ring._block_backward):
-    """A gradient from the sums of each part by itself."""
+    """Compute a gradient from the sums of each part separately."""
     _, own_logs, _ = ring._attended(part, table, spec)
     return right(part, table, spec, own_logs, *others)
 
@@ -100,7 +102,7 @@ BUGS = {
 
 
 def mistaken(mesh, make, spec):
-    """What a layer computes with each bug in the ring."""
+    """Return the results of a layer with each bug in the ring."""
     found = {}
     for name, where in BUGS.items():
         with mock.patch.object(*where):
@@ -109,7 +111,7 @@ def mistaken(mesh, make, spec):
 
 
 def of_tokens(mesh, make, specs):
-    """Every layer, its tokens divided by `parallel.shard`."""
+    """Return the results of every layer, with tokens divided by `parallel.shard`."""
     group, size, rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
 
     def part(x):
@@ -128,7 +130,9 @@ def of_tokens(mesh, make, specs):
 
 
 def counted(mesh, make):
-    """How often a process passes parts on, and how many scores it makes, by layer and the way it is called."""
+    """Return how often each process passes parts on, and how many scores it computes, by layer and
+    call.
+    """
     found = {}
     for name, spec in {"textbook": AttentionSpec(32, 8), "window": WINDOW}.items():
         for kind in ("causal", "both ways"):
@@ -154,7 +158,7 @@ def counted(mesh, make):
 
 
 def with_heads(grid, make, spec):
-    """Tokens divided over one dimension of a mesh, heads over the other."""
+    """Return results with tokens divided over one dimension of a mesh and heads over the other."""
     group, rank = grid["data"].get_group(), grid["data"].get_local_rank()
 
     def whole(x):
@@ -167,12 +171,14 @@ def with_heads(grid, make, spec):
 
 
 def not_finite(mesh, make):
-    """Which tokens of the output are NaN, where one of the input is, and which gradients."""
+    """Return which output tokens are NaN if one input token is, and whether all gradients are
+    finite.
+    """
     layer = make(mha_torch.MultiHeadSelfAttention, AttentionSpec(32, 8))
     parallel.shard(layer, mesh, tokens=mesh.mesh_dim_names[0])
     size, rank, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
     x, _ = inputs(layer.full_spec, SEQ_LEN, torch.float32)
-    x[0, 10], x[1, 12] = torch.nan, torch.nan  # seen by those after it, and by nobody
+    x[0, 10], x[1, 12] = torch.nan, torch.nan  # visible to later tokens, and hidden from all
     own = x.chunk(size, 1)[rank].clone().requires_grad_()
     output = layer(own, is_causal=True, key_padding_lengths=CAUSAL["key_padding_lengths"])
     visible = torch.where(torch.isnan(output.detach()), 0.0, 1.0)
@@ -188,7 +194,7 @@ def not_finite(mesh, make):
 
 @contextmanager
 def kernel_of_cpu():
-    """torch's ring around torch's kernel for a CPU, of which its own table of kernels knows nothing."""
+    """Use torch's kernel for a CPU in torch's ring, whose table of kernels does not contain it."""
     attention = _context_parallel._attention
     forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -236,7 +242,9 @@ def kernel_of_cpu():
 
 
 def by_torch(mesh, make):
-    """A layer in torch's own `context_parallel`, and what is refused there."""
+    """Return the results of a layer in torch's own `context_parallel`, and the errors of
+    unsupported options.
+    """
     spec = AttentionSpec(32, 4, rope=Rope())
     layer = make(mha_torch.MultiHeadSelfAttention, spec)
     x, cotangent = inputs(spec, SEQ_LEN, torch.float32)
@@ -263,7 +271,7 @@ def by_torch(mesh, make):
 
 
 def error_of(call):
-    """Return the kind and the text of the error that a call raises; nothing if it raises none."""
+    """Return the kind and the text of the error of a call, or an empty string."""
     try:
         call()
     except (TypeError, ValueError) as error:
@@ -272,14 +280,14 @@ def error_of(call):
 
 
 def refused(mesh, make):
-    """What is said of layers whose tokens cannot be divided so."""
+    """Return the errors of layers whose tokens cannot be divided."""
     name = mesh.mesh_dim_names[0]
     x = torch.zeros(1, 2, 32)
 
     def made(spec=RINGS["textbook"], kind=mha_torch.MultiHeadAttention):
         return parallel.shard(make(kind, spec), mesh, tokens=name)
 
-    hidden = torch.zeros(1, 1, 2 * mesh.size(), 2 * mesh.size(), dtype=torch.bool)  # of the whole sequence
+    hidden = torch.zeros(1, 1, 2 * mesh.size(), 2 * mesh.size(), dtype=torch.bool)  # for the whole sequence
     return {
         "no such dimension": error_of(
             lambda: parallel.shard(make(mha_torch.MultiHeadAttention, WINDOW), mesh, tokens="sequence")
@@ -293,7 +301,7 @@ def refused(mesh, make):
         "mask": error_of(lambda: made()(x, mask=hidden)),
         "dropout": error_of(lambda: made(AttentionSpec(32, 8, dropout=0.5))(x)),
         "uneven": error_of(lambda: made()(x[:, : 1 + (mesh.get_local_rank() == 0)])),
-        "uneven, lengths": error_of(  # which fit the first part alone
+        "uneven, lengths": error_of(  # lengths that fit only the first part
             lambda: made()(x[:, : 1 + (mesh.get_local_rank() == 0)], key_padding_lengths=[mesh.size() + 1])
         ),
         "lengths": error_of(lambda: made()(x, key_padding_lengths=[2 * mesh.size() + 1])),

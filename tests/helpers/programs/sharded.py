@@ -1,7 +1,7 @@
 """A program: layers of mha_jax on a mesh of eight virtual devices, with automatic and with explicit axes.
 
-It prints its results for tests/siblings/mha_jax/test_sharded.py as JSON. It runs in its own process, because the number
-of JAX's devices is fixed when it starts.
+It prints its results for test_sharded.py of mha_jax as JSON. It runs in its own process, because the number of JAX's
+devices is fixed when it starts.
 """
 
 import json
@@ -40,7 +40,7 @@ def varied(name, spec, **fields):
 
 
 JUDGED = {"automatic": [varied("relative-bias-padded", {"out_proj": False})]}
-# There each operation must give the type of what it gives.
+# With explicit axes, each operation must declare the type of its result.
 JUDGED["explicit"] = [
     CASES["latent-window"],
     varied("nan-hidden-norm", {"gate": Gate(), "value_head_dim": 8}, random_mask=True),
@@ -59,18 +59,18 @@ def on(mesh, *axes):
     return NamedSharding(mesh, PartitionSpec(*axes))
 
 
-# ---- Every stage of cases, judged by the budget ----------------------------------------------------------------------
+# ---- Stages of cases, compared within the budget ---------------------------------------------------------------------
 
 
 def judged(kind):
-    """What `mha-parity run --mesh` says of cases: how many stages of each were judged, and what is wrong."""
+    """Return the number of compared stages of each case in `mha-parity run --mesh`, and the errors."""
     report = run_cases(JUDGED[kind], ["jax"], with_gradients=True, mesh=MeshPlan(data=2, tensor=2, axes=kind))
     wrong = [f"{each.case} {each.stage}: {each.reason}" for each in report.failed]
     wrong += [f"{each.case} {each.program}: {each.counted}" for each in report.needless]
     return [Counter(each.case for each in report.comparisons), wrong]
 
 
-# ---- What a compiled program sends -----------------------------------------------------------------------------------
+# ---- Communication of compiled programs ------------------------------------------------------------------------------
 
 SMALL_BLOCKS = FusedAttention(few_scores=0, queries=8, keys=8, last_keys=4)
 
@@ -82,7 +82,9 @@ LAYERS = {
 
 
 def collectives(function, *arguments):
-    """How many operations of a compiled program have devices wait for each other, by name and type; those in loops."""
+    """Return the number of collectives of a compiled program by name and type, and the number in
+    loops.
+    """
     text = jax.jit(function).lower(*arguments).compile().as_text()
     names = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
     found = re.compile(rf"= \(?(\w+)\[.* ({names})(?:-start)?\(")
@@ -92,7 +94,9 @@ def collectives(function, *arguments):
 
 
 def divided(spec, mesh, kind=mha_jax.MultiHeadSelfAttention):
-    """An abstract layer that lies on a mesh: by heads, if that has the dimension, and whole on each device if not."""
+    """Return an abstract layer on a mesh, divided by heads if the mesh has the dimension, or
+    replicated.
+    """
     module = nnx.eval_shape(lambda: kind(spec, rngs=nnx.Rngs(0)))
     if "heads" in mesh.axis_names:
         return parallel.shard(module, mesh, heads="heads")
@@ -102,7 +106,7 @@ def divided(spec, mesh, kind=mha_jax.MultiHeadSelfAttention):
 
 
 def programs():
-    """The collectives of each program: heads over four devices, or sequences over eight."""
+    """Return the collectives of each program, with heads over four devices or sequences over eight."""
     found = {}
     for name, spec in LAYERS.items():
         for axis, mesh in (("heads", mesh_of("automatic", heads=4)), ("data", mesh_of("automatic", data=8))):
@@ -123,7 +127,7 @@ def programs():
 
             x, lengths = array(8, 32, 64), array(8, dtype=jnp.int32)
             is_first = name == "grouped"
-            if axis == "heads" or not is_first:  # with sequences, the gradient shows what the output needs: nothing
+            if axis == "heads" or not is_first:  # with sequences, the gradient also shows that the output needs nothing
                 found[f"{axis} forward {name}"] = collectives(forward, state, x, lengths)
             if is_first:
                 found[f"{axis} gradient {name}"] = collectives(jax.grad(loss, argnums=(0, 1)), state, x, lengths)
@@ -143,11 +147,13 @@ def programs():
     return found
 
 
-# ---- Long generation, and what users divide themselves ---------------------------------------------------------------
+# ---- Long generation, and division by users --------------------------------------------------------------------------
 
 
 def generated():
-    """A ragged prompt and 32 steps, of a layer whose cache is divided by sequences and heads; None if all is equal."""
+    """Return the error of a ragged prompt and 32 steps over a cache divided by sequences and heads,
+    or None.
+    """
     spec, mesh = GROUPED, mesh_of("automatic", data=2, heads=4)
     x = np.random.default_rng(0).standard_normal((4, 48, 64))
     lengths = [np.array([16, 3, 9, 0], np.int32), *np.ones((32, 4), np.int32)]
@@ -181,7 +187,9 @@ def generated():
 
 
 def mapped():
-    """The layer in a user's own `shard_map`, each device with its heads: the largest difference, and collectives."""
+    """Return the largest difference and the collectives of a layer in a user's own `shard_map`,
+    divided by heads.
+    """
     spec, mesh = GROUPED, mesh_of("explicit", data=2, heads=4)
     own = replace(spec, num_heads=2, num_kv_heads=1, out_bias=False)
     layer = mha_jax.MultiHeadSelfAttention(spec, rngs=nnx.Rngs(0))

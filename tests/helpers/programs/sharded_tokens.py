@@ -1,7 +1,7 @@
-"""A program: attention of mha_jax whose tokens, or whose slots of a cache, are divided over virtual devices.
+"""A program: attention of mha_jax with tokens, or slots of a cache, divided over virtual devices.
 
-It prints its results for tests/siblings/mha_jax/test_sharded_tokens.py as JSON. It runs in its own process, because the
-number of JAX's devices is fixed when it starts.
+It prints its results for test_sharded_tokens.py of mha_jax as JSON. It runs in its own process, because the number of
+JAX's devices is fixed when it starts.
 """
 
 import json
@@ -56,7 +56,7 @@ def sent_by(program):
 
 
 def told(actual, expected, same):
-    """What the harness says of results, or None if it has nothing to say."""
+    """Return the error of the comparison, or None if results match."""
     try:
         parity.assert_parity(actual, expected, same_precision=same, diagnose=False)
     except AssertionError as error:
@@ -72,7 +72,7 @@ def heads(num_heads, num_kv_heads, **fields):
 
 
 ATTENTION = {
-    # name: kind of axes, mesh, layer, what else is told
+    # name: kind of axes, mesh, layer, options
     "heads for tokens": ("automatic", {"sequence": 8}, heads(8, 8), {"is_causal": True}),
     "heads for tokens, all that hides": (
         *("explicit", {"data": 2, "tensor": 2, "sequence": 2}, heads(8, 4, sinks=True, window_size=9)),
@@ -98,8 +98,10 @@ ATTENTION = {
 
 
 def attended(name):
-    """What is wrong with the output and the gradients, and what devices send, forward and for gradients; and what is
-    wrong where the keys of two devices are in each other's place, a bug that must be seen."""
+    """Return the error of output and gradients, the collectives forward and with gradients, and the error of a bug.
+
+    The bug exchanges the keys of two devices, and must be detected.
+    """
     kind, shape, spec, options = ATTENTION[name]
     rng, mesh = np.random.default_rng(0), mesh_of(kind, **shape)
     drawn = {"q": (2, spec.num_heads, 32, 8), "k": (2, spec.num_kv_heads, 32, 8), "v": (2, spec.num_kv_heads, 32, 8)}
@@ -153,7 +155,9 @@ def attended(name):
 
 
 def judged():
-    """What `mha-parity run` says of cases whose tokens are divided: stages, and what failed."""
+    """Return the number of passed stages in `mha-parity run` of cases with divided tokens, and the
+    errors.
+    """
     found = {}
     width = parity.CASES["norm-width"]
     width = replace(width, spec=replace(width.spec, fused_qkv=False, v_norm=Norm("layer", over="width", bias=True)))
@@ -169,7 +173,9 @@ def judged():
 
 
 def generated(kind):
-    """A ragged prompt and 32 steps with a cache whose slots are divided: what is wrong, and what devices send."""
+    """Return the error and the collectives of a ragged prompt and 32 steps over a cache with
+    divided slots.
+    """
     spec = AttentionSpec(64, 8, num_kv_heads=4, rope=Rope(10000.0), sinks=True, window_size=21)
     mesh = mesh_of(kind, data=2, slots=4)
     x = np.random.default_rng(0).standard_normal((4, 48, 64))
@@ -212,7 +218,7 @@ def generated(kind):
 
 
 def mapped():
-    """A ring in the user's own `shard_map`: the largest difference."""
+    """Return the largest difference of a ring in the user's own `shard_map`."""
     mesh, spec = mesh_of("explicit", sequence=4), heads(4, 1)
     q, k, v = (jax.random.normal(jax.random.key(i), (2, n, 32, 8)) for i, n in enumerate((4, 1, 1)))
     attend = partial(mha_jax.fused.scaled_dot_product_attention, spec=spec, is_causal=True)
@@ -227,11 +233,11 @@ def mapped():
     return float(jnp.abs(np.asarray(mapped(*placed)) - expected).max())
 
 
-# ---- What it costs ---------------------------------------------------------------------------------------------------
+# ---- Costs -----------------------------------------------------------------------------------------------------------
 
 
 def grown():
-    """Temporary memory of a device, on 2 and on 8 of them; and what these send, in bytes, beside what formulas say."""
+    """Return temporary memory, bytes sent and bytes expected by formulas, on 2 and on 8 devices."""
     spec, found = AttentionSpec(256, 8, num_kv_heads=8), {}
     for name, how, placement, passes in (
         ("data", {}, ("x",), False),
@@ -269,7 +275,7 @@ def grown():
 
 
 def refused():
-    """What is said of tokens that cannot be divided."""
+    """Return the errors for tokens that cannot be divided."""
     mesh, x = mesh_of("automatic", sequence=4), jnp.zeros((1, 4, 30, 8))
     found = {}
     for name, array, axis in (

@@ -1,7 +1,7 @@
 """A program that traces unsharded layers of mha_jax before and after the process creates a mesh.
 
-It prints the results that tests/siblings/mha_jax/test_undivided.py checks, as JSON. It runs in its own process, without
-an earlier mesh.
+It prints the results that test_undivided.py of mha_jax checks, as JSON. It runs in its own process, without an earlier
+mesh.
 """
 
 import json

@@ -1,1 +1,1 @@
-"""Released layers of transformers, and our specification of each: what its name stands for in tests."""
+"""Released layers of transformers by their names in tests, and our specification of each."""

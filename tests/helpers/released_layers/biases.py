@@ -1,4 +1,4 @@
-"""Layers with a bias of scores by distance: ALiBi, and buckets of T5."""
+"""Layers with a bias of scores by distance: ALiBi and the buckets of T5."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,16 +19,16 @@ from mha_spec import Alibi, AttentionSpec, RelativeBias
 
 @dataclass(frozen=True)
 class Biased(Released):
-    """A released layer that is called with its bias, which is made from its input.
+    """A released layer that is called with its bias, which is computed from its input.
 
     Attributes:
-        call: the output of the module, from the input and the keys that are hidden, (1, 1, T, T).
+        call: returns the output of the module from the input and the hidden keys, (1, 1, T, T).
     """
 
     call: Callable[[Any, Tensor, Tensor], Tensor] = lambda module, x, hidden: x
 
     def __call__(self, x: Tensor, past: int = 0, **keywords: Any) -> Tensor:
-        """The output."""
+        """Return the output."""
         hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)[None, None]
         return self.call(self.module, x, hidden)
 
@@ -65,7 +65,9 @@ def mpt() -> Released:
 
 
 def falcon() -> Released:
-    """Of 4 heads, whose slopes bfloat16 has, in which this model rounds them."""
+    """Return a layer of 4 heads, because bfloat16, to which this model rounds slopes, represents
+    theirs exactly.
+    """
     config = transformers.FalconConfig(
         hidden_size=32,
         num_attention_heads=4,
@@ -85,7 +87,7 @@ def falcon() -> Released:
 
 
 def t5(is_decoder: bool) -> Released:
-    """Of another width inside, the farthest keys beyond the largest distance."""
+    """Return a layer with another inner width, whose farthest keys are beyond the largest distance."""
     config = transformers.T5Config(
         d_model=32,
         d_kv=12,

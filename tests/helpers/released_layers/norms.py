@@ -19,7 +19,7 @@ def normed(**norm):
 
 
 def stacked(weights):
-    """One norm for all heads in place of one each."""
+    """Return one norm for all heads instead of one per head."""
     found = {name: weight for name, weight in weights.items() if ".norms." not in name}
     for each in "qk":
         own = [weight for name, weight in weights.items() if name.startswith(f"{each}_norm.norms.")]

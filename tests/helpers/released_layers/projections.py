@@ -1,4 +1,4 @@
-"""Clipped projections, biases of some, gates, values of another width: as in the released modules of transformers."""
+"""Clipped projections, some biases, gates and values of another width, as in released modules of transformers."""
 
 from functools import partial
 
@@ -13,26 +13,28 @@ NORMED_AND_GATED = partial(plain_spec, head_dim=16, gate=Gate())
 
 
 def whisper(family, prefix, spec, *, is_decoder, **others):
-    """A layer whose configuration names nothing as others do."""
+    """Return a layer with other names in its configuration."""
     config = WhisperConfig(d_model=32)
     config._attn_implementation = "eager"
     return Released(WhisperAttention(32, 4, is_decoder=is_decoder, layer_idx=0, config=config), spec, **others)
 
 
 def unpacked(weights):
-    """The queries and the gate that Qwen3-Next packs head by head."""
+    """Return the queries and the gate, which Qwen3-Next packs head by head."""
     queries, gate = weights["q_proj.weight"].reshape(4, 2, 16, 32).unbind(1)
     return weights | {"q_proj.weight": queries.flatten(0, 1), "gate_proj.weight": gate.flatten(0, 1)}
 
 
 def afmoe(layer_type):
-    rope = Rope() if layer_type == "sliding_attention" else None  # the others do not turn
+    rope = Rope() if layer_type == "sliding_attention" else None  # other layers do not rotate
     options = {**GATED, "layer_types": [layer_type], "sliding_window": 64}
     return partial(made, "afmoe", "Afmoe", NORMED_AND_GATED(qk_norm=Norm(eps=0.01), rope=rope), options=options)
 
 
 def mimo(features):
-    """Values of another width than keys, multiplied by a number, too: a factor of v_proj to us."""
+    """Return a layer whose values have another width than keys, and a factor, which v_proj contains
+    in ours.
+    """
     return partial(
         made,
         "mimo_v2_flash",

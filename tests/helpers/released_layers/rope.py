@@ -1,4 +1,4 @@
-"""RoPE is what released models have: their tables, their layers, forward and backward, and token by token."""
+"""Layers with RoPE as in released models, compared forward and backward, and token by token."""
 
 from functools import partial
 
@@ -17,7 +17,7 @@ from mha_spec import (
 FACTORS = {"short_factor": [1.0, 1.2, 1.5, 2.0], "long_factor": [1.0, 2.0, 5.0, 9.0]}
 LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 8}
 PHI3 = {"max_position_embeddings": 32, "original_max_position_embeddings": 8, "pad_token_id": 0}
-NORMS = {"qk_norm": Norm(), "head_dim": 16}  # what the layers have besides
+NORMS = {"qk_norm": Norm(), "head_dim": 16}  # additional features of the layers
 llama = partial(made, "llama", "Llama", options={"max_position_embeddings": 8})
 phi3 = partial(made, "phi3", "Phi3", options=PHI3)
 

@@ -1,4 +1,4 @@
-"""What released models do between the projections and the softmax: our layers of the same specification agree."""
+"""Operations of released models between projections and softmax, such as soft caps, windows and temperatures."""
 
 from functools import partial
 

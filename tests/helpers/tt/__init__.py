@@ -6,4 +6,4 @@ os.environ.setdefault("LOGURU_LEVEL", "WARNING")  # ttnn logs its whole configur
 
 MOCK_BOARD = os.environ.get("MHA_TT_MOCK", "p150")
 RECORDED_BOARD = "p150"
-"""tools/record-tt made every recording on it; on another board there is nothing to replay."""
+"""Board of all recordings made by tools/record-tt; other boards have nothing to replay."""

@@ -1,4 +1,4 @@
-"""What the tests of `mha_tt` share: the device, and what goes to it."""
+"""Fixtures of the tests of `mha_tt`: the device, and the arrays uploaded to it."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from .sibling import TtSibling
 
 torch.set_num_threads(1)
 
-# What torch and ttnn hold for good need not be looked through for garbage, again and again.
+# Long-lived objects of torch and ttnn need not be searched for garbage repeatedly.
 gc.freeze()
 gc.set_threshold(50_000, 20, 50)
-# At exit they are garbage, and nanobind reports what is left of ttnn as leaks.
+# At exit they are garbage; otherwise nanobind reports remaining ttnn objects as leaks.
 atexit.register(gc.unfreeze)
-# So are tests, but that pytest's loader of modules, which outlives the interpreter, holds them by its configuration.
+# Tests are garbage as well, but pytest's module loader outlives the interpreter and holds them in its configuration.
 atexit.register(vars(__loader__).pop, "config", None)
 
 
@@ -43,27 +43,27 @@ sibling = fixture_of({"tt": TtSibling()})
 
 
 def pytest_report_header() -> str:
-    """What the tests run on."""
+    """Report the device that the tests use."""
     found = f"mock {MOCK_BOARD}" if IS_MOCK else mha_tt.describe_target()
     return f"device: {found}"
 
 
 @pytest.fixture(scope="session")
 def opened_device() -> ttnn.MeshDevice:
-    """The device, opened once; a mock one computes no values."""
+    """The device, opened once; a mock device computes no values."""
     return backend.open_device()
 
 
 @pytest.fixture
 def device(opened_device: ttnn.MeshDevice) -> Iterator[ttnn.MeshDevice]:
-    """The device, with values: on a mock one those of ttnn's golden functions."""
+    """The device with values; on a mock device, ttnn's golden functions compute them."""
     with mha_tt.mock.shadow() if IS_MOCK else nullcontext():
         yield opened_device
 
 
 @pytest.fixture
 def only_mock() -> None:
-    """Leaves a test out where a card or a simulator is."""
+    """Skip a test on a card or a simulator."""
     if not IS_MOCK:
         pytest.skip("is about mock boards")
 
@@ -79,14 +79,14 @@ class Call:
 
 @pytest.fixture
 def calls(device: ttnn.MeshDevice) -> Iterator[list[Call]]:
-    """Every call of an operation of ttnn, as it happens."""
+    """Return a list to which each call of a ttnn operation is appended."""
     made: list[Call] = []
 
     def note(operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         made.append(Call(operation.python_fully_qualified_name, arguments, keywords))
 
     fast = ttnn.CONFIG.enable_fast_runtime_mode
-    ttnn.CONFIG.enable_fast_runtime_mode = False  # ttnn calls hooks outside of the fast mode only
+    ttnn.CONFIG.enable_fast_runtime_mode = False  # ttnn calls hooks only outside of the fast mode
     with ttnn.register_pre_operation_hook(note):
         yield made
     ttnn.CONFIG.enable_fast_runtime_mode = fast
@@ -94,7 +94,7 @@ def calls(device: ttnn.MeshDevice) -> Iterator[list[Call]]:
 
 @pytest.fixture
 def uploads(device: ttnn.MeshDevice) -> Iterator[list[np.ndarray]]:
-    """Every array that goes to the device, as it happens."""
+    """Return a list to which each array uploaded to the device is appended."""
     made: list[np.ndarray] = []
 
     def note(tensor: ttnn.Tensor, array: np.ndarray, pad_value: float) -> None:
@@ -107,7 +107,7 @@ def uploads(device: ttnn.MeshDevice) -> Iterator[list[np.ndarray]]:
 
 @pytest.fixture
 def host_tensors(device: ttnn.MeshDevice, monkeypatch: pytest.MonkeyPatch) -> list[ttnn.Tensor]:
-    """Every tensor as it lies on the host before it goes to the device, tile padding and all."""
+    """Return a list of host tensors before their upload, including the padding of tiles."""
     made: list[ttnn.Tensor] = []
     to_device = ttnn.to_device
 
@@ -121,7 +121,7 @@ def host_tensors(device: ttnn.MeshDevice, monkeypatch: pytest.MonkeyPatch) -> li
 
 @pytest.fixture
 def run_python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs a program on its own, in an empty folder, with an empty home and no device in its environment."""
+    """Return a function that runs a program in an empty folder, with an empty home and no device."""
     for folder in ("home", "work"):
         (tmp_path / folder).mkdir()
     names = ("PATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")

@@ -1,4 +1,4 @@
-"""Attention in float64, straight from the formulas, and how close to it a device must come."""
+"""Attention in float64, from the formulas, and the tolerances of devices."""
 
 from typing import Any
 
@@ -10,17 +10,17 @@ import mha_tt
 import parity
 
 IS_MOCK = mha_tt.target() in (None, "mock")
-"""Whether the tests run on a mock board, as they do where there is no device."""
+"""True if the tests run on a mock board, as without a device."""
 
 TOLERANCES = {
-    # Golden functions compute in float32, and what they give is rounded. Measured over every test here: at most 4.2e-7,
-    # 8.2e-3 and 1.6e-2.
+    # Golden functions compute in float32, and their results are rounded. The largest errors measured in all tests are
+    # 4.2e-7, 8.2e-3 and 1.6e-2.
     "mock": {ttnn.float32: 1e-6, ttnn.bfloat16: 2e-2, ttnn.bfloat8_b: 4e-2},
-    # The matrix engine cuts float32 to 11 bits, its exponential and reciprocal are approximations, and the thresholds
-    # of ttnn's own tests of its attention lie between 1e-2 and 5e-2. To be measured on a card.
+    # The matrix engine truncates float32 to 11 bits, exponentials and reciprocals are approximations, and thresholds of
+    # ttnn's own tests of attention are between 1e-2 and 5e-2. To be measured on a card.
     "device": {ttnn.float32: 1e-2, ttnn.bfloat16: 5e-2, ttnn.bfloat8_b: 1e-1},
 }["mock" if IS_MOCK else "device"]
-"""The largest error allowed by dtype, relative to the largest element."""
+"""Largest allowed error by dtype, relative to the largest element."""
 
 both_dtypes = pytest.mark.parametrize("dtype", [ttnn.float32, ttnn.bfloat16], ids=["float32", "bfloat16"])
 every_dtype = pytest.mark.parametrize(
@@ -40,7 +40,9 @@ def attend(
     bias: Any = 0.0,
     kept: Any = 1.0,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Context and attention weights of split heads; `kept` multiplies the weights before the values are summed."""
+    """Return context and attention weights of split heads; `kept` multiplies the weights before the
+    values are summed.
+    """
     groups = query.shape[1] // key.shape[1]
     query, key, value = (x.astype(np.float64) for x in (query, key, value))
     key, value = np.repeat(key, groups, axis=1), np.repeat(value, groups, axis=1)
@@ -67,14 +69,14 @@ def rotate(x: np.ndarray, positions: Any, theta: float) -> np.ndarray:
 
 
 def project(weights: dict[str, np.ndarray], name: str, x: np.ndarray) -> np.ndarray:
-    """x W^T + b."""
+    """Return x W^T + b."""
     return x @ weights[f"{name}.weight"].astype(np.float64).T + weights.get(f"{name}.bias", 0.0)
 
 
 def project_heads(
     spec: parity.AttentionSpec, weights: dict[str, np.ndarray], name: str, x: np.ndarray, positions: Any = None
 ) -> np.ndarray:
-    """Queries, keys or values (B, heads, T, H), after RoPE."""
+    """Return queries, keys or values (B, heads, T, H), after RoPE."""
     heads = project(weights, f"{name}_proj", x)
     heads = heads.reshape(*x.shape[:2], -1, spec.head_dim).swapaxes(1, 2)
     if spec.rope is None or name == "v":
@@ -85,7 +87,9 @@ def project_heads(
 def latent_heads(
     spec: parity.AttentionSpec, weights: dict[str, np.ndarray], x: np.ndarray, positions: Any = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Queries, keys and values (B, N, T, ·) of a layer with latents; all pairs in halves, which changes no score."""
+    """Return queries, keys and values (B, N, T, ·) of a layer with latents, with half-split pairs,
+    which changes no score.
+    """
     latent, num_heads = spec.latent, spec.num_heads
     assert latent is not None
 
@@ -123,7 +127,7 @@ def layer(
     positions: Any = None,
     **options: Any,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Output and attention weights of a whole layer; options are those of `attend`."""
+    """Return output and attention weights of a whole layer; options are passed to `attend`."""
     key = query if key is None else key
     value = key if value is None else value
     if spec.latent is not None:
@@ -140,13 +144,13 @@ def layer(
 
 
 def rounded(x: np.ndarray, dtype: ttnn.DataType) -> np.ndarray:
-    """x as a tensor of that dtype holds it, in float32."""
+    """Return x in float32, rounded to a dtype."""
     host = ttnn.Tensor(np.array(x, np.float32, order="C"), dtype, None, ttnn.TILE_LAYOUT)
     return host.to_torch().float().numpy()
 
 
 def rounded_weights(spec: parity.AttentionSpec, dtype: ttnn.DataType) -> dict[str, np.ndarray]:
-    """Random weights of the layer that a tensor of that dtype holds exactly."""
+    """Return random weights of the layer that the dtype represents exactly."""
     return {name: rounded(weight, dtype) for name, weight in parity.random_weights(spec).items()}
 
 
@@ -163,14 +167,14 @@ def module_of(
     weights: dict[str, np.ndarray] | None = None,
     **options: Any,
 ) -> Any:
-    """A module of that class, without dropout, with the given weights or those of `rounded_weights`."""
+    """Return a module without dropout, with the given weights or `rounded_weights`."""
     module = getattr(mha_tt, kind)(spec, device=device, dtype=dtype, **options).eval()
     module.load_weights(rounded_weights(spec, dtype) if weights is None else weights)
     return module
 
 
 def without_padding(output: np.ndarray, spec: parity.AttentionSpec) -> np.ndarray:
-    """The output of a layer, without the features that pad its heads where no projection follows."""
+    """Return the output of a layer, without the padding of heads if no projection follows."""
     if spec.out_proj:
         return output
     slots = mha_tt.head_slots(spec.head_dim, rope=spec.rope)
@@ -178,7 +182,7 @@ def without_padding(output: np.ndarray, spec: parity.AttentionSpec) -> np.ndarra
 
 
 def assert_close(actual: np.ndarray, expected: np.ndarray, dtype: ttnn.DataType) -> None:
-    """Equal but for the rounding of a dtype: see `TOLERANCES`."""
+    """Check equality within the rounding of a dtype: see `TOLERANCES`."""
     __tracebackhide__ = True
     assert actual.shape == expected.shape
     error = np.abs(actual - expected).max() / np.abs(expected).max()

@@ -1,7 +1,7 @@
-"""The fast paths: what is told, skipped, cut into blocks or left to a library changes nothing but the rounding.
+"""The fast paths: options instead of masks, skipped keys, blocks and library kernels change results only by rounding.
 
-The yardstick is the plain path of torch in float64; what is allowed is the error of the same path in the dtype that is
-tested, times the factor of `parity.core.compare`.
+Results are compared with the plain path of torch in float64. The tolerance is the error of the same path in the tested
+dtype, times the factor of `parity.core.compare`.
 """
 
 import functools
@@ -33,32 +33,32 @@ from parity.backends import torch as torch_backend
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 HALVES = {name: dtype for name, dtype in DTYPES.items() if name != "float32"}
-BATCH, NUM_QUERIES, NUM_KEYS, HEAD_DIM = 3, 29, 41, 8  # with blocks of 16, the last of each are smaller
+BATCH, NUM_QUERIES, NUM_KEYS, HEAD_DIM = 3, 29, 41, 8  # in blocks of 16, the last ones are smaller
 LENGTHS = (0, 17, 41)
 
 both_forms = pytest.mark.parametrize("form", ["plain", "fused"])
 
 
-SMALL_BLOCKS = FusedAttention(few_scores=0, queries=16, keys=16, last_keys=4)  # every shape goes block by block
+SMALL_BLOCKS = FusedAttention(few_scores=0, queries=16, keys=16, last_keys=4)  # every shape is computed in blocks
 
 
 @pytest.fixture
 def off_the_cpu(monkeypatch):
-    """JAX takes the path that it takes on an accelerator."""
-    monkeypatch.setattr(mha_jax.fused, "platform_of", lambda *arrays: "metal")  # has no kernel of its own
+    """Make JAX use the path for accelerators."""
+    monkeypatch.setattr(mha_jax.fused, "platform_of", lambda *arrays: "metal")  # a platform without its own kernel
     with jax.numpy_dtype_promotion("standard"):  # the gradient of JAX's own function mixes dtypes
         yield
 
 
-QUICKLY = {"xla_backend_optimization_level": 0}  # most of what is compiled here runs once
+QUICKLY = {"xla_backend_optimization_level": 0}  # most programs here run only once
 
 
 def problem(
     heads=(2, 2), lengths=(NUM_QUERIES, NUM_KEYS), *, mask=None, bias=None, padding=None, minus=None, dtype=np.float32
 ):
-    """Split heads and a cotangent; perhaps a mask, as it is or of a shape, a bias of a shape, and padding lengths.
+    """Return split heads and a cotangent, and optionally a mask, a bias and padding lengths.
 
-    `minus` is put into the bias where another random mask is True.
+    A mask is an array or a shape, a bias is a shape. `minus` replaces the bias where another random mask is True.
     """
     rng = np.random.default_rng(5)
     (num_heads, num_kv_heads), (num_queries, num_keys) = heads, lengths
@@ -86,7 +86,7 @@ def sliding_window(num_tokens, window_size):
 
 
 def blocks_hidden():
-    """Whole blocks of one head, all of one sequence, and a block between two that are seen."""
+    """Hide a block of one head, one whole sequence, and a block between two visible ones."""
     mask = np.zeros((BATCH, 2, NUM_QUERIES, NUM_KEYS), bool)
     mask[0, 0, :16, :16] = True
     mask[1] = True
@@ -95,7 +95,7 @@ def blocks_hidden():
 
 
 def rows_hidden():
-    """Rows 3 and 20 see nothing; causality hides from row 0 the rest of what it sees."""
+    """Hide all keys from rows 3 and 20, and key 0 from all; row 0 of a causal call then has no key."""
     mask = np.zeros((NUM_QUERIES, NUM_KEYS), bool)
     mask[[3, 20]] = True
     mask[:, 0] = True
@@ -103,7 +103,7 @@ def rows_hidden():
 
 
 def is_hidden(arrays, is_causal=False):
-    """Where a key is hidden, (B, N, T, S), by the definitions."""
+    """Return whether each key is hidden, (B, N, T, S), from the definitions."""
     (batch, num_heads, num_queries, _), num_keys = arrays["query"].shape, arrays["key"].shape[2]
     positions = np.arange(num_keys)
     hidden = np.zeros((batch, num_heads, num_queries, num_keys), bool)
@@ -115,7 +115,7 @@ def is_hidden(arrays, is_causal=False):
 
 
 def results(package, function, arrays, **options):
-    """The context and the gradient of each floating-point input, from NumPy to NumPy; in JAX under jit."""
+    """Return the context and the gradients of floating-point inputs as NumPy arrays; JAX runs under jit."""
     if package is mha_jax:
         return numpy_of(jitted_with_gradients(function, **options)(as_jax(arrays)))
     arrays = {name: torch_backend.from_numpy(x) for name, x in arrays.items()}
@@ -140,7 +140,7 @@ def numpy_of(arrays):
 
 
 def with_gradients(function, arrays, **options):
-    """The same of a function of JAX's arrays, not compiled."""
+    """Return the context and gradients of a function of JAX arrays, without compilation."""
     leaves = {name: x for name, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
     hidden = {name: x for name, x in arrays.items() if name not in leaves}
     cotangent = leaves.pop("cotangent")
@@ -149,7 +149,7 @@ def with_gradients(function, arrays, **options):
 
 
 def yardstick(arrays, **options):
-    """What is expected, and what another implementation in the same precision makes of it."""
+    """Return the expected results, and those of another implementation in the same precision."""
     wide = {name: x if x.dtype.kind in "bi" else x.astype(np.float64) for name, x in arrays.items()}
     plain = mha_torch.scaled_dot_product_attention
     return {
@@ -158,7 +158,7 @@ def yardstick(arrays, **options):
     }
 
 
-# What is computed, as `problem` takes it, and whether it is causal; of every way to hide a key, and to broadcast.
+# Arguments of `problem`, and whether a call is causal: all ways to hide keys and to broadcast.
 PROBLEMS = {
     "full": ({}, False),
     "causal": ({}, True),
@@ -193,9 +193,9 @@ PROBLEMS = {
     "bias-infinite-rows": ({"bias": (1, 2, NUM_QUERIES, 1), "minus": -np.inf, "heads": (2, 1)}, False),
     "bias-lowest": ({"bias": (NUM_QUERIES, NUM_KEYS), "minus": np.finfo(np.float32).min}, True),
 }
-# Those in which JAX takes every key at once where a block holds them all.
+# Problems whose keys JAX processes at once if one block holds all of them.
 WITHOUT_LOOP = ["full", "causal-square", "causal-fewer-keys", "gqa", "bias-b-1-t-s"]
-IN_HALF_PRECISION = {  # each in one of them: what they widen, the other does, too
+IN_HALF_PRECISION = {  # one dtype for each, because both are widened alike
     "causal": "bfloat16",
     "padding-causal-mask": "float16",
     "mask-of-blocks": "bfloat16",
@@ -207,7 +207,7 @@ IN_MAKE_TEST = [
     *("queries-beyond-keys", "mask-of-blocks", "mask-of-rows-causal", "everything-hidden", "padding-causal-mask"),
     *("gqa-mask-padding", "bias-gqa", "bias-infinite-rows"),
 ]
-"""Every way to hide, to share heads and to broadcast, at once."""
+"""Problems that combine all ways to hide keys, to share heads and to broadcast."""
 
 every_problem = pytest.mark.parametrize("name", PROBLEMS)
 problems_in_half_precision = pytest.mark.parametrize(
@@ -218,18 +218,18 @@ problems_in_half_precision = pytest.mark.parametrize(
 
 
 def named(name, dtype=np.float32):
-    """The arrays and the options of a problem."""
+    """Return the arrays and options of a problem."""
     keywords, is_causal = PROBLEMS[name]
     return problem(**keywords, dtype=dtype), {"is_causal": is_causal}
 
 
 def single_key():
-    """Every query sees the first key only."""
+    """Return a problem with a single key."""
     return problem(lengths=(NUM_QUERIES, 1))
 
 
 def assert_single_key_is_seen(found, arrays):
-    """The context is the value; what the scores get back is a difference of two equal sums, each of a rounding."""
+    """Check that the context is the value, and that gradients of scores, differences of equal sums, are near 0."""
     np.testing.assert_array_equal(found["context"], np.broadcast_to(arrays["value"], found["context"].shape))
     sizes = {name: float(np.abs(x).max()) for name, x in arrays.items()}
     rounding = HEAD_DIM * np.finfo(np.float32).eps * sizes["cotangent"] * sizes["value"] * HEAD_DIM**-0.5
@@ -237,7 +237,7 @@ def assert_single_key_is_seen(found, arrays):
     assert np.abs(found["grad.key"]).max() <= rounding * sizes["query"] * NUM_QUERIES
 
 
-# ---- Told is as good as masked ---------------------------------------------------------------------------------------
+# ---- is_causal and lengths instead of masks --------------------------------------------------------------------------
 
 
 @sample(jax=1)
@@ -246,7 +246,8 @@ def assert_single_key_is_seen(found, arrays):
 @pytest.mark.parametrize(
     ("padding", "is_causal"), [(None, True), ((0, 2, 5), False), ((5, 0, 3), True)], ids=["causal", "padding", "both"]
 )
-def test_what_is_told_is_the_mask(sibling, form, lengths, padding, is_causal):
+def test_causal_and_lengths_match_mask(sibling, form, lengths, padding, is_causal):
+    """is_causal and padding lengths match the plain path with the equivalent mask, with gradients."""
     function = (sibling.package if form == "plain" else sibling.package.fused).scaled_dot_product_attention
     told = problem(lengths=lengths, padding=padding)
     masked = problem(lengths=lengths, mask=is_hidden(told, is_causal))
@@ -256,7 +257,8 @@ def test_what_is_told_is_the_mask(sibling, form, lengths, padding, is_causal):
 
 @sample(jax=1)
 @both_forms
-def test_what_is_told_is_joined_with_the_mask(sibling, form):
+def test_causal_and_lengths_join_a_mask(sibling, form):
+    """is_causal and padding lengths together with a mask match the plain path with one joint mask."""
     function = (sibling.package if form == "plain" else sibling.package.fused).scaled_dot_product_attention
     told = problem(lengths=(5, 7), padding=(0, 2, 7), mask=(5, 7))
     masked = problem(lengths=(5, 7), mask=is_hidden(told, is_causal=True))
@@ -268,7 +270,8 @@ def test_what_is_told_is_joined_with_the_mask(sibling, form):
 @pytest.mark.parametrize(
     "kind", [list, tuple, lambda lengths: np.array(lengths, np.int64)], ids=["list", "tuple", "array"]
 )
-def test_lengths_may_be_of_any_kind(sibling, form, kind):
+def test_lengths_of_any_kind_are_accepted(sibling, form, kind):
+    """Padding lengths in a list, a tuple or an array give the same results."""
     function = (sibling.package if form == "plain" else sibling.package.fused).scaled_dot_product_attention
     arrays = problem(lengths=(5, 7))
     lengths = kind([0, 2, 7])
@@ -277,7 +280,7 @@ def test_lengths_may_be_of_any_kind(sibling, form, kind):
     parity.assert_parity(found, **yardstick(problem(lengths=(5, 7), padding=(0, 2, 7))))
 
 
-# ---- Windows and chunks: a few queries at a time ---------------------------------------------------------------------
+# ---- Windows and chunks: a few queries at once -----------------------------------------------------------------------
 
 SPANS = {
     "window": ({"window_size": 20}, {}, True),
@@ -294,8 +297,10 @@ SPANS = {
 
 @sample(jax=1)
 @pytest.mark.parametrize("name", SPANS)
-def test_a_few_queries_at_a_time_give_what_all_at_once_give(sibling, name):
-    """What a layer's span hides is hidden by a mask made here; more queries than go together in either sibling."""
+def test_spans_in_parts_match_joint_mask(sibling, name):
+    """Windows and chunks, computed for a few queries at once, match a mask of hidden keys, with
+    gradients.
+    """
     span, keywords, is_causal = SPANS[name]
     arrays = problem(**{"lengths": (290, 290), **keywords})
     num_queries, num_keys = arrays["query"].shape[2], arrays["key"].shape[2]
@@ -314,10 +319,13 @@ def test_a_few_queries_at_a_time_give_what_all_at_once_give(sibling, name):
 
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("window_size", [20, 90])
-def test_alike_parts_of_a_window_go_together_in_torch_if_nobody_asks_for_a_gradient(is_causal, window_size):
+def test_torch_window_parts_match_plain_path(is_causal, window_size):
+    """Windows in torch without gradients, whose equal parts are computed together, match the plain
+    path.
+    """
     spec, arrays = parity.AttentionSpec(4 * HEAD_DIM, 4, window_size=window_size), problem(lengths=(290, 290))
     arrays = [torch.from_numpy(arrays[name]) for name in ("query", "key", "value")]
-    arrays[0] = torch.cat([arrays[0], arrays[0] + 1.0], dim=1)  # two query heads for each of the others
+    arrays[0] = torch.cat([arrays[0], arrays[0] + 1.0], dim=1)  # two query heads for each key head
     found, expected = (
         package.scaled_dot_product_attention(*arrays, spec, is_causal=is_causal)[0]
         for package in (mha_torch.fused, mha_torch)
@@ -327,7 +335,8 @@ def test_alike_parts_of_a_window_go_together_in_torch_if_nobody_asks_for_a_gradi
 
 @sample(jax=1)
 @pytest.mark.parametrize("keywords", [{}, {"key_padding_lengths": []}], ids=["alone", "lengths"])
-def test_a_window_of_no_sequences_is_empty(sibling, keywords):
+def test_window_of_no_sequences_is_empty(sibling, keywords):
+    """A window over 0 sequences returns an empty context."""
     spec, heads = parity.AttentionSpec(16, 2, window_size=20), np.zeros((0, 2, 290, 8), np.float32)
     heads = jnp.asarray(heads) if sibling.package is mha_jax else torch.from_numpy(heads)
     context, _ = sibling.package.fused.scaled_dot_product_attention(heads, heads, heads, spec, **keywords)
@@ -342,7 +351,7 @@ jax_blocks = functools.partial(jax_fused, kernel=SMALL_BLOCKS)
 
 @functools.cache
 def jitted_in_blocks(is_causal):
-    """Compiled once for all arrays of the same shapes."""
+    """Return a function that is compiled once for arrays of the same shapes."""
     return jitted_with_gradients(jax_blocks, is_causal=is_causal)
 
 
@@ -365,8 +374,11 @@ PARTS = {
 @pytest.mark.parametrize("few_scores", [50_000, 2_000], ids=["one-kernel", "several-kernels"])
 @pytest.mark.parametrize("span", [{"window_size": 20}, {"chunk_size": 64}], ids=["window", "chunks"])
 @pytest.mark.parametrize("name", PARTS)
-def test_parts_of_windows_give_what_the_plain_path_gives(name, span, few_scores):
-    """Heads of two sequences are divided over parts, and the last block of queries overlaps another."""
+def test_jax_window_parts_match_plain_path(name, span, few_scores):
+    """In JAX, gradients of windows and chunks in parts match the plain path, as do contexts of
+    overflowing and non-finite tokens. Heads of two sequences are divided over parts, and the
+    last block of queries overlaps another one.
+    """
     rng, options = np.random.default_rng(0), dict(PARTS[name])
     alibi = {"alibi": Alibi()} if name == "alibi" else {}
     spec = parity.AttentionSpec(32, 4, num_kv_heads=2, sinks=name == "sinks", **alibi, **span)
@@ -386,7 +398,7 @@ def test_parts_of_windows_give_what_the_plain_path_gives(name, span, few_scores)
         strict=True,
     ):
         np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-5)
-    # The product of the first two is beyond float32, and the others are not finite.
+    # The product of the first two overflows in float32, and the others are not finite.
     query, key = query.at[0, 1, 7].set(3e30), key.at[0, 0, 20].set(1e25)
     query, key, value = query.at[1, 2, 5].set(jnp.nan), key.at[0, 1, 200].set(jnp.inf), value.at[1, 0, 80].set(jnp.nan)
     found, expected = (attended(of, query, key, value) for of in (attend, plain))
@@ -396,8 +408,10 @@ def test_parts_of_windows_give_what_the_plain_path_gives(name, span, few_scores)
 
 
 @pytest.mark.parametrize("group", [1, 4])
-def test_scores_of_a_head_that_fit_a_cache_are_one_kernel(group):
-    """However few the rows: XLA's library takes no operation of fewer elements than 4096, apart from the products."""
+def test_cached_scores_are_one_kernel(group):
+    """XLA compiles the scores of a head that fit the cache into one kernel, which returns the
+    context and no scores.
+    """
     rows = 256
     query, key = jnp.ones((1, 2 * group, rows // group, 8)), jnp.ones((1, 2, rows // group, 8))
     attend = functools.partial(jax_fused, is_causal=True)
@@ -408,7 +422,7 @@ def test_scores_of_a_head_that_fit_a_cache_are_one_kernel(group):
     assert 2 * rows * 8 in sizes  # one returns the context
 
 
-# Masks and biases of other axes differ in how they are broadcast: "mask-1-n-t-1", "bias-t-1" and "bias-gqa" show that.
+# Masks and biases of other axes differ only in broadcasting, which "mask-1-n-t-1", "bias-t-1" and "bias-gqa" test.
 BLOCKS_LIKE_OTHERS = {
     *("causal-square", "whole-blocks", "mask-t-s", "mask-b-1-1-s", "bias-of-keys", "bias-n-1-1", "bias-b-1-t-s", "gqa"),
 }
@@ -417,17 +431,20 @@ assert PROBLEMS.keys() > BLOCKS_LIKE_OTHERS
 
 @sample(name=IN_MAKE_TEST)
 @pytest.mark.parametrize("name", [name for name in PROBLEMS if name not in BLOCKS_LIKE_OTHERS])
-def test_blocks_give_what_the_plain_path_gives(name):
+def test_blocks_match_plain_path(name):
+    """Context and gradients in small blocks match the plain path in float64."""
     arrays, options = named(name)
     parity.assert_parity(in_blocks(arrays, **options), **yardstick(arrays, **options))
 
 
-DIVIDED = replace(SMALL_BLOCKS, last_keys=SMALL_BLOCKS.last_keys + 1)  # so that nothing traced before is taken
+DIVIDED = replace(SMALL_BLOCKS, last_keys=SMALL_BLOCKS.last_keys + 1)  # so that no earlier trace is reused
 
 
 @pytest.mark.parametrize("name", ["gqa-mask-padding", "bias-infinite-rows"])
-def test_blocks_that_xla_divides_give_what_the_plain_path_gives(monkeypatch, name):
-    """XLA divides them among devices, of which test_sharded_jax has several."""
+def test_divided_blocks_match_plain_path(monkeypatch, name):
+    """Blocks on automatic mesh axes, which XLA divides among devices, match the plain path on one
+    device.
+    """
     monkeypatch.setattr(mha_jax.kernels.blockwise, "is_automatic", lambda x: True)
     arrays, options = named(name)
     attend = functools.partial(jax_blocks, kernel=DIVIDED)
@@ -435,14 +452,18 @@ def test_blocks_that_xla_divides_give_what_the_plain_path_gives(monkeypatch, nam
     parity.assert_parity(found, **yardstick(arrays, **options))
 
 
-def test_a_token_over_a_cache_that_xla_divides_gives_what_the_plain_path_gives(monkeypatch):
+def test_divided_step_matches_plain_path(monkeypatch):
+    """A step on automatic mesh axes, which XLA divides among devices, matches the plain path on one
+    device.
+    """
     monkeypatch.setattr(mha_jax.kernels.blockwise, "is_automatic", lambda x: True)
     arrays = cache_problem((6, 2), LAST_POSITIONS["ragged"])
     attend = functools.partial(attend_to_cache, kernel=DIVIDED)
     parity.assert_parity(numpy_of(jitted_with_gradients(attend)(as_jax(arrays))), **yardstick(arrays))
 
 
-def test_tokens_divided_along_no_dimension_of_the_mesh_are_refused():
+def test_tokens_over_unknown_axis_raise():
+    """Tokens divided over an axis without a mesh raise an error that names the axis."""
     x = jnp.zeros((1, 2, 4, 8))
     with refuses("tokens", axis="tokens"):
         jax_blocks(x, x, x, kernel=ContextParallel("tokens", SMALL_BLOCKS))
@@ -450,26 +471,32 @@ def test_tokens_divided_along_no_dimension_of_the_mesh_are_refused():
 
 @sample(where=lambda name: name in IN_MAKE_TEST)
 @problems_in_half_precision
-def test_blocks_give_what_the_plain_path_gives_in_half_precision(name, dtype):
+def test_half_precision_blocks_match(name, dtype):
+    """Context and gradients of blocks in bfloat16 and float16 match the plain path in float64."""
     arrays, options = named(name, dtype)
     parity.assert_parity(in_blocks(arrays, **options), **yardstick(arrays, **options))
 
 
 @sample(name=["bias-b-1-t-s"])
 @pytest.mark.parametrize("name", WITHOUT_LOOP)
-def test_blocks_of_all_keys_give_what_the_plain_path_gives(name):
+def test_blocks_of_all_keys_match_plain_path(name):
+    """Context and gradients of blocks that contain all keys match the plain path in float64."""
     arrays, options = named(name)
     fused = functools.partial(jax_blocks, kernel=replace(SMALL_BLOCKS, keys=512))
     parity.assert_parity(results(mha_jax, fused, arrays, **options), **yardstick(arrays, **options))
 
 
-def test_block_of_a_single_key_gives_its_value():
+def test_block_of_one_key_returns_its_value():
+    """With one key, the context is its value exactly, and gradients of scores are 0 within
+    rounding.
+    """
     assert_single_key_is_seen(in_blocks(single_key()), single_key())
 
 
 @sample(name=["queries-beyond-keys"])
 @pytest.mark.parametrize("name", ["causal-square", "queries-beyond-keys", "bias-b-1-t-s"])
-def test_blocks_of_fewer_keys_than_queries_give_what_the_plain_path_gives(name):
+def test_blocks_narrower_than_queries_match(name):
+    """Context and gradients of blocks with 16 queries and 6 keys match the plain path in float64."""
     arrays, options = named(name)
     fused = functools.partial(jax_blocks, kernel=replace(SMALL_BLOCKS, keys=6))
     parity.assert_parity(results(mha_jax, fused, arrays, **options), **yardstick(arrays, **options))
@@ -477,7 +504,8 @@ def test_blocks_of_fewer_keys_than_queries_give_what_the_plain_path_gives(name):
 
 @sample(name=["bias-infinite"])
 @pytest.mark.parametrize("name", ["padding-causal-mask", "bias-infinite"])
-def test_blocks_give_float64_in_float64(name):
+def test_blocks_support_float64(name):
+    """Context and gradients of blocks in float64 match the plain path within the error of float64."""
     arrays, options = named(name, np.float64)
     expected = yardstick(arrays, **options)["expected"]
     with jax.enable_x64(True):
@@ -487,7 +515,8 @@ def test_blocks_give_float64_in_float64(name):
 
 
 @pytest.mark.parametrize("name", ["mask-of-rows-causal", "padding-causal", "bias-infinite-rows"])
-def test_row_without_a_key_gives_zero_and_takes_no_gradient(name):
+def test_row_without_keys_has_no_gradient(name):
+    """In blocks, a row without a key has a context and a query gradient of exactly 0."""
     arrays, options = named(name)
     empty = is_hidden(arrays, **options).all(axis=-1)
     found = in_blocks(arrays, **options)
@@ -496,7 +525,8 @@ def test_row_without_a_key_gives_zero_and_takes_no_gradient(name):
     assert not found["grad.query"][empty].any()
 
 
-def test_blocks_need_no_jit():
+def test_blocks_work_without_jit():
+    """Context and gradients of blocks without jit match the plain path in float64."""
     arrays, options = named("gqa")
     found = with_gradients(jax_blocks, as_jax(arrays), **options)
     parity.assert_parity(found, **yardstick(arrays, **options))
@@ -504,13 +534,16 @@ def test_blocks_need_no_jit():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["window"])
-def test_blocks_give_the_same_where_jit_is_disabled(name):  # loops count in numbers of Python there
+def test_blocks_work_with_jit_disabled(name):  # loops then count in Python integers
+    """With jit disabled, in which loops count in Python integers, the context matches the plain
+    path.
+    """
     arrays, options = named(name)
     assert_same_without_jit(jax_blocks, arrays, **options)
 
 
 def assert_same_without_jit(function, arrays, **options):
-    """Of one sequence, for every operation of a loop is run by itself."""
+    """Check one sequence only, because every operation of a loop runs separately."""
     arrays = {name: x if name == "mask" else x[1:2] for name, x in arrays.items()}
     inputs = {name: x for name, x in as_jax(arrays).items() if name != "cotangent"}
     with jax.disable_jit():
@@ -521,7 +554,8 @@ def assert_same_without_jit(function, arrays, **options):
 
 @sample(name=["gqa-mask-padding"])
 @pytest.mark.parametrize("name", ["bias-b-1-t-s", "gqa-mask-padding"])
-def test_blocks_may_be_mapped_over_sequences(name):
+def test_blocks_can_be_vmapped(name):
+    """Context and gradients of blocks under vmap over sequences match the plain path in float64."""
     arrays, options = named(name)
 
     def of_one(arrays):
@@ -532,7 +566,8 @@ def test_blocks_may_be_mapped_over_sequences(name):
     parity.assert_parity(found, **yardstick(arrays, **options))
 
 
-def test_blocks_may_be_computed_again_in_the_backward_pass():
+def test_blocks_can_be_rematerialized():
+    """Context and gradients of blocks under jax.checkpoint match the plain path in float64."""
     arrays, options = named("padding-causal-mask")
 
     def function(**arrays):
@@ -546,7 +581,10 @@ def test_blocks_may_be_computed_again_in_the_backward_pass():
     ("num_tokens", "is_causal", "share"),
     [(2048, True, 1 / 4), (8192, False, 1 / 50)],
 )
-def test_no_array_of_all_scores_is_stored(num_tokens, is_causal, share):
+def test_scores_are_not_stored_at_once(num_tokens, is_causal, share):
+    """Temporary memory of 8 heads with gradients is below a quarter of all scores for 2048 tokens,
+    and a 50th for 8192.
+    """
     shape = jax.ShapeDtypeStruct((1, 8, num_tokens, 16), jnp.float32)
     arrays = dict.fromkeys(("query", "key", "value", "cotangent"), shape)
     compiled = jax.jit(functools.partial(with_gradients, jax_fused, is_causal=is_causal)).lower(arrays).compile()
@@ -563,7 +601,7 @@ CASES_IN_BLOCKS = [
 
 
 def layer_with_gradients(problem):
-    """Output and gradients of the layer that a case is about, in blocks of three, as its stages."""
+    """Return output and gradients of the layer of a case, in blocks of three, as its stages."""
     case, spec = problem.case, problem.spec
     inputs = as_jax({name: x for name, x in problem.inputs.items() if name in ("query", "key", "bias")})
     mask = mha_jax.create_attention_mask(
@@ -594,24 +632,25 @@ def layer_with_gradients(problem):
 
 @sample(where=lambda name, dtype: (name, dtype) in [("rope-gqa", "bfloat16")])
 @pytest.mark.parametrize(("name", "dtype"), CASES_IN_BLOCKS)
-def test_layer_in_blocks_agrees_with_the_reference(name, dtype):
+def test_layer_in_blocks_matches_reference(name, dtype):
+    """Output and gradients of a layer in blocks of three match the reference for several cases."""
     problem = parity.make_problem(parity.CASES[name], dtype)
     with jax_backend.lock(dtype):
         found = {stage: np.asarray(x) for stage, x in layer_with_gradients(problem).items()}
     parity.assert_parity(found, problem=problem)
 
 
-# ---- What is not seen does not matter --------------------------------------------------------------------------------
+# ---- Hidden tokens have no effect ------------------------------------------------------------------------------------
 
 
 def window_of_the_last(num_tokens):
-    """Nobody sees the first 20 tokens, nor those from 36 on."""
+    """Hide the first 20 tokens and those from 36 on."""
     hidden = np.zeros((num_tokens, num_tokens), bool)
     hidden[:, :20] = hidden[:, 36:] = True
     return hidden
 
 
-# Where nothing that a block holds is seen; the last block begins earlier than it should, for it is as long as others.
+# Blocks without visible keys. The last block begins early, because it is as long as the others.
 SKIPPED = {
     "mask": ({"lengths": (48, 48), "mask": window_of_the_last(48)}, False, [(slice(None), slice(0, 16))]),
     "padding": ({"padding": (16, 20, 5)}, False, [(0, slice(16, 41)), (2, slice(16, 41)), (1, slice(32, 41))]),
@@ -621,7 +660,8 @@ SKIPPED = {
 
 
 @pytest.mark.parametrize("name", SKIPPED)
-def test_blocks_that_nobody_sees_are_not_read(name):
+def test_hidden_blocks_are_not_read(name):
+    """Blocks without visible keys may be NaN: results have the bits of zeros instead."""
     keywords, is_causal, places = SKIPPED[name]
     arrays = problem(**keywords)
     emptied, spoilt = ({**arrays, **{side: arrays[side].copy() for side in ("key", "value")}} for _ in range(2))
@@ -633,7 +673,7 @@ def test_blocks_that_nobody_sees_are_not_read(name):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-UNSEEN = {  # keys that no query of a sequence sees
+UNSEEN = {  # keys that are hidden from all queries of a sequence
     "mask": ({"mask": np.arange(NUM_KEYS) % 3 == 0}, False),
     "padding": ({"padding": LENGTHS}, False),
     "padding-causal": ({"padding": LENGTHS}, True),
@@ -654,7 +694,10 @@ def changed_where_unseen(arrays, side, value, **options):
 @pytest.mark.parametrize("value", [1e30, np.finfo(np.float32).min], ids=["large", "lowest"])
 @pytest.mark.parametrize("side", ["key", "value"])
 @pytest.mark.parametrize("name", UNSEEN)
-def test_changing_an_unseen_token_changes_nothing_in_blocks(name, side, value):
+def test_hidden_tokens_do_nothing_in_jax(name, side, value):
+    """Changing keys or values hidden from all queries, even to 1e30, changes no bit of context and
+    gradients in blocks.
+    """
     keywords, is_causal = UNSEEN[name]
     arrays = problem(**keywords)
     changed = changed_where_unseen(arrays, side, value, is_causal=is_causal)
@@ -666,7 +709,10 @@ def test_changing_an_unseen_token_changes_nothing_in_blocks(name, side, value):
 @pytest.mark.parametrize("value", [1e30, -1e30])
 @pytest.mark.parametrize("side", ["key", "value"])
 @pytest.mark.parametrize("name", UNSEEN)
-def test_changing_an_unseen_token_changes_nothing_in_torch(name, side, value):
+def test_hidden_tokens_do_nothing_in_torch(name, side, value):
+    """Changing keys or values hidden from all queries, even to 1e30, changes no bit of the context
+    in torch.
+    """
     keywords, is_causal = UNSEEN[name]
     arrays = problem(**keywords)
     changed = changed_where_unseen(arrays, side, value, is_causal=is_causal)
@@ -675,7 +721,8 @@ def test_changing_an_unseen_token_changes_nothing_in_torch(name, side, value):
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_torch_does_not_read_the_padding(is_causal):
+def test_torch_does_not_read_padding(is_causal):
+    """NaN in padded keys and values changes no bit of context and gradients in torch."""
     arrays = problem(padding=(1, 17, 41))
     spoilt = changed_where_unseen(arrays, "value", np.nan)
     spoilt = changed_where_unseen(spoilt, "key", np.nan)
@@ -695,18 +742,18 @@ LAST_POSITIONS = {
 
 
 def cache_problem(heads, last_positions, dtype=np.float32):
-    """A token of each sequence and its cache, and the lengths that hide what lies beyond a position."""
+    """Return one token per sequence, its cache, and the lengths that hide slots beyond a position."""
     return problem(heads, (1, CAPACITY), padding=np.array(last_positions) + 1, dtype=dtype)
 
 
 def attend_to_cache(query, key, value, key_padding_lengths, kernel=SMALL_BLOCKS):
-    """A step of the fused kernel, as `results` calls it."""
+    """Run a step of the fused kernel, with the signature that `results` expects."""
     return kernel.step(query, key, value, Mask(is_causal=True, q_offset=key_padding_lengths - 1), Scores()), None
 
 
 @functools.cache
 def jitted_over_a_cache():
-    """Compiled once for all arrays of the same shapes."""
+    """Return a function that is compiled once for arrays of the same shapes."""
     return jitted_with_gradients(attend_to_cache)
 
 
@@ -720,18 +767,23 @@ def over_a_cache(arrays):
     + [(heads, LAST_POSITIONS["ragged"]) for heads in ((6, 2), (3, 1))],
     ids=[*LAST_POSITIONS, "ragged-gqa", "ragged-mqa"],
 )
-def test_token_over_a_cache_gives_what_the_plain_path_gives(heads, last_positions):
+def test_step_matches_plain_path(heads, last_positions):
+    """Context and gradients of one token over a cache match the plain path, for even and ragged
+    lengths and grouped heads.
+    """
     arrays = cache_problem(heads, last_positions)
     parity.assert_parity(over_a_cache(arrays), **yardstick(arrays))
 
 
 @pytest.mark.thorough
-def test_token_over_a_cache_is_the_same_where_jit_is_disabled():
+def test_step_works_with_jit_disabled():
+    """With jit disabled, the context of one token over a cache matches the plain path."""
     arrays = cache_problem((2, 2), LAST_POSITIONS["ragged"])
     assert_same_without_jit(attend_to_cache, arrays)
 
 
-def test_first_token_of_a_cache_gets_its_value():
+def test_first_token_of_cache_gets_its_value():
+    """With one token in the cache, the context is its value exactly."""
     arrays = cache_problem((2, 2), (0, 0, 0))
     context = over_a_cache(arrays)["context"]
     np.testing.assert_array_equal(context, arrays["value"][:, :, :1])
@@ -739,7 +791,10 @@ def test_first_token_of_a_cache_gets_its_value():
 
 @sample(dtype=[HALVES["bfloat16"]])
 @pytest.mark.parametrize("dtype", HALVES.values(), ids=HALVES)
-def test_token_over_a_cache_gives_what_the_plain_path_gives_in_half_precision(dtype):
+def test_half_precision_step_matches(dtype):
+    """Context and gradients of one token over a cache in bfloat16 and float16 match the plain path
+    in float64.
+    """
     arrays = cache_problem((6, 2), LAST_POSITIONS["ragged"], dtype)
     parity.assert_parity(over_a_cache(arrays), **yardstick(arrays))
 
@@ -749,26 +804,32 @@ def test_token_over_a_cache_gives_what_the_plain_path_gives_in_half_precision(dt
     "capacity",
     [12, mha_jax.fused.attend.keys, mha_jax.fused.attend.keys + 1],
 )
-def test_token_over_a_cache_about_as_large_as_a_block_gives_what_the_plain_path_gives(capacity):
+def test_step_near_block_size_matches(capacity):
+    """Context and gradients of one token match the plain path for capacities below, at and above a
+    block of keys.
+    """
     arrays = problem((4, 2), (1, capacity), padding=(2, 5, 12))
     attend = functools.partial(attend_to_cache, kernel=mha_jax.fused.attend)
     parity.assert_parity(results(mha_jax, attend, arrays), **yardstick(arrays))
 
 
-def test_last_blocks_of_a_cache_are_no_larger_than_the_others():
+def test_last_cache_blocks_fit_other_blocks():
+    """Blocks of 8 keys, smaller than the default last blocks of a cache, match the plain path."""
     arrays = problem((4, 2), (1, 12), padding=(2, 5, 12))
     attend = functools.partial(attend_to_cache, kernel=FusedAttention(few_scores=0, queries=8, keys=8))
     parity.assert_parity(results(mha_jax, attend, arrays), **yardstick(arrays))
 
 
 @pytest.mark.parametrize("name", ["queries", "keys", "last_keys", "heads_side_by_side"])
-def test_a_block_has_a_size(name):
+def test_block_size_of_zero_raises(name):
+    """A block size of 0 raises an error that names the field."""
     with refuses(name, {name: 0}):
         FusedAttention(**{name: 0})
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (3, 1)], ids=["mha", "mqa"])
-def test_slots_beyond_the_last_blocks_of_a_cache_are_not_read(heads):
+def test_slots_beyond_last_block_are_unread(heads):
+    """NaN beyond the block of the longest sequence changes no bit of a step."""
     arrays = cache_problem(heads, (17, 5, 18))
     spoilt = {**arrays, **{side: arrays[side].copy() for side in ("key", "value")}}
     for side in ("key", "value"):
@@ -781,14 +842,17 @@ def test_slots_beyond_the_last_blocks_of_a_cache_are_not_read(heads):
 
 
 @pytest.mark.parametrize("side", ["key", "value"])
-def test_changing_a_slot_beyond_the_last_position_changes_nothing(side):
+def test_free_slots_have_no_effect(side):
+    """Values of 1e30 in slots beyond the last position change no bit of context and gradients."""
     arrays = cache_problem((2, 2), (17, 5, 18))
     changed = changed_where_unseen(arrays, side, 1e30)
     jax.tree.map(np.testing.assert_array_equal, over_a_cache(changed), over_a_cache(arrays))
 
 
-def test_a_token_over_a_cache_gains_the_relative_bias_of_the_plain_path():
-    """And passes a gradient on to the table, within a window that begins in the cache."""
+def test_step_with_relative_bias_matches():
+    """One token over a cache with a relative bias and a window matches the plain path, with the
+    gradient of its table.
+    """
     arrays = as_jax(cache_problem((4, 2), LAST_POSITIONS["ragged"]))
     cotangent, last_positions = arrays.pop("cotangent"), arrays.pop("key_padding_lengths") - 1
     record, table = RelativeBias(8, 20, bidirectional=False), np.linspace(-1.0, 1.0, 32, dtype=np.float32).reshape(8, 4)
@@ -818,14 +882,14 @@ SPEC = parity.AttentionSpec(16, 4, num_kv_heads=2, head_dim=32, rope=Rope(10000.
 
 @functools.cache
 def layer(package, kind):
-    """A module with the random weights of its spec; tests share it."""
+    """Return a module with the random weights of its spec, shared by tests."""
     options = {"rngs": nnx.Rngs(0)} if package is mha_jax else {}
     return parity.load_into(getattr(package, kind)(SPEC, **options), parity.random_weights(SPEC), SPEC)
 
 
 @functools.cache
 def decoder(package):
-    """A module with a cache, which goes block by block in JAX."""
+    """Return a module with a cache, which runs in blocks in JAX."""
     if package is not mha_jax:
         return layer(package, "MultiHeadAttentionWithCache")
     module = nnx.clone(layer(package, "MultiHeadAttentionWithCache"))
@@ -840,7 +904,7 @@ def tokens(num_tokens, batch=2):
 
 @functools.cache
 def one_pass(num_tokens, dtype=torch.float32):
-    """What one causal pass over all tokens gives, on torch's plain path."""
+    """Return the output of one causal pass over all tokens, on torch's plain path."""
     module, x = layer(mha_torch, "MultiHeadSelfAttention"), torch.from_numpy(tokens(num_tokens))
     weights = {name: weight.to(dtype) for name, weight in module.state_dict().items()}
     mask = mha_torch.create_causal_mask(num_tokens)
@@ -848,19 +912,20 @@ def one_pass(num_tokens, dtype=torch.float32):
 
 
 def expected_of(num_tokens, part=slice(None)):
-    """The tokens of one pass as `assert_parity` takes them."""
+    """Return the tokens of one pass as arguments of `assert_parity`."""
     wide, same = one_pass(num_tokens, torch.float64), one_pass(num_tokens)
     return {"expected": wide[:, part], "same_precision": same[:, part]}
 
 
 @pytest.fixture
 def jax_step():
-    """A step of the module, compiled, into whose cache it may write."""
+    """Return a compiled step of a module that may write to its cache."""
     return jax.jit(lambda module, x, cache: module(x, cache), donate_argnums=2)
 
 
-def test_jax_decodes_64_tokens_with_one_compilation():
-    traced = []  # what is traced is compiled, and nothing else is
+def test_jax_decoding_compiles_once():
+    """64 steps in JAX are traced once, and match one pass."""
+    traced = []  # a program is compiled whenever it is traced
 
     @functools.partial(jax.jit, donate_argnums=2)
     def step(module, x, cache):
@@ -877,7 +942,8 @@ def test_jax_decodes_64_tokens_with_one_compilation():
     parity.assert_parity(jnp.concatenate(outputs, axis=1), **expected_of(64))
 
 
-def test_jax_decodes_into_the_storage_it_is_given(jax_step):
+def test_jax_step_updates_cache_in_place(jax_step):
+    """A step with a donated cache returns keys and values in the same buffers."""
     module, x = layer(mha_jax, "MultiHeadAttentionWithCache"), jnp.asarray(tokens(4))
     cache = module.init_cache(2, mha_jax.fused.attend.keys + 8)
     _, cache = jax_step(module, x[:, :1], cache)
@@ -887,7 +953,8 @@ def test_jax_decodes_into_the_storage_it_is_given(jax_step):
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_jax_step_takes_little_memory_beside_its_cache(jax_step, batch):
+def test_jax_step_needs_little_memory(jax_step, batch):
+    """A step in JAX needs temporary memory below a quarter of its cached keys."""
     module = layer(mha_jax, "MultiHeadAttentionWithCache")
     cache = module.init_cache(batch, 16 * mha_jax.fused.attend.keys)
     analysis = jax_step.lower(module, jnp.asarray(tokens(1, batch)), cache).compile().memory_analysis()
@@ -895,14 +962,14 @@ def test_jax_step_takes_little_memory_beside_its_cache(jax_step, batch):
 
 
 def filled(package, counts, num_tokens, capacity):
-    """A cache that holds as many tokens of each sequence as `counts` says, and the tokens."""
+    """Return a module and a cache that holds `counts` tokens of each sequence."""
     module, x = decoder(package), tokens(num_tokens)
     cache = module.init_cache(len(counts), capacity)
     return module, fed(package, module, x[:, : max(counts)], cache, counts)[1] if max(counts) else cache
 
 
 def fed(package, module, x, cache, new_lengths=None):
-    """What a module gives, and its cache; compiled in JAX."""
+    """Return the output of a module and its cache; JAX runs compiled."""
     if package is mha_jax:
         return jitted(module, x, cache, None if new_lengths is None else np.array(new_lengths, np.int32))
     with torch.no_grad():
@@ -913,7 +980,7 @@ jitted = jax.jit(lambda module, x, cache, new_lengths: module(x, cache, new_leng
 
 
 def next_tokens(counts, num_tokens, num_new):
-    """The tokens of each sequence that come after those that are cached, and what is expected of them."""
+    """Return the tokens of each sequence after the cached ones, and their expected outputs."""
     rows, places = np.arange(len(counts))[:, None], np.array(counts)[:, None] + np.arange(num_new)
     expected = {role: x[rows, places] for role, x in expected_of(num_tokens).items()}
     return tokens(num_tokens)[rows, places], expected
@@ -922,7 +989,8 @@ def next_tokens(counts, num_tokens, num_new):
 @sample(jax=1)
 @pytest.mark.parametrize("num_new", [1, 3], ids=["step", "chunk"])
 @pytest.mark.parametrize("counts", [(0, 0), (20, 20), (3, 33)], ids=str)
-def test_ragged_tokens_give_what_one_pass_gives(sibling, counts, num_new):
+def test_ragged_steps_match_full_pass(sibling, counts, num_new):
+    """Steps and chunks over empty, even and ragged caches match one pass."""
     module, cache = filled(sibling.package, counts, 40, 43)
     x, expected = next_tokens(counts, 40, num_new)
     output, cache = fed(sibling.package, module, x, cache)
@@ -932,7 +1000,8 @@ def test_ragged_tokens_give_what_one_pass_gives(sibling, counts, num_new):
 
 @sample(jax=1)
 @pytest.mark.parametrize("counts", [(20, 20), (3, 33)], ids=["even", "ragged"])
-def test_chunk_with_padding_gives_what_one_pass_gives(sibling, counts):
+def test_padded_chunk_matches_full_pass(sibling, counts):
+    """A chunk with padding over a cache matches one pass, and outputs of padding are exactly 0."""
     module, cache = filled(sibling.package, counts, 40, 43)
     x, expected = next_tokens(counts, 40, 3)
     output, cache = fed(sibling.package, module, x, cache, [1, 3])
@@ -946,7 +1015,8 @@ TORCH_STEPS = {"prompt": [9], "prompt-and-steps": [5, 1, 1, 1, 1], "steps": [1, 
 
 @pytest.mark.parametrize("cuts", TORCH_STEPS.values(), ids=TORCH_STEPS)
 @torch.inference_mode()
-def test_torch_static_cache_equals_the_growing_one(cuts):
+def test_torch_static_cache_matches_growing(cuts):
+    """In torch, outputs, keys and values of a static cache match a growing one within rounding."""
     module, weights = (
         layer(mha_torch, "MultiHeadAttentionWithCache"),
         layer(mha_torch, "MultiHeadSelfAttention").state_dict(),
@@ -966,14 +1036,15 @@ def test_torch_static_cache_equals_the_growing_one(cuts):
 
 @pytest.mark.parametrize("counts", [(20, 20), (3, 33)], ids=["even", "ragged"])
 @torch.inference_mode()
-def test_torch_decodes_into_the_storage_it_is_given(counts):
+def test_torch_step_updates_cache_in_place(counts):
+    """A step in torch returns keys and values in the same storage."""
     module, cache = filled(mha_torch, counts, 40, 43)
     _, after = module(torch.from_numpy(tokens(1)), cache)
     assert [x.data_ptr() for x in (after.keys, after.values)] == [x.data_ptr() for x in (cache.keys, cache.values)]
 
 
 def allocations(run):
-    """Sizes in bytes of what is allocated meanwhile, inside kernels too."""
+    """Return the sizes in bytes of all allocations during a call, including those inside kernels."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         run()
     events = profile.profiler.kineto_results.events()
@@ -982,7 +1053,8 @@ def allocations(run):
 
 @pytest.mark.parametrize("counts", [(500, 500), (300, 500)], ids=["even", "ragged"])
 @torch.inference_mode()
-def test_torch_step_allocates_nothing_of_the_size_of_its_cache(counts):
+def test_torch_step_allocates_little(counts):
+    """A step in torch allocates no array larger than a quarter of the first 300 cached keys."""
     module, cache = filled(mha_torch, counts, 501, 1024)
     x = torch.from_numpy(tokens(1))
     sizes = allocations(lambda: module(x, cache))
@@ -991,7 +1063,8 @@ def test_torch_step_allocates_nothing_of_the_size_of_its_cache(counts):
 
 
 @torch.inference_mode()
-def test_torch_growing_cache_is_allocated_anew():  # the control of the test above
+def test_torch_growing_cache_is_reallocated():  # the control of the test above
+    """Control: a step over a growing cache allocates an array of at least its size."""
     x, cached = torch.from_numpy(tokens(1)), torch.zeros(2, 2, 500, 32)
     weights = layer(mha_torch, "MultiHeadSelfAttention").state_dict()
     sizes = allocations(lambda: mha_torch.multi_head_attention_with_cache(x, weights, SPEC, cached, cached))
@@ -999,7 +1072,8 @@ def test_torch_growing_cache_is_allocated_anew():  # the control of the test abo
 
 
 @torch.inference_mode()
-def test_torch_compiled_step_gives_what_one_pass_gives():
+def test_torch_compiled_step_matches():
+    """A compiled step over even and ragged caches matches one pass."""
     torch.compiler.reset()
     compiled = torch.compile(decoder(mha_torch), fullgraph=True, backend="eager")
     for counts in ((20, 20), (3, 33)):
@@ -1013,7 +1087,10 @@ def test_torch_compiled_step_gives_what_one_pass_gives():
 @sample(backend=["aot_eager"])
 @torch.inference_mode()
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_torch_compiled_step_without_room_is_nan_and_leaves_the_cache_as_it_was(backend):
+def test_torch_compiled_overflow_yields_nan(backend):
+    """A compiled step without free slots returns NaN for that sequence and leaves cached tokens
+    unchanged.
+    """
     torch.compiler.reset()
     compiled = torch.compile(decoder(mha_torch), fullgraph=True, backend=backend)
     _, cache = filled(mha_torch, (2, 1), 2, 2)
@@ -1028,7 +1105,8 @@ def test_torch_compiled_step_without_room_is_nan_and_leaves_the_cache_as_it_was(
 
 
 @torch.no_grad()
-def test_torch_compiled_self_attention_gives_what_the_module_gives():
+def test_torch_compiled_layer_matches():
+    """Compiled self-attention with lengths matches the uncompiled module."""
     module, x = layer(mha_torch, "MultiHeadSelfAttention"), torch.from_numpy(tokens(9))
     lengths = torch.tensor([4, 9])
     torch.compiler.reset()
@@ -1044,18 +1122,25 @@ torch_fused = mha_torch.fused.scaled_dot_product_attention
 
 @sample(name=IN_MAKE_TEST)
 @every_problem
-def test_torch_kernel_gives_what_the_plain_path_gives(name):
+def test_torch_kernel_matches_plain_path(name):
+    """Context and gradients of the fused path of torch match the plain path in float64."""
     arrays, options = named(name)
     parity.assert_parity(results(mha_torch, torch_fused, arrays, **options), **yardstick(arrays, **options))
 
 
-def test_torch_kernel_of_a_single_key_gives_its_value():
+def test_torch_one_key_returns_its_value():
+    """With one key, the context is its value exactly, and gradients of scores are 0 within
+    rounding.
+    """
     assert_single_key_is_seen(results(mha_torch, torch_fused, single_key()), single_key())
 
 
 @sample(where=lambda name: name in IN_MAKE_TEST)
 @problems_in_half_precision
-def test_torch_kernel_gives_what_the_plain_path_gives_in_half_precision(name, dtype):
+def test_torch_half_precision_matches(name, dtype):
+    """Context and gradients of the fused path in bfloat16 and float16 match the plain path in
+    float64.
+    """
     arrays, options = named(name, dtype)
     parity.assert_parity(results(mha_torch, torch_fused, arrays, **options), **yardstick(arrays, **options))
 
@@ -1067,14 +1152,17 @@ PADDING = {"some": (1, 17, 41), "none": (41, 41, 41), "all": (0, 0, 0), "one-emp
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("padding", PADDING.values(), ids=PADDING)
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)], ids=["mha", "gqa"])
-def test_torch_lengths_give_what_the_plain_path_gives(heads, padding, is_causal):
+def test_torch_lengths_match_plain_path(heads, padding, is_causal):
+    """Lengths from 0 to all keys match the plain path, causal or not, with and without grouped
+    heads.
+    """
     arrays = problem(heads, padding=padding)
     found = results(mha_torch, torch_fused, arrays, is_causal=is_causal)
     parity.assert_parity(found, **yardstick(arrays, is_causal=is_causal))
 
 
 def strided(x):
-    """The same values, tokens outermost in memory and features apart."""
+    """Return the same values with tokens outermost in memory and strided features."""
     if x.ndim < 4:
         return x
     memory = torch.zeros(*x.transpose(1, 2).shape[:3], 2 * x.shape[3], dtype=x.dtype)
@@ -1083,7 +1171,8 @@ def strided(x):
 
 
 @pytest.mark.parametrize("name", ["causal", "padding-causal", "gqa", "bias-b-1-t-s"])
-def test_torch_kernel_takes_strided_inputs(name):
+def test_torch_kernel_accepts_strided_inputs(name):
+    """Inputs with tokens outermost in memory and strided features match the plain path."""
     arrays, options = named(name)
 
     def function(**arrays):
@@ -1094,7 +1183,7 @@ def test_torch_kernel_takes_strided_inputs(name):
 
 @pytest.fixture
 def kernel_calls(monkeypatch):
-    """The keywords of each call of torch's own function, as it happens."""
+    """Return a list to which the keywords of each call of torch's own function are appended."""
     calls, kernel = [], torch.nn.functional.scaled_dot_product_attention
 
     def note(*arrays, **keywords):
@@ -1107,7 +1196,8 @@ def kernel_calls(monkeypatch):
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("padding", [None, (1, 17, 41)], ids=["whole", "padded"])
-def test_torch_kernel_is_told_what_is_causal_and_given_no_mask(kernel_calls, padding, is_causal):
+def test_torch_kernel_gets_no_mask(kernel_calls, padding, is_causal):
+    """The kernel gets is_causal and no mask: once for all sequences, or once for each padded one."""
     results(mha_torch, torch_fused, problem(padding=padding), is_causal=is_causal)
     calls = [(call["attn_mask"], call["is_causal"]) for call in kernel_calls]
     assert calls == [(None, is_causal)] * (1 if padding is None else BATCH)
@@ -1115,7 +1205,7 @@ def test_torch_kernel_is_told_what_is_causal_and_given_no_mask(kernel_calls, pad
 
 @pytest.fixture
 def no_masks(monkeypatch):
-    """Whoever builds a mask fails."""
+    """Make all functions that build masks fail."""
 
     def fail(*args, **keywords):
         raise AssertionError("a mask is built")
@@ -1128,14 +1218,16 @@ def no_masks(monkeypatch):
 @pytest.mark.usefixtures("no_masks")
 @pytest.mark.parametrize("padding", [None, [4, 9]], ids=["whole", "padded"])
 @torch.no_grad()
-def test_torch_causal_self_attention_builds_no_mask(padding):
+def test_torch_causal_layer_builds_no_mask(padding):
+    """Causal self-attention, with or without padding, does not call the functions that build masks."""
     module = layer(mha_torch, "MultiHeadSelfAttention")
     module(torch.from_numpy(tokens(9)), is_causal=True, key_padding_lengths=padding)
 
 
 @pytest.mark.usefixtures("no_masks")
 @torch.no_grad()
-def test_torch_causal_self_attention_with_an_empty_sequence_builds_a_mask():  # the control of the test above
+def test_torch_empty_sequence_builds_mask():  # the control of the test above
+    """Control: causal self-attention with an empty sequence builds a mask."""
     module = layer(mha_torch, "MultiHeadSelfAttention")
     with pytest.raises(AssertionError, match="a mask is built"):
         module(torch.from_numpy(tokens(9)), is_causal=True, key_padding_lengths=[0, 9])
@@ -1173,27 +1265,35 @@ OFF_THE_CPU = [
 )
 @pytest.mark.usefixtures("off_the_cpu")
 @pytest.mark.parametrize("name", OFF_THE_CPU)
-def test_library_gives_what_the_plain_path_gives(name):
+def test_library_matches_plain_path(name):
+    """Context and gradients of JAX's own function match the plain path in float64."""
     arrays, options = named(name)
     parity.assert_parity(results(mha_jax, jax_fused, arrays, **options), **yardstick(arrays, **options))
 
 
 @pytest.mark.usefixtures("off_the_cpu")
 @pytest.mark.parametrize("name", ["causal-square", "bias-infinite", "gqa-mask-padding"])
-def test_library_gives_what_the_plain_path_gives_in_bfloat16(name):  # of float16 it has no gradient on a CPU
+def test_library_matches_in_bfloat16(name):  # float16 has no gradient on a CPU
+    """Context and gradients of JAX's own function in bfloat16 match the plain path in float64."""
     arrays, options = named(name, ml_dtypes.bfloat16)
     parity.assert_parity(results(mha_jax, jax_fused, arrays, **options), **yardstick(arrays, **options))
 
 
 @pytest.mark.usefixtures("off_the_cpu")
-def test_library_gives_what_the_plain_path_gives_for_a_token_over_a_cache():
+def test_library_step_matches_plain_path():
+    """Context and gradients of one token over a cache, by JAX's own function, match the plain path
+    in float64.
+    """
     arrays = cache_problem((6, 2), LAST_POSITIONS["ragged"])
     parity.assert_parity(results(mha_jax, attend_to_cache, arrays), **yardstick(arrays))
 
 
 @pytest.mark.usefixtures("off_the_cpu")
 @pytest.mark.parametrize("features", [3, 12])
-def test_library_takes_values_of_another_width(features, rng):
+def test_library_accepts_other_value_width(features, rng):
+    """JAX's own function with narrower or wider values than keys matches the plain path within
+    1e-6.
+    """
     q, k, v = (jax.numpy.asarray(rng.standard_normal((2, n, 5, 8)), jax.numpy.float32) for n in (4, 2, 2))
     v = jax.numpy.concatenate([v, v], axis=3)[..., :features]
     found, _ = jax_fused(q, k, v, is_causal=True)
@@ -1204,7 +1304,7 @@ def test_library_takes_values_of_another_width(features, rng):
 
 @pytest.fixture
 def library_calls(monkeypatch):
-    """The keywords of each call of JAX's own function, as it happens; it takes its portable form whatever is asked."""
+    """Return a list to which keywords of JAX's own function are appended; it always runs its portable form."""
     calls, library = [], jax.nn.dot_product_attention
 
     def note(*arrays, **keywords):
@@ -1227,36 +1327,40 @@ def library_calls(monkeypatch):
     ],
     ids=["float16", "bfloat16", "float32", "odd-width", "too-wide", "tpu"],
 )
-def test_flash_attention_of_a_gpu_is_taken_where_it_fits(
-    monkeypatch, library_calls, platform, dtype, head_dim, expected
-):
+def test_cudnn_is_used_where_supported(monkeypatch, library_calls, platform, dtype, head_dim, expected):
+    """cuDNN is used for half precision and supported widths on GPUs, and XLA otherwise."""
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     x = jax.ShapeDtypeStruct((1, 2, 4, head_dim), dtype)
     jax.eval_shape(lambda x: jax_fused(x, x, x, is_causal=True)[0], x)
     assert [(call["implementation"], call["is_causal"]) for call in library_calls] == [(expected, True)]
 
 
-def test_arrays_on_the_cpu_take_its_kernels_whatever_the_default_platform_is(monkeypatch, library_calls):
+def test_cpu_arrays_use_cpu_kernels(monkeypatch, library_calls):
+    """Arrays on a CPU use its kernels even if the default platform is a GPU; without known devices,
+    the default applies.
+    """
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     x = jnp.ones((1, 2, 24, HEAD_DIM), jnp.float16)
 
     def attend(x):
         return jax_fused(x, x, x, is_causal=True, kernel=SMALL_BLOCKS)[0]
 
-    mesh = jax.make_mesh((1,), ("devices",))  # whose types say how arrays lie on it
+    mesh = jax.make_mesh((1,), ("devices",))  # its array types contain their placement
     divided = jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
     for function in (attend, jax.grad(lambda x: attend(x).sum())):
         np.testing.assert_array_equal(function(x), np.asarray(function(divided)))
     assert not library_calls
-    jax.eval_shape(attend, x)  # nobody knows yet where these will lie
+    jax.eval_shape(attend, x)  # their device is not yet known
     assert [call["implementation"] for call in library_calls] == ["cudnn"]
     with jax.default_device("cpu"):
         jax.eval_shape(attend, x)
     assert len(library_calls) == 1
 
 
-def test_cudnn_gets_no_mask_in_float16(monkeypatch, library_calls):
-    """It would hide a key by a score of -45875, which others fall below."""
+def test_cudnn_gets_no_float16_mask(monkeypatch, library_calls):
+    """cuDNN gets masks in bfloat16 but not in float16, in which it hides keys by -45875: other
+    scores fall below that.
+    """
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     mask = jnp.zeros((4, 4), bool)
     for dtype, expected in ((np.float16, "xla"), (ml_dtypes.bfloat16, "cudnn")):
@@ -1265,7 +1369,7 @@ def test_cudnn_gets_no_mask_in_float16(monkeypatch, library_calls):
         assert library_calls.pop()["implementation"] == expected
 
 
-# A window of JAX's own function, with rows that it leaves without a key: beyond the lengths, and beyond the keys.
+# Windows of JAX's own function with rows without a key: beyond the lengths or beyond the keys.
 WINDOWS_OF_LIBRARY = {
     "causal-padding-gqa": ({"heads": (4, 2), "padding": LENGTHS}, True),
     "both-ways-padding": ({"padding": (0, 3, 41)}, False),
@@ -1274,7 +1378,10 @@ WINDOWS_OF_LIBRARY = {
 
 
 @pytest.mark.parametrize("name", WINDOWS_OF_LIBRARY)
-def test_library_told_a_window_gives_what_the_plain_path_gives_of_its_mask(off_the_cpu, library_calls, name):
+def test_library_window_matches_mask(off_the_cpu, library_calls, name):
+    """A window passed to JAX's own function matches the plain path with a mask, also in rows
+    without a key.
+    """
     keywords, is_causal = WINDOWS_OF_LIBRARY[name]
     arrays = problem(**keywords)
     num_queries, num_keys = arrays["query"].shape[2], arrays["key"].shape[2]
@@ -1289,7 +1396,7 @@ def test_library_told_a_window_gives_what_the_plain_path_gives_of_its_mask(off_t
 
 
 NUM_TOLD = {"square": (48, 48), "wide": (40, 48), "tall": (48, 40)}
-TOLD = {  # what there is of whom, and the words in which the library is told of it; None where it takes a mask
+TOLD = {  # sizes, span, is_causal, lengths, and the options that the library gets; None if it gets a mask
     "nothing": ("wide", {}, False, False, {}),
     "causal-wide": ("wide", {}, True, False, {}),
     "causal-tall": ("tall", {}, True, False, {}),
@@ -1305,7 +1412,8 @@ TOLD = {  # what there is of whom, and the words in which the library is told of
 @sample(8)
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 @pytest.mark.parametrize("name", TOLD)
-def test_library_is_told_what_it_has_words_for_and_no_array_of_scores_is_made_for_it(monkeypatch, platform, name):
+def test_library_gets_options_where_possible(monkeypatch, platform, name):
+    """Where JAX's own function has options, it gets them, and no array of all scores is made."""
     sizes, span, is_causal, has_lengths, window = TOLD[name]
     calls = []
 
@@ -1345,8 +1453,11 @@ def test_library_is_told_what_it_has_words_for_and_no_array_of_scores_is_made_fo
 @pytest.mark.parametrize("hidden", [{}, {"key_padding_lengths": [150, 290]}], ids=["alone", "padding"])
 @pytest.mark.parametrize("span", [{}, {"window_size": 40}, {"chunk_size": 100}], ids=["all", "window", "chunk"])
 @pytest.mark.parametrize("added", ["alibi", "relative_bias"])
-def test_what_many_queries_gain_by_distance_is_that_of_the_plain_path(added, span, is_causal, hidden):
-    """In torch, which makes the bias of a few queries at a time; JAX's small blocks are in every case."""
+def test_distance_biases_match_plain_path(added, span, is_causal, hidden):
+    """ALiBi and relative biases of 290 queries with sinks match the plain path in torch, with
+    gradients. Torch makes the bias for a few queries at once; small blocks of JAX are in all
+    tests above.
+    """
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 2, 290, 8, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(3))
     leaves, sinks = {"query": q, "key": k, "value": v}, torch.tensor([0.5, -1.0], dtype=torch.float64)

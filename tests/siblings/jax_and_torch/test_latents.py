@@ -1,4 +1,4 @@
-"""Multi-head latent attention: both its forms, its cache, and what is refused; released layers elsewhere."""
+"""Multi-head latent attention: its two forms, its cache and its errors; other files test released layers."""
 
 from dataclasses import replace
 
@@ -43,7 +43,8 @@ def near(found, wanted, allowed=2e-6):
 
 @sample(jax=0)
 @pytest.mark.parametrize("absorb", [True, False])
-def test_absorbed_and_expanded_are_the_same_function(sibling, absorb):
+def test_both_latent_forms_match_full_pass(sibling, absorb):
+    """Chunks and steps with absorbed or expanded latents match one causal pass."""
     layer, outputs = module(sibling), []
     held = sibling.backend.to_params if sibling.name == "jax" else sibling.backend.to_state_dict
     cache = layer.init_cache(2, 14)
@@ -57,7 +58,10 @@ def test_absorbed_and_expanded_are_the_same_function(sibling, absorb):
 
 @sample(jax=0)
 @pytest.mark.parametrize("absorb", [True, False])
-def test_factors_of_latents_are_as_if_the_weights_of_their_norms_had_them(sibling, absorb):
+def test_latent_factors_equal_scaled_norms(sibling, absorb):
+    """Factors of latents give the outputs of norm weights multiplied by them, and differ from no
+    factors by more than 10%.
+    """
     spec = replace(SPEC, latent=replace(SPEC.latent, q_factor=1.75, kv_factor=2.5))
     held = sibling.backend.to_params if sibling.name == "jax" else sibling.backend.to_state_dict
     folded = {name: WEIGHTS[name] * factor for name, factor in (("q_a_norm.weight", 1.75), ("kv_a_norm.weight", 2.5))}
@@ -77,7 +81,10 @@ def test_factors_of_latents_are_as_if_the_weights_of_their_norms_had_them(siblin
 
 
 @sample(jax=0)
-def test_the_module_takes_whichever_costs_less(sibling, monkeypatch):
+def test_module_uses_the_cheaper_form(sibling, monkeypatch):
+    """A module expands latents for a prompt of 12 tokens and absorbs keys in a step; the limit is
+    10 tokens.
+    """
     package, taken = sibling.package, []
     for name in ("absorb_keys", "expand_latents"):
         original = getattr(package, name)
@@ -93,7 +100,8 @@ def test_the_module_takes_whichever_costs_less(sibling, monkeypatch):
 
 
 @sample(jax=0)
-def test_sequences_of_different_lengths(sibling):
+def test_ragged_sequences_match_full_passes(sibling):
+    """Sequences of different lengths match a full pass of each, and outputs of padding are 0."""
     layer, outputs = module(sibling), []
     cache = layer.init_cache(2, 10)
     for (begin, end), added in (((0, 5), (5, 3)), ((5, 6), (1, 0)), ((6, 9), (2, 3))):
@@ -109,14 +117,16 @@ def test_sequences_of_different_lengths(sibling):
     assert not outputs[1][1].any()
 
 
-def test_a_cache_holds_kv_rank_and_rope_dim_numbers_a_token(sibling):
+def test_cache_size_per_token(sibling):
+    """A cache has kv_rank + rope_dim numbers per token, as cache_nbytes says."""
     cache = module(sibling).init_cache(2, 10)
     assert cache.latents.shape == (2, 1, 10, 40)
     assert cache.latents.nbytes == SPEC.cache_nbytes(2, 10, np.dtype(np.float32))
 
 
 @sample(jax=0)
-def test_a_cache_is_reordered_repeated_grown_and_cropped(sibling):
+def test_cache_can_be_changed(sibling):
+    """Reordered, repeated, grown and cropped caches hold the expected latents and lengths."""
     layer = module(sibling)
     _, cache = layer(sibling.array(X[:, :5]), layer.init_cache(2, 6))
     latents = sibling.numpy(cache.latents)
@@ -131,7 +141,8 @@ def test_a_cache_is_reordered_repeated_grown_and_cropped(sibling):
 
 
 @sample(jax=0)
-def test_a_mask_and_a_bias_reach_attention_over_latents(sibling):
+def test_mask_and_bias_apply_to_latents(sibling):
+    """A step over latents with a mask and a bias matches one causal pass with them."""
     mask = np.zeros((2, 1, 1, 14), bool)
     mask[:, :, :, 3] = True
     bias = np.random.default_rng(5).standard_normal((1, 4, 1, 14)).astype(np.float32)
@@ -143,7 +154,8 @@ def test_a_mask_and_a_bias_reach_attention_over_latents(sibling):
 
 
 @sample(jax=0)
-def test_an_implementation_without_a_norm_is_not_equal(sibling):
+def test_missing_norm_is_detected(sibling):
+    """Control: without the weights of the norm of latents, outputs differ by more than 1%."""
     weights = {**WEIGHTS, "kv_a_norm.weight": np.ones_like(WEIGHTS["kv_a_norm.weight"])}
     layer = parity.load_into(sibling.module("MultiHeadLatentAttention", SPEC), weights, SPEC)
     output, _ = layer(sibling.array(X[:, :5]), layer.init_cache(2, 6))
@@ -201,13 +213,17 @@ def test_an_implementation_without_a_norm_is_not_equal(sibling):
         ),
     }.values(),
 )
-def test_what_does_not_fit_is_refused(sibling, call, refusal):
+def test_invalid_latent_inputs_raise(sibling, call, refusal):
+    """Specs, caches, inputs and sizes that do not fit latents raise an error that names the
+    argument.
+    """
     with refusal:
         call(sibling, module(sibling))
 
 
 @sample(jax=0)
-def test_no_tokens_and_no_sequences(sibling):
+def test_empty_inputs_yield_empty_outputs(sibling):
+    """Inputs without tokens or sequences give outputs of their shape and unchanged lengths."""
     layer, whole = module(sibling), parity.load_into(sibling.module("MultiHeadSelfAttention", SPEC), WEIGHTS, SPEC)
     for x in (X[:, :0], X[:0]):
         assert whole(sibling.array(x), is_causal=True).shape == x.shape
@@ -218,7 +234,8 @@ def test_no_tokens_and_no_sequences(sibling):
 
 @sample(jax=0)
 @pytest.mark.parametrize("absorb", [True, False])
-def test_a_token_that_is_not_finite_and_hidden_spoils_no_gradient(sibling, absorb):
+def test_hidden_nan_reaches_no_gradient(sibling, absorb):
+    """A hidden NaN token leaves the gradients of all weights finite and non-zero."""
     x, mask = X[:, :5].copy(), np.zeros((1, 1, 5, 6), bool)
     x[:, 0], mask[..., 0] = np.nan, True
     held = sibling.backend.to_params if sibling.name == "jax" else sibling.backend.to_state_dict
@@ -237,11 +254,11 @@ def test_a_token_that_is_not_finite_and_hidden_spoils_no_gradient(sibling, absor
     assert all(sibling.numpy(grad).any() for grad in grads)
 
 
-# ---- What one framework has ------------------------------------------------------------------------------------------
+# ---- Features of one framework ---------------------------------------------------------------------------------------
 
 
 class Wrapped(torch.nn.Module):
-    """A projection with something beside it, as LoRA puts there."""
+    """A projection with an additional one, as in LoRA."""
 
     def __init__(self, held):
         super().__init__()
@@ -251,7 +268,8 @@ class Wrapped(torch.nn.Module):
         return self.held(x) + self.beside(x)
 
 
-def test_a_projection_that_was_replaced_takes_part():
+def test_replaced_projection_is_used():
+    """A kv_b_proj replaced by a wrapped one, as LoRA does, is used in steps over latents."""
     layer = module(SIBLINGS["torch"])
     whole = parity.load_into(mha_torch.MultiHeadSelfAttention(SPEC), WEIGHTS, SPEC)
     layer.kv_b_proj = whole.kv_b_proj = Wrapped(layer.kv_b_proj)
@@ -275,11 +293,12 @@ def called_otherwise(layer):
 def pruned(layer):
     torch.nn.utils.prune.l1_unstructured(layer.kv_b_proj, "weight", amount=0.5)
     with torch.no_grad():
-        layer.kv_b_proj.weight_orig *= 3  # `weight` is made of it in the call only
+        layer.kv_b_proj.weight_orig *= 3  # `weight` is computed from it only during the call
 
 
 @pytest.mark.parametrize("change", [doubled, called_otherwise, pruned])
-def test_a_projection_that_does_more_than_multiply_by_its_weight_is_called(change):
+def test_modified_projection_is_called(change):
+    """A kv_b_proj with a hook, another forward or pruning is called in steps over latents."""
     layer = module(SIBLINGS["torch"])
     whole = parity.load_into(mha_torch.MultiHeadSelfAttention(SPEC), WEIGHTS, SPEC)
     change(layer)
@@ -292,6 +311,7 @@ def test_a_projection_that_does_more_than_multiply_by_its_weight_is_called(chang
 
 
 def test_autocast_narrows_the_cache():
+    """Under autocast, latents and outputs are bfloat16 and match one pass within 5%."""
     layer = module(SIBLINGS["torch"])
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         cache = layer.init_cache(2, 6)
@@ -300,7 +320,8 @@ def test_autocast_narrows_the_cache():
     assert near(output.float().numpy(), expected(SIBLINGS["torch"])[:, :5], 0.05)
 
 
-def test_gradients_go_through_latents_of_earlier_steps():
+def test_gradients_reach_cached_latents():
+    """Gradients of a step with respect to all tokens match those of one pass."""
     sibling = SIBLINGS["torch"]
     layer, x = module(sibling).double(), torch.from_numpy(X[:, :6]).double().requires_grad_()
     _, cache = layer(x[:, :5], layer.init_cache(2, 6))
@@ -311,7 +332,10 @@ def test_gradients_go_through_latents_of_earlier_steps():
     assert near(found.numpy(), wanted.numpy(), 1e-12)
 
 
-def test_lengths_that_are_not_known_under_jit():
+def test_unknown_overflow_in_jit_yields_nan():
+    """Under jit, a token beyond the capacity returns NaN, and the cache keeps its length; earlier
+    ones match one pass.
+    """
     sibling = SIBLINGS["jax"]
     layer = module(sibling)
     step = jax.jit(lambda x, cache: layer(x, cache))
@@ -324,8 +348,10 @@ def test_lengths_that_are_not_known_under_jit():
     assert np.asarray(cache.lengths).tolist() == [6, 6]
 
 
-def test_a_port_with_another_scale_keeps_what_yarn_multiplies_it_by():
-    """As in `softmax_scale = v_head_dim ** -0.5`, and then `softmax_scale *= mscale * mscale`."""
+def test_yarn_factor_is_kept_in_diagnosis():
+    """A layer with YaRN's score factor and the scale of value heads is diagnosed as scale-by-value-
+    head-dim alone.
+    """
     case = replace(parity.CASES["latent-yarn"], key_padding_lengths=None)
     problem = parity.make_problem(case, "float32")
     spec = problem.spec

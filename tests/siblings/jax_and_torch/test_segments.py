@@ -1,4 +1,4 @@
-"""Packed sequences: tokens attend to those of their own segment, by every kernel, as if each sequence were alone."""
+"""Packed sequences: in every kernel, tokens attend only to their own segment, as if each sequence were alone."""
 
 import jax
 import numpy as np
@@ -19,7 +19,7 @@ from mha_torch.scores import Scores
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # which it looks for
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # read by flex_attention
 ]
 
 BLOCKS = FusedAttention(few_scores=0, queries=16, keys=16)
@@ -43,7 +43,8 @@ def drawn(*shape, seed=0):
 
 @sample(jax=1)
 @pytest.mark.parametrize("window_size", [None, 3])
-def test_a_packed_sequence_is_what_it_is_alone(sibling, window_size):
+def test_packed_sequences_match_single_ones(sibling, window_size):
+    """Each segment of a packed sequence matches the sequence alone, with and without a window."""
     spec = AttentionSpec(16, 4, num_kv_heads=2, rope=Rope(10000.0), window_size=window_size)
     layer, x = sibling.module("MultiHeadSelfAttention", spec), drawn(2, 13, 16)
     positions = np.tril(PACKED[:, :, None] == PACKED[:, None], -1).sum(axis=2).astype(np.int32)
@@ -56,13 +57,15 @@ def test_a_packed_sequence_is_what_it_is_alone(sibling, window_size):
 
 
 def test_nan_stays_in_its_segment(sibling):
+    """NaN in a segment spoils exactly the outputs of that segment."""
     layer, x = sibling.module("MultiHeadSelfAttention", AttentionSpec(16, 4)), drawn(2, 13, 16)
     x[0, 5, 3] = np.nan
     output = sibling.numpy(layer(sibling.array(x), segment_ids=sibling.array(PACKED)))
     assert np.array_equal(np.isnan(output).any(axis=2), (PACKED == 1))
 
 
-def test_cross_attention_takes_the_ids_of_queries_and_of_keys(sibling):
+def test_cross_attention_accepts_id_pairs(sibling):
+    """With ids of queries and of keys, each query attends exactly to the keys with its id."""
     layer, x, memory = sibling.module("MultiHeadAttention", AttentionSpec(16, 4)), drawn(1, 3, 16), drawn(1, 5, 16)
     pair = tuple(map(sibling.array, ([[0, 1, 2]], [[1, 1, 0, 0, 0]])))
     _, weights = layer(sibling.array(x), sibling.array(memory), segment_ids=pair, need_weights=True)
@@ -70,7 +73,8 @@ def test_cross_attention_takes_the_ids_of_queries_and_of_keys(sibling):
     assert np.array_equal(sibling.numpy(weights)[0, 0] > 0, seen)
 
 
-def test_mask_of_segments(sibling):
+def test_segment_mask_matches_table(sibling):
+    """A causal mask of segments equals a table written by hand."""
     ids = sibling.array([[7, 7, 2]])
     mask = sibling.package.create_attention_mask(3, is_causal=True, segment_ids=ids)
     assert sibling.numpy(mask).astype(int).tolist() == [[[[0, 1, 1], [0, 0, 1], [1, 1, 0]]]]
@@ -87,17 +91,19 @@ def test_mask_of_segments(sibling):
         "a pair of others": ((PACKED, PACKED[:, 1:]), refuses("segment_ids", {"segment_ids.shape": (2, 12)})),
     }.values(),
 )
-def test_other_ids_are_refused(sibling, ids, refusal):
+def test_invalid_segment_ids_raise(sibling, ids, refusal):
+    """Ids of a wrong dtype, length, batch or rank raise an error in layers and functions of masks."""
     layer, x = sibling.module("MultiHeadSelfAttention", AttentionSpec(16, 4)), sibling.array(drawn(2, 13, 16))
     ids = tuple(map(sibling.array, ids)) if isinstance(ids, tuple) else sibling.array(ids)
     with refusal:
         layer(x, segment_ids=ids)
-    if getattr(ids, "shape", None) != (1, 13):  # a mask may be of one row
+    if getattr(ids, "shape", None) != (1, 13):  # a mask may have one row
         with refusal:
             sibling.package.create_attention_mask(13, segment_ids=ids)
 
 
-def test_a_triple_of_ids_is_refused(sibling):
+def test_three_segment_id_arrays_raise(sibling):
+    """A tuple of three arrays of ids raises an error."""
     with refuses("segment_ids"):
         sibling.package.create_attention_mask(13, segment_ids=(sibling.array(PACKED),) * 3)
 
@@ -106,7 +112,7 @@ def test_a_triple_of_ids_is_refused(sibling):
 
 
 def problem(options):
-    """Split heads, what hides keys by segment, and the same as a mask of all that hides."""
+    """Return split heads, the ids, spec and options of a call, and the equivalent mask."""
     keys = options.get("seq_len_k", 70)
     pair = (IDS, IDS[:, :keys])
     arrays = [drawn(2, heads, count, 16, seed=heads + count) for heads, count in ((4, 70), (2, keys), (2, keys))]
@@ -122,7 +128,8 @@ def problem(options):
 
 
 @pytest.mark.parametrize("hiding", ["joined", "window"])
-def test_blocks_of_jax_compare_ids(hiding):
+def test_jax_blocks_match_segment_mask(hiding):
+    """Context and gradients of blocks in JAX match the plain path with the equivalent mask."""
     arrays, pair, spec, told, hidden = problem(HIDING[hiding])
 
     @jax.jit
@@ -143,18 +150,19 @@ def test_blocks_of_jax_compare_ids(hiding):
 
 @pytest.fixture(params=["sdpa", "flex"])
 def of_torch(request, monkeypatch):
-    """The fused function of torch, by the kernel for a CPU, and by the one for CUDA in small blocks."""
+    """Return the fused function of torch, with the kernel for a CPU or the one for CUDA in small blocks."""
     if request.param == "flex":
         monkeypatch.setattr(flex, "_runs_here", lambda query, value: True)
         monkeypatch.setattr(flex, "MANY_SCORES", 0)
         monkeypatch.setattr(flex, "_kernel", lambda: library.flex_attention)
         monkeypatch.setattr(flex, "_BLOCK_SIZE", 16)
-        monkeypatch.setattr(library, "_validate_device", lambda *heads: None)  # it refuses gradients on a CPU
+        monkeypatch.setattr(library, "_validate_device", lambda *heads: None)  # it rejects gradients on a CPU
     return mha_torch.fused.scaled_dot_product_attention
 
 
 @pytest.mark.parametrize("hiding", HIDING)
-def test_kernels_of_torch_compare_ids(of_torch, hiding):
+def test_torch_kernels_match_segment_mask(of_torch, hiding):
+    """Context and gradients of both kernels of torch match the plain path with the equivalent mask."""
     arrays, pair, spec, told, hidden = problem(HIDING[hiding])
 
     def with_gradients(function, **options):
@@ -169,7 +177,8 @@ def test_kernels_of_torch_compare_ids(of_torch, hiding):
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
 
 
-def test_nan_stays_in_its_segment_by_every_kernel_of_torch(of_torch):
+def test_nan_stays_in_segment_in_torch(of_torch):
+    """In both kernels of torch, NaN spoils exactly the rows that attend to it."""
     (query, key, value), pair, spec, _, hidden = problem({})
     key[0, :, 9] = value[1, :, 30, 2] = np.nan
     arrays = [torch.from_numpy(x) for x in (query, key, value)]
@@ -179,7 +188,8 @@ def test_nan_stays_in_its_segment_by_every_kernel_of_torch(of_torch):
     assert np.array_equal(torch.isnan(found).any(dim=3)[:, 0].numpy(), ~wrong)
 
 
-def test_nan_stays_in_its_segment_in_blocks_of_jax():
+def test_nan_stays_in_segment_in_jax_blocks():
+    """In blocks of JAX, NaN spoils exactly the rows that attend to it."""
     (query, key, value), pair, spec, _, hidden = problem({})
     key[0, :, 9] = value[1, :, 30, 2] = np.nan
     found, _ = mha_jax.fused.scaled_dot_product_attention(query, key, value, spec, segment_ids=pair, kernel=BLOCKS)
@@ -187,7 +197,8 @@ def test_nan_stays_in_its_segment_in_blocks_of_jax():
     assert np.array_equal(np.isnan(found).any(axis=3)[:, 0], ~wrong)
 
 
-def test_ids_may_be_traced_by_torch():
+def test_compiled_torch_layer_accepts_ids():
+    """A compiled layer matches the uncompiled one for two arrays of ids."""
     layer = mha_torch.MultiHeadSelfAttention(AttentionSpec(16, 4))
     x, ids = torch.from_numpy(drawn(2, 13, 16)), torch.from_numpy(PACKED)
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
@@ -196,6 +207,7 @@ def test_ids_may_be_traced_by_torch():
         torch.testing.assert_close(compiled(x, is_causal=True, segment_ids=each), expected)
 
 
-def test_a_ring_refuses_segments():
+def test_ring_rejects_segments():
+    """A ring raises an error for segments."""
     with refuses("segment_ids"):
         check_known_to_ring(Mask(is_causal=True, segment_ids=torch.from_numpy(PACKED)), Scores())

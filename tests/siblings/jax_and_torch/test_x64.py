@@ -1,6 +1,6 @@
-"""JAX with 64-bit integers and floats: every kernel of mha_jax takes them, forward and backward.
+"""JAX with 64-bit integers and floats: every kernel of mha_jax supports them, forward and backward.
 
-Python integers are 64 bits wide there, while positions and lengths have 32. JAX compares the widths while it traces.
+In this mode Python integers have 64 bits, while positions and lengths have 32; JAX compares the widths during tracing.
 """
 
 import functools
@@ -30,7 +30,7 @@ SEGMENTS = np.arange(300, dtype=np.int32)[None].repeat(2, axis=0) // 70
 LENGTHS = {"key_padding_lengths": np.array([300, 7], np.int32)}
 CAUSAL = {"is_causal": True}
 
-# Fields of the layer, and what hides keys. More queries than are together in a window, and more than eight blocks.
+# Fields of the layer and options that hide keys, with more queries than in one window and more than eight blocks.
 CALLS = {
     "nothing": ({}, {}),
     "causal": ({}, CAUSAL),
@@ -51,7 +51,7 @@ KERNELS = {
     "library": ("metal", FusedAttention()),
     "blocks at once": ("metal", FusedAttention(most_scores=0, queries=100, keys=100)),
 }
-"""Kernels of calls, with a platform that has them."""
+"""Kernels of calls, with a platform that uses them."""
 
 OFTEN = {
     "default": CALLS.keys(),
@@ -59,7 +59,7 @@ OFTEN = {
     "library": {"lengths", "window-mask", "chunks"},
     "blocks at once": {"segments", "window", "relative-bias"},
 }
-"""Calls in float64, in `make test`: by default all, and others that each kernel has code for. In float32 all."""
+"""Calls in float64: all for the default kernel, and those that each other kernel has code for; in float32, all."""
 
 both_dtypes = pytest.mark.parametrize("dtype", [np.float64, np.float32])
 
@@ -110,7 +110,10 @@ def traced_dtypes(function, *arguments):
 @sample(dtype=[np.float64])
 @both_dtypes
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_every_kernel_takes_wide_integers(monkeypatch, dtype, kernel):
+def test_kernels_accept_wide_integers(monkeypatch, dtype, kernel):
+    """Every kernel can be traced with gradients if JAX has 64-bit integers, and keeps the dtype of
+    its inputs.
+    """
     platform, attention = KERNELS[kernel]
     monkeypatch.setattr(mha_jax.fused, "platform_of", lambda *arrays: platform)
     for name in OFTEN[kernel] if dtype == np.float64 else CALLS:
@@ -123,7 +126,8 @@ def test_every_kernel_takes_wide_integers(monkeypatch, dtype, kernel):
 
 @sample(dtype=[np.float64])
 @both_dtypes
-def test_window_has_the_values_of_torch_with_wide_integers(dtype):
+def test_window_matches_torch_in_64_bit_mode(dtype):
+    """Context and gradients of a window, in 64-bit mode, match torch."""
     spec, attend = of_call("window", FusedAttention())
     arrays = arrays_of(spec, dtype)
     found = jax.jit(functools.partial(with_gradients, attend))(jax.tree.map(jnp.asarray, arrays))
@@ -155,7 +159,8 @@ CACHED = {
 @sample(dtype=[np.float64])
 @both_dtypes
 @pytest.mark.parametrize("name", CACHED)
-def test_prompts_and_steps_take_wide_integers(dtype, name):
+def test_caches_accept_wide_integers(dtype, name):
+    """Prompts and steps over caches can be traced in 64-bit mode, and keep the dtype of the layer."""
     kind, spec = CACHED[name]
     module = getattr(mha_jax, kind)(spec, param_dtype=dtype, rngs=nnx.Rngs(0))
     module.kernel = BLOCKS
@@ -176,7 +181,8 @@ def test_prompts_and_steps_take_wide_integers(dtype, name):
 @both_dtypes
 @pytest.mark.parametrize("platform", ["cpu", "metal"])
 @pytest.mark.parametrize("window_size", [None, 20])
-def test_kernel_of_steps_takes_wide_integers(dtype, platform, window_size):
+def test_step_kernel_accepts_wide_integers(dtype, platform, window_size):
+    """The kernel of steps can be traced with gradients in 64-bit mode, and keeps its dtype."""
     spec = AttentionSpec(32, 4, num_kv_heads=2, window_size=window_size, alibi=Alibi())
     query, cached = jnp.zeros((2, 4, 1, 8), dtype), jnp.zeros((2, 2, 300, 8), dtype)
     mask = Mask(is_causal=True, span=spec.span, q_offset=jnp.array([250, 3], jnp.int32))
@@ -201,7 +207,10 @@ def test_kernel_of_steps_takes_wide_integers(dtype, platform, window_size):
         *((False, name) for name in ("lengths", "window-mask")),  # heads are exchanged, and the kernel is the usual one
     ],
 )
-def test_divided_tokens_take_wide_integers(monkeypatch, dtype, passes_keys, name):
+def test_divided_tokens_accept_wide_integers(monkeypatch, dtype, passes_keys, name):
+    """Attention over divided tokens can be traced with gradients in 64-bit mode, with a ring if it
+    passes keys.
+    """
     mesh = AbstractMesh((2,), ("sequence",), axis_types=(AxisType.Auto,))
     spec, attend = of_call(name, ContextParallel("sequence", BLOCKS, passes_keys=passes_keys))
     sharding = NamedSharding(mesh, PartitionSpec(None, None, "sequence"))

@@ -1,6 +1,6 @@
-"""JAX on accelerators: calls are lowered for CUDA and for TPUs and their programs read; blocks of theirs run here.
+"""JAX on accelerators: calls are lowered for CUDA and TPUs, and their programs are inspected; their blocks run here.
 
-A program is read before XLA fuses any operation, so a count of 0 holds whatever XLA does with it.
+Programs are inspected before XLA fuses operations, so a count of 0 holds whatever XLA does.
 """
 
 from dataclasses import replace
@@ -65,7 +65,7 @@ QUICK = [
     *[(call, "bfloat16", "tpu") for call in ("chunks", "alibi")],
 ]
 
-# What is made or waited for nevertheless, forward and with gradients, and why.
+# Exceptions: arrays that are made and waits for values, forward and with gradients, and the reasons.
 CUDNN = "cuDNN reads a mask as numbers, and a host asks for keys that are not finite before it looks who attends to one"
 EXCEPTIONS = {
     ("mask", "bfloat16", "cuda"): (CUDNN, Counts(arrays=3, masks=3, branches=1), Counts(arrays=4, masks=3, branches=1)),
@@ -87,7 +87,7 @@ EXCEPTIONS = {
 
 
 def function_and_arrays(call, dtype, *, kernel=mha_jax.fused.attend):
-    """Attention under a spec, as a function of split heads and other arrays, and the shapes of all."""
+    """Return attention as a function of split heads and other arrays, and the shapes of all arrays."""
     fields, keywords, others = CALLS[call]
     heads = {"query": NUM_HEADS, "key": NUM_KV_HEADS, "value": NUM_KV_HEADS}
     arrays = {name: shaped((BATCH, count, SEQ_LEN, HEAD_DIM), dtype) for name, count in heads.items()}
@@ -101,7 +101,7 @@ def function_and_arrays(call, dtype, *, kernel=mha_jax.fused.attend):
 
 
 def with_gradients(function, learned):
-    """The function with the gradients of these arrays, as in training."""
+    """Return the function with the gradients of these arrays, as in training."""
 
     def differentiate(arrays):
         inputs = {name: x for name, x in arrays.items() if name in learned}
@@ -119,7 +119,10 @@ TOKENS = ("query", "key", "value")
 
 @sample(where=lambda call, dtype, platform: (call, dtype, platform) in QUICK)
 @pytest.mark.parametrize(("call", "dtype", "platform"), ROWS)
-def test_nothing_of_all_pairs_of_tokens_is_made(call, dtype, platform):
+def test_no_call_stores_all_token_pairs(call, dtype, platform):
+    """Programs of the fused path, with and without gradients, make no array of all pairs of tokens,
+    except in the listed calls.
+    """
     attend, arrays = function_and_arrays(call, DTYPES[dtype])
     _, *expected = EXCEPTIONS.get((call, dtype, platform), ("", Counts(), Counts()))
     programs = [
@@ -129,7 +132,8 @@ def test_nothing_of_all_pairs_of_tokens_is_made(call, dtype, platform):
 
 
 @pytest.mark.parametrize("call", ["mask", "bias"])
-def test_copies_for_cudnn_are_not_made_for_each_head_or_sequence(call):
+def test_cudnn_copies_are_shared(call):
+    """Copies of a mask or bias for cuDNN have no axis of heads or sequences."""
     attend, arrays = function_and_arrays(call, jnp.bfloat16)
     program = lowered("cuda", with_gradients(attend, TOKENS), arrays)
     assert counts(program, PAIRS + 1) == Counts(branches=1)
@@ -140,8 +144,10 @@ def test_copies_for_cudnn_are_not_made_for_each_head_or_sequence(call):
     [(64, (64, 64), True), (64, (2, 1, 1, 64), False), (63, (63, 63), False)],
     ids=["pairs", "keys", "odd"],
 )
-def test_cudnn_gets_no_mask_that_it_refuses(num_tokens, mask, is_taken):
-    """It reads a mask of all pairs, and has a gradient for even numbers of tokens."""
+def test_cudnn_is_used_only_with_valid_masks(num_tokens, mask, is_taken):
+    """cuDNN is called for a mask of all pairs of an even number of tokens, but for neither masks of
+    keys nor odd numbers.
+    """
     x = shaped((2, 4, num_tokens, 16), jnp.bfloat16)
 
     def loss(x, mask):
@@ -152,25 +158,29 @@ def test_cudnn_gets_no_mask_that_it_refuses(num_tokens, mask, is_taken):
 
 
 @pytest.mark.parametrize("platform", ["cuda", pytest.param("tpu", marks=pytest.mark.thorough)])
-def test_gradient_of_a_bias_is_all_that_is_made_of_all_pairs(platform):
+def test_only_bias_gradient_has_all_pairs(platform):
+    """With a gradient for the bias, that gradient is the only array of all pairs of tokens."""
     attend, arrays = function_and_arrays("bias", jnp.float32)
     found = counts(lowered(platform, with_gradients(attend, (*TOKENS, "bias")), arrays), PAIRS)
     assert found == Counts(arrays=1)
 
 
-# ---- Controls: what is counted is found ------------------------------------------------------------------------------
+# ---- Controls of the counts ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
-def test_plain_path_makes_all_scores_and_a_mask(platform):
+def test_plain_path_stores_scores_and_mask(platform):
+    """Control: the plain path makes more than 3 arrays of all scores and more than 3 masks."""
     attend, arrays = function_and_arrays("causal-lengths", jnp.float32, kernel=stages.attend_without_weights)
     found = counts(lowered(platform, attend, arrays), BATCH * NUM_HEADS * PAIRS)
     assert found.arrays > 3
     assert counts(lowered(platform, attend, arrays), PAIRS).masks > 3
 
 
-def test_few_scores_are_stored():
-    """As many as an accelerator may store; so does XLA's attention."""
+def test_few_scores_are_stored_at_once():
+    """If an accelerator may store all scores, as XLA's attention does, the program has more than 3
+    such arrays.
+    """
     attend, arrays = function_and_arrays(
         "causal", jnp.float32, kernel=FusedAttention(most_scores=BATCH * NUM_HEADS * PAIRS)
     )
@@ -213,12 +223,16 @@ def loops_ten_times(x):
         (loops_ten_times, Counts()),
     ],
 )
-def test_what_waits_for_a_value_is_counted(function, expected):
-    program = jax.jit(function).lower(shaped((4,), jnp.float32))  # for a CPU: JAX lowers callbacks for no other
+def test_waits_for_values_are_counted(function, expected):
+    """Control: callbacks, prints, conditions and loops of unknown length are counted; a loop of 10
+    steps is not.
+    """
+    program = jax.jit(function).lower(shaped((4,), jnp.float32))  # for a CPU: only there JAX lowers callbacks
     assert counts(program, 5) == expected
 
 
-def test_float64_is_counted():
+def test_float64_arrays_are_counted():
+    """Control: a product in float64 is counted."""
     with jax.enable_x64(True):
         program = lowered("cuda", lambda x: x * 2, shaped((4,), jnp.float64))
     assert counts(program, 5).float64 > 0
@@ -228,7 +242,7 @@ def test_float64_is_counted():
 
 
 def module(kind, dtype, **fields):
-    """A layer and its arrays, apart."""
+    """Return the graph and the arrays of a layer."""
     return nnx.split(kind(of_layer(rope=Rope(), **fields), param_dtype=DTYPES[dtype], rngs=nnx.Rngs(0)))
 
 
@@ -238,7 +252,10 @@ LAYERS = [(dtype, platform) for dtype in DTYPES for platform in PLATFORMS]
 @sample(where=lambda dtype, platform: (dtype, platform) in [("float32", "cuda"), ("bfloat16", "tpu")])
 @pytest.mark.parametrize(("dtype", "platform"), LAYERS)
 @pytest.mark.parametrize("is_training", [False, True], ids=["forward", "forward-backward"])
-def test_layer_makes_nothing_of_all_pairs_of_tokens(dtype, platform, is_training):
+def test_layer_stores_no_token_pairs(dtype, platform, is_training):
+    """A layer, forward or with gradients, makes no array of all pairs of tokens and nothing in
+    float64.
+    """
     graph, state = module(mha_jax.MultiHeadSelfAttention, dtype)
     arrays = {"x": shaped((BATCH, SEQ_LEN, NUM_HEADS * HEAD_DIM), DTYPES[dtype]), "state": state}
     arrays["lengths"] = shaped((BATCH,), jnp.int32)
@@ -256,7 +273,7 @@ STEPS = [(fields, dtype, platform) for fields in FIELDS for dtype in DTYPES for 
 
 
 def cached(fields, dtype, platform, seq_len):
-    """The program of new tokens over a cache."""
+    """Return the program of new tokens over a cache."""
     graph, state = module(mha_jax.MultiHeadAttentionWithCache, dtype, **FIELDS[fields])
     cache = jax.eval_shape(lambda: nnx.merge(graph, state).init_cache(BATCH, SEQ_LEN))
     x = shaped((BATCH, seq_len, NUM_HEADS * HEAD_DIM), DTYPES[dtype])
@@ -265,22 +282,25 @@ def cached(fields, dtype, platform, seq_len):
 
 @sample(where=lambda fields, dtype, platform: (fields, dtype, platform) in [("causal", "bfloat16", "cuda")])
 @pytest.mark.parametrize(("fields", "dtype", "platform"), STEPS)
-def test_prompt_makes_nothing_of_all_pairs_of_tokens_and_slots(fields, dtype, platform):
+def test_prompt_stores_no_pairs_of_slots(fields, dtype, platform):
+    """A prompt over a cache makes no array of all pairs of tokens and slots."""
     assert counts(cached(fields, dtype, platform, SEQ_LEN), PAIRS) == Counts()
 
 
 @sample(where=lambda fields, dtype, platform: (fields, dtype, platform) in [("causal", "bfloat16", "cuda")])
 @pytest.mark.parametrize(("fields", "dtype", "platform"), STEPS)
-def test_token_makes_nothing_larger_than_its_cache(fields, dtype, platform):
-    """Neither keys nor values are copied for each query head; one token has fewer scores than its keys have numbers."""
+def test_step_stores_nothing_beyond_cache(fields, dtype, platform):
+    """A step of one token makes no array larger than the keys of its cache, so it copies neither
+    keys nor values.
+    """
     larger = BATCH * NUM_KV_HEADS * SEQ_LEN * HEAD_DIM + 1
     assert counts(cached(fields, dtype, platform, 1), larger) == Counts()
 
 
-# ---- Blocks of an accelerator give what the plain path gives ---------------------------------------------------------
+# ---- Blocks of an accelerator match the plain path -------------------------------------------------------------------
 
 SMALL = FusedAttention(few_scores=0, most_scores=0, queries=24, keys=24)
-QUICKLY = {"xla_backend_optimization_level": 0}  # what is compiled here runs once
+QUICKLY = {"xla_backend_optimization_level": 0}  # programs here run only once
 SHAPES = {"query": (3, 4, 41, 8), "key": (3, 2, 50, 8), "value": (3, 2, 50, 8), "cotangent": (3, 4, 41, 8)}
 PADDING = np.array([0, 17, 50])
 
@@ -313,7 +333,7 @@ FEATURES = {
     "bias-of-heads": ({"sinks": True}, {"key_padding_lengths": PADDING}, {"bias": (1, 4, 1, 50), "sinks": (4,)}),
     "relative-bias": ({"relative_bias": RelativeBias(32, 128)}, {}, {"relative_bias": (32, 4)}),
 }
-LONG = {  # more queries than a window takes at a time
+LONG = {  # more queries than a window processes at once
     "window-lengths": ({"window_size": 20}, {**CAUSAL, "key_padding_lengths": np.array([0, 17, 300])}, {}),
     "window-both-ways-alibi": ({"window_size": 150, "alibi": Alibi()}, {}, {}),
     "chunks-sinks": ({"chunk_size": 100, "sinks": True}, CAUSAL, {"sinks": (4,)}),
@@ -326,7 +346,7 @@ LONG = {  # more queries than a window takes at a time
 
 
 def results(kernel, mask, spec, arrays):
-    """The context and the gradients of all floating-point arrays."""
+    """Return the context and the gradients of all floating-point arrays."""
 
     @partial(jax.jit, compiler_options=QUICKLY)
     def run(arrays):
@@ -365,13 +385,19 @@ def assert_blocks_give_what_the_plain_path_gives(fields, masks, others, shapes, 
 @sample(name=["lengths-soft-cap", "alibi-offset", "sinks-segments", "chunks-offset"], platform=["cuda"])
 @pytest.mark.parametrize("name", FEATURES)
 @pytest.mark.parametrize("platform", PLATFORMS)
-def test_blocks_give_what_the_plain_path_gives(name, platform):
+def test_blocks_match_plain_path(name, platform):
+    """Context and gradients of small blocks match the plain path in float64 within the error of
+    float32.
+    """
     assert_blocks_give_what_the_plain_path_gives(*FEATURES[name], SHAPES, "float32", platform)
 
 
 @sample(name=["window-lengths", "window-bias"])
 @pytest.mark.parametrize("name", LONG)
-def test_windows_give_what_the_plain_path_gives(name):
+def test_windows_match_plain_path(name):
+    """Context and gradients of 300 tokens, more than a window processes at once, match the plain
+    path in float64.
+    """
     shapes = {name: (*shape[:2], 300, shape[3]) for name, shape in SHAPES.items()}
     assert_blocks_give_what_the_plain_path_gives(*LONG[name], shapes, "float32", "cuda")
 
@@ -379,7 +405,10 @@ def test_windows_give_what_the_plain_path_gives(name):
 @sample(name=["bias-of-heads"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["alibi-offset", "bias-of-heads", "mask"])
-def test_blocks_give_what_the_plain_path_gives_in_half_precision(name, dtype):
+def test_half_precision_blocks_match_plain(name, dtype):
+    """Context and gradients of small blocks in bfloat16 and float16 match the plain path in
+    float64.
+    """
     assert_blocks_give_what_the_plain_path_gives(*FEATURES[name], SHAPES, dtype, "tpu")
 
 
@@ -394,16 +423,19 @@ STEPPED = {
 
 @sample(name=["alibi-window", "nothing"])
 @pytest.mark.parametrize("name", STEPPED)
-def test_token_over_a_cache_gives_what_the_plain_path_gives(name):
+def test_step_over_cache_matches_plain_path(name):
+    """Context and gradients of one token over a cache match the plain path in float64."""
     fields, others = STEPPED[name]
-    # The gradient of a single key is a difference of two equal sums, which test_fused has a bound for.
+    # The gradient of a single key is a difference of two equal sums; test_fused checks its bound.
     masks = {**CAUSAL, "q_offset": np.array([7, 30, 49])}
     shapes = {name: (*shape[:2], min(shape[2], 50 if shape[1] == 2 else 1), shape[3]) for name, shape in SHAPES.items()}
     assert_blocks_give_what_the_plain_path_gives(fields, masks, others, shapes, "float32", "cuda", SMALL.step)
 
 
-def test_nan_stays_where_it_is_seen():
-    """Of blocks and of windows, of which some rows are fully masked."""
+def test_non_finite_tokens_match_plain_path():
+    """Non-finite tokens in blocks and windows give the context of the plain path, and zeros for a
+    sequence of padding.
+    """
     for seq_len, fields in ((41, {}), (300, {"window_size": 20})):
         spec, draws = AttentionSpec(32, 4, num_kv_heads=2, **fields), np.random.default_rng(0)
         q, k, v = (draws.standard_normal((2, n, seq_len, 8)).astype(np.float32) for n in (4, 2, 2))
@@ -412,6 +444,6 @@ def test_nan_stays_where_it_is_seen():
         with on("cuda"):
             found = jax.jit(partial(SMALL, mask=mask, scores=Scores(spec)))(q, k, v)
         expected = stages.attend_without_weights(q, k, v, mask, Scores(spec))
-        assert not np.isnan(found[0]).any()  # a sequence of padding alone
+        assert not np.isnan(found[0]).any()  # a sequence of padding only
         assert np.isnan(found[1]).any()
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)

@@ -12,7 +12,7 @@ import mha_jax
 from mha_jax.kernels.fused import FusedAttention
 from mha_spec import AttentionSpec, Rope, Temperature
 
-LONG = 600  # more scores than one kernel holds
+LONG = 600  # more scores than fit in one kernel
 
 
 @pytest.fixture
@@ -39,7 +39,8 @@ def layer():
 
 
 @pytest.mark.parametrize("capacity", [mha_jax.fused.attend.keys + 1, 2 * mha_jax.fused.attend.keys])
-def test_decoding_compiles_nothing_after_first_step(compilations, capacity):
+def test_decoding_compiles_only_once(compilations, capacity):
+    """After the first step, 32 steps of decoding compile nothing."""
     decoder, x = (
         mha_jax.MultiHeadAttentionWithCache(AttentionSpec(32, 4, rope=Rope(100.0)), rngs=nnx.Rngs(0)),
         tokens(1),
@@ -68,7 +69,8 @@ CALLS = {
 
 @sample(call=[CALLS["mask"], CALLS["gradient"]])
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_second_call_in_blocks_compiles_nothing(compilations, layer, call):
+def test_second_call_compiles_nothing(compilations, layer, call):
+    """A second call in blocks, of any kind, compiles nothing."""
     x = tokens(LONG)
     call(layer, x)
     compilations.clear()
@@ -77,6 +79,7 @@ def test_second_call_in_blocks_compiles_nothing(compilations, layer, call):
 
 
 def test_other_block_size_recompiles(compilations, layer):  # shows that the tests above detect compilations
+    """Control: another block size is compiled again, and matches within 1e-5."""
     x = tokens(LONG)
     expected = layer(x, is_causal=True)
     other = nnx.clone(layer)
@@ -87,6 +90,7 @@ def test_other_block_size_recompiles(compilations, layer):  # shows that the tes
 
 
 def test_traced_call_is_one_program(layer):
+    """A traced call contains no separately compiled function."""
     jaxpr = str(jax.make_jaxpr(lambda x: layer(x, is_causal=True))(tokens(9)))
     assert "_attend" not in jaxpr
 
@@ -111,7 +115,8 @@ def weights_of(layer, kind):
 
 @every_kind_of_weights
 @every_transformation
-def test_weights_may_be_closed_over(layer, transform, kind):
+def test_weights_can_be_closed_over(layer, transform, kind):
+    """A transformed function with weights as constants gives the output of the layer."""
     weights, x = weights_of(layer, kind), tokens(5, batch_size=3)
     found = transform(lambda x: mha_jax.multi_head_attention(x, weights, layer.spec)[0], x)
     assert found.shape == x.shape
@@ -122,7 +127,8 @@ def test_weights_may_be_closed_over(layer, transform, kind):
 
 @every_kind_of_weights
 @pytest.mark.parametrize("transform", [TRANSFORMED["jit"], TRANSFORMED["eval_shape"]], ids=["jit", "eval_shape"])
-def test_weights_may_be_closed_over_with_a_cache(layer, transform, kind):
+def test_cached_call_can_close_over_weights(layer, transform, kind):
+    """Compiled functions with static and growing caches accept weights as constants."""
     weights, x = weights_of(layer, kind), tokens(5, batch_size=3)
     cache = mha_jax.init_cache(3, 4, 8, 8)
 
@@ -135,7 +141,8 @@ def test_weights_may_be_closed_over_with_a_cache(layer, transform, kind):
 
 @every_kind_of_weights
 @every_transformation
-def test_non_finite_closed_over_weights_raise(layer, transform, kind):
+def test_non_finite_constant_weights_raise(layer, transform, kind):
+    """Constant weights with NaN raise an error under every transformation."""
     weights = weights_of(layer, kind)
     weights["v_proj"]["bias"] = weights["v_proj"]["bias"] * np.float32(np.nan)
     with refuses("weights", "NaN or infinities in ['v_proj.bias']"):
@@ -143,12 +150,14 @@ def test_non_finite_closed_over_weights_raise(layer, transform, kind):
 
 
 @pytest.mark.parametrize("kind", [list, np.array], ids=["list", "array"])
-def test_concrete_lengths_are_checked_under_jit(layer, kind):
+def test_concrete_lengths_are_checked_in_jit(layer, kind):
+    """Lengths beyond the tokens raise an error under jit if they are constants."""
     with refuses("key_padding_lengths", key_padding_lengths=[6]):
         jax.jit(lambda x: layer(x, key_padding_lengths=kind([6])))(tokens(5))
 
 
-def test_concrete_new_lengths_are_checked_under_jit():
+def test_concrete_new_lengths_checked_in_jit():
+    """Constant new_lengths beyond the capacity raise an error under jit."""
     decoder = mha_jax.MultiHeadAttentionWithCache(AttentionSpec(32, 4), rngs=nnx.Rngs(0))
     step = jax.jit(lambda x, cache: decoder(x, cache, new_lengths=[5]))
     with refuses("lengths + new tokens", lengths=[0], new_lengths=[5]):
@@ -158,7 +167,8 @@ def test_concrete_new_lengths_are_checked_under_jit():
 # ---- NumPy and memory ------------------------------------------------------------------------------------------------
 
 
-def test_cache_may_be_numpy():
+def test_cache_can_be_numpy_arrays():
+    """A step over a cache of NumPy arrays gives the same bits, and a cache of JAX arrays."""
     decoder, x = (
         mha_jax.MultiHeadAttentionWithCache(AttentionSpec(32, 4, rope=Rope(100.0)), rngs=nnx.Rngs(0)),
         tokens(3),
@@ -181,19 +191,22 @@ MASKS = {
 
 @pytest.mark.parametrize("make", MASKS.values(), ids=MASKS)
 def test_mask_needs_no_large_temporaries(make):
+    """The compiled functions of masks need temporary memory below half the size of the mask."""
     analysis = jax.jit(make, static_argnums=0).lower(1024).compile().memory_analysis()
     assert analysis.output_size_in_bytes == 1024**2
     assert analysis.temp_size_in_bytes < 1024**2 / 2
 
 
 def test_finite_values_pass_debug_nans(layer):
+    """With jax.debug_nans, finite inputs raise no error and give finite outputs."""
     with jax.debug_nans(True):
         output = layer(tokens(LONG), is_causal=True, key_padding_lengths=[LONG - 9])
         layer(tokens(9), mask=jnp.ones((1, 1), bool))
     assert np.isfinite(output).all()
 
 
-def test_temperature_can_be_argument_of_compiled_function():
+def test_temperature_can_be_jit_argument():
+    """apply_temperature under jit, with the temperature as an argument, gives the same values."""
     inputs = jnp.ones((1, 2, 6, 4)), jnp.arange(6)[None], Temperature(2)
     expected = mha_jax.apply_temperature(*inputs)
     assert jnp.allclose(jax.jit(mha_jax.apply_temperature)(*inputs), expected, rtol=1e-6)

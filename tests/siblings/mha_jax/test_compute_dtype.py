@@ -1,4 +1,4 @@
-"""The dtype of the work in JAX, beside that of the weights: the same as weights that are cast by hand, to the bit."""
+"""The dtype of computation in JAX, if it differs from that of weights: the same bits as weights cast beforehand."""
 
 from types import MappingProxyType
 
@@ -27,7 +27,7 @@ each_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 
 
 def layers(kind, spec):
-    """A layer of float32 weights that works in bfloat16, one of weights cast by hand, and both as containers."""
+    """Return a float32 layer that computes in bfloat16, a layer with cast weights, and the weights of both."""
     layer = kind(spec, dtype=DTYPE, rngs=nnx.Rngs(0))
     rng = np.random.default_rng(1)
     weights = jax.tree.map(
@@ -59,7 +59,10 @@ def assert_same(found, expected):
 @sample(need_weights=[False])
 @each_spec
 @pytest.mark.parametrize("need_weights", [False, True])
-def test_layer_and_function_equal_weights_cast_by_hand(spec, need_weights):
+def test_compute_dtype_equals_cast_weights(spec, need_weights):
+    """A layer and function with float32 weights and dtype=bfloat16 give the bits of weights and
+    inputs cast beforehand.
+    """
     layer, by_hand, weights, narrow = layers(mha_jax.MultiHeadAttention, spec)
     x, bias = tokens(), jnp.asarray(np.random.default_rng(3).standard_normal((5, 5)), jnp.float32)
     options = {"is_causal": True, "need_weights": need_weights}
@@ -71,7 +74,8 @@ def test_layer_and_function_equal_weights_cast_by_hand(spec, need_weights):
 
 
 @each_spec
-def test_gradients_have_the_dtype_of_the_weights(spec):
+def test_gradients_have_dtype_of_weights(spec):
+    """Gradients of float32 weights are float32, with the bits of the bfloat16 computation."""
     _, _, weights, narrow = layers(mha_jax.MultiHeadAttention, spec)
 
     def loss(weights, x, dtype):
@@ -82,7 +86,10 @@ def test_gradients_have_the_dtype_of_the_weights(spec):
     assert_same(found, jax.tree.map(lambda x: x.astype(jnp.float32), expected))
 
 
-def test_caches_have_the_dtype_of_the_work():
+def test_caches_have_compute_dtype():
+    """Outputs and caches of a bfloat16 computation have the bits of cast weights; a given cache
+    dtype is used.
+    """
     spec = SPECS["biases-gqa-sinks"]
     layer, by_hand, weights, narrow = layers(mha_jax.MultiHeadAttentionWithCache, spec)
     x, caches = tokens(), [held.init_cache(2, 8) for held in (layer, by_hand, layer, by_hand)]
@@ -97,7 +104,8 @@ def test_caches_have_the_dtype_of_the_work():
 
 @sample(absorb=[True])
 @pytest.mark.parametrize("absorb", [False, True])
-def test_latents_have_the_dtype_of_the_work(absorb, monkeypatch):
+def test_latents_have_compute_dtype(absorb, monkeypatch):
+    """Outputs and latent caches, absorbed or expanded, have the bits of cast weights."""
     monkeypatch.setattr(AttentionSpec, "absorbs", lambda *_: absorb)
     layer, by_hand, weights, _ = layers(mha_jax.MultiHeadLatentAttention, LATENTS)
     x, caches = tokens(), [held.init_cache(2, 8) for held in (layer, by_hand, layer)]
@@ -106,19 +114,22 @@ def test_latents_have_the_dtype_of_the_work(absorb, monkeypatch):
     assert_same(mha_jax.multi_head_latent_attention(x, weights, LATENTS, caches[2], dtype=DTYPE), expected)
 
 
-def test_replaced_projection_takes_part():
+def test_replaced_projection_is_used():
+    """A layer with dtype=bfloat16 and a float32 projection of another class returns bfloat16."""
     layer = mha_jax.MultiHeadSelfAttention(16, 2, dtype=DTYPE, rngs=nnx.Rngs(0))
     layer.k_proj = nnx.Linear(16, 16, rngs=nnx.Rngs(1))  # computes in the dtype of its weights
-    with jax.numpy_dtype_promotion("standard"):  # which it relies on
+    with jax.numpy_dtype_promotion("standard"):  # required by nnx.Linear
         assert layer(tokens()).dtype == DTYPE
 
 
-def test_dtype_is_told():
+def test_repr_shows_compute_dtype():
+    """The repr of a layer shows the dtype of its computation."""
     layer = mha_jax.MultiHeadSelfAttention(16, 2, dtype=DTYPE, rngs=nnx.Rngs(0))
     assert repr(layer) == f"MultiHeadSelfAttention({layer.spec!r}, dtype=bfloat16)"
 
 
-def test_dtype_that_is_not_floating_point_is_refused():
+def test_integer_compute_dtype_raises():
+    """dtype=int32 raises TypeError in modules and functions."""
     is_refused = refuses("dtype", dtype=jnp.dtype(jnp.int32)).of(TypeError)
     with is_refused:
         mha_jax.MultiHeadAttention(16, 2, dtype=jnp.int32, rngs=nnx.Rngs(0))
@@ -128,8 +139,8 @@ def test_dtype_that_is_not_floating_point_is_refused():
         mha_jax.multi_head_attention(tokens(), weights, layer.spec, dtype=jnp.int32)
 
 
-def test_one_input_stays_one(monkeypatch):
-    """Queries, keys and values of one packed projection are projected together."""
+def test_same_input_is_projected_once(monkeypatch):
+    """Passing one array as query, key and value projects it as often as passing it once."""
     layer = mha_jax.MultiHeadAttention(16, 2, fused_qkv=True, dtype=DTYPE, rngs=nnx.Rngs(0))
     x = tokens()
     assert str(jax.make_jaxpr(lambda x: layer(x, x, x)[0])(x)).count("dot_general") == str(
@@ -137,7 +148,10 @@ def test_one_input_stays_one(monkeypatch):
     ).count("dot_general")
 
 
-def test_weights_may_lie_in_any_mapping():
+def test_weights_can_be_any_mapping():
+    """Weights in a read-only mapping give the same bits, and those that overflow in float16 raise
+    an error.
+    """
     layer = mha_jax.MultiHeadAttention(16, 2, rngs=nnx.Rngs(0))
     weights = nnx.to_pure_dict(nnx.state(layer, nnx.Param))
     expected, _ = mha_jax.multi_head_attention(tokens(), weights, layer.spec, dtype=DTYPE)

@@ -1,4 +1,4 @@
-"""Tokens of mha_jax divided over devices, in `make test`: test_sharded_tokens has more layers and meshes."""
+"""Tokens of mha_jax divided over devices, for `make test`; test_sharded_tokens has more layers and meshes."""
 
 import pytest
 from helpers.shell import found_by
@@ -7,7 +7,10 @@ NAMES = ["ring, two", "heads for tokens, all that hides"]
 
 
 @pytest.mark.costly("a process in which JAX has more devices")
-def test_output_and_gradients_are_those_of_one_device_and_exchanged_tokens_are_seen():
+def test_divided_tokens_match_one_device():
+    """Outputs and gradients of divided tokens match one device, and exchanging tokens of two
+    devices is detected.
+    """
     found = found_by("sharded_tokens", *NAMES)["attended"]
     assert found.keys() == {*NAMES}
     for name, (wrong, _, _, exchanged) in found.items():

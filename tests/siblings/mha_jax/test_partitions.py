@@ -1,4 +1,4 @@
-"""Where the weights and caches of mha_jax lie on a mesh, which can be told without devices."""
+"""Placement of the weights and caches of mha_jax on a mesh, checked without devices."""
 
 import jax
 import pytest
@@ -20,7 +20,7 @@ def abstract(spec, kind=mha_jax.MultiHeadAttention):
 
 
 def partitions(spec, size=4):
-    """How each weight is divided, by its metadata; those that are whole are left out."""
+    """Return how weights are divided according to their metadata, without undivided ones."""
     layer = parallel.shard(abstract(spec), mesh_of(size), heads="heads")
     found = nnx.to_flat_state(nnx.get_partition_spec(nnx.state(layer, nnx.Param)))
     placed = {path: x.get_value().sharding.spec for path, x in nnx.to_flat_state(nnx.state(layer, nnx.Param))}
@@ -36,11 +36,15 @@ TEXTBOOK |= {"v_proj.kernel": COLUMNS, "v_proj.bias": HEADS, "out_proj.kernel": 
 OF_KEYS = {"k_proj.kernel", "k_proj.bias", "v_proj.kernel", "v_proj.bias"}
 
 
-def test_projections_lie_by_heads():
+def test_projections_are_divided_by_heads():
+    """Kernels and biases of q, k and v are divided by columns, and the output kernel by rows."""
     assert partitions(AttentionSpec(64, 8)) == TEXTBOOK
 
 
-def test_key_value_heads_that_cannot_be_divided_are_whole():
+def test_indivisible_key_heads_stay_whole():
+    """If the mesh does not divide the key heads, their projections are whole, and norms per query
+    head are divided.
+    """
     whole = {name: axes for name, axes in TEXTBOOK.items() if name not in OF_KEYS}
     assert partitions(AttentionSpec(64, 8, num_kv_heads=2)) == whole
     norms = partitions(AttentionSpec(64, 8, num_kv_heads=2, qk_norm=Norm(per_head=True)))
@@ -60,18 +64,26 @@ def test_key_value_heads_that_cannot_be_divided_are_whole():
         ({"qk_norm": Norm(over="width")}, {"q_norm.weight": HEADS, "k_norm.weight": HEADS}),
     ],
 )
-def test_what_each_head_has_lies_with_it(fields, more):
+def test_features_of_heads_are_divided(fields, more):
+    """Sinks, biases, gates and norms with an entry per head are divided by heads, and others are
+    whole.
+    """
     assert partitions(AttentionSpec(64, 8, **fields)) == {**TEXTBOOK, **more}
 
 
-def test_latents_are_whole_and_what_is_made_of_them_lies_by_heads():
+def test_latent_layer_divides_only_heads():
+    """Projections to latents are whole; those from latents to heads, the output kernel and sinks
+    are divided.
+    """
     rope = Rope(10000.0, rotary_dim=8, rotated="last")
     spec = AttentionSpec(64, 8, head_dim=24, latent=Latent(16, 8, q_rank=32), rope=rope, sinks=True)
     divided = {"q_b_proj.kernel": COLUMNS, "kv_b_proj.kernel": COLUMNS, "out_proj.kernel": ROWS, "sinks": HEADS}
     assert partitions(spec) == divided
 
 
-def test_a_cache_lies_by_sequences_and_heads():
+def test_cache_is_divided_by_batch_and_heads():
+    """Caches are divided by sequences, and by heads if the mesh divides the key heads."""
+
     def placed(num_kv_heads, **axes):
         cache = jax.eval_shape(lambda: mha_jax.init_cache(4, num_kv_heads, 16, 8))
         cache = parallel.shard_cache(cache, mesh_of(4), **axes)
@@ -82,14 +94,18 @@ def test_a_cache_lies_by_sequences_and_heads():
     assert placed(8, heads="heads") == [(None, "heads"), (None, "heads"), (None,)]
 
 
-def test_a_cache_lies_by_slots():
+def test_cache_can_be_divided_by_slots():
+    """With `slots`, keys and values are divided by sequences and slots."""
     cache = jax.eval_shape(lambda: mha_jax.init_cache(4, 8, 16, 8))
     cache = parallel.shard_cache(cache, mesh_of(4), batch="data", slots="heads")
     placed = [tuple(x.sharding.spec) for x in (cache.keys, cache.values, cache.lengths)]
     assert placed == [("data", None, "heads"), ("data", None, "heads"), ("data",)]
 
 
-def test_features_are_what_is_left_of_each_kernel():
+def test_kernels_can_be_divided_by_features():
+    """With `features`, the axis of each kernel that heads do not divide is divided; without axes
+    all are whole.
+    """
     layer = parallel.shard(abstract(AttentionSpec(64, 8, num_kv_heads=2)), mesh_of(4), heads="heads", features="data")
     kernels = {name: tuple(getattr(layer, f"{name}_proj").kernel.get_metadata("out_sharding")) for name in "qkv"}
     assert kernels == {"q": ("data", "heads"), "k": ("data", None), "v": ("data", None)}
@@ -98,14 +114,18 @@ def test_features_are_what_is_left_of_each_kernel():
     assert not any(x.get_metadata("out_sharding") != (None, None) for x in (whole.q_proj.kernel, whole.out_proj.kernel))
 
 
-def test_a_dimension_of_tokens_is_kept_where_types_do_not_say_it():
+def test_token_axis_is_kept_if_types_omit_it():
+    """The kernel keeps the mesh axis of tokens if axes are automatic, and not if array types
+    contain it.
+    """
     for kind, kept in ((jax.sharding.AxisType.Auto, "data"), (jax.sharding.AxisType.Explicit, None)):
         mesh = jax.sharding.AbstractMesh((2, 4), ("data", "heads"), axis_types=(kind,) * 2)
         layer = parallel.shard(abstract(AttentionSpec(64, 8)), mesh, heads="heads", tokens="data")
         assert getattr(layer.kernel, "axis", None) == kept
 
 
-def test_a_module_keeps_its_placement_when_weights_are_loaded():
+def test_loading_weights_keeps_placement():
+    """After load_into, a divided layer has the new weights in its former placement."""
     mesh = jax.make_mesh((1,), ("heads",))
     layer, other = (mha_jax.MultiHeadAttention(AttentionSpec(64, 8), rngs=nnx.Rngs(seed)) for seed in (0, 1))
     parallel.shard(layer, mesh, heads="heads")
@@ -117,7 +137,7 @@ def test_a_module_keeps_its_placement_when_weights_are_loaded():
     assert all((parity.weights_of(layer)[name] == weight).all() for name, weight in weights.items())
 
 
-# ---- What is refused -------------------------------------------------------------------------------------------------
+# ---- Errors ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -128,7 +148,10 @@ def test_a_module_keeps_its_placement_when_weights_are_loaded():
         (AttentionSpec(64, 8, shared_kv=True), 4, refuses("shared_kv", shared_kv=True)),
     ],
 )
-def test_what_cannot_be_divided_is_refused_by_name(spec, size, refusal):
+def test_unsupported_divisions_raise(spec, size, refusal):
+    """Heads that the mesh does not divide, fused_qkv and shared_kv raise an error and leave the
+    layer undivided.
+    """
     layer = abstract(spec)
     with refusal:
         parallel.shard(layer, mesh_of(size), heads="heads")
@@ -139,7 +162,8 @@ def is_held(x):
     return isinstance(x, nnx.Variable)
 
 
-def test_a_weight_that_something_else_has_replaced_is_refused_before_any_is_moved():
+def test_replaced_projection_raises_first():
+    """A layer with a projection of another class raises an error before any weight is divided."""
     layer = mha_jax.MultiHeadAttention(AttentionSpec(64, 8), rngs=nnx.Rngs(0))
     layer.out_proj = nnx.Dropout(0.5)
     with refuses("layer", "NoneType"):
@@ -147,7 +171,8 @@ def test_a_weight_that_something_else_has_replaced_is_refused_before_any_is_move
     assert layer.q_proj.kernel.get_metadata("out_sharding", None) is None
 
 
-def test_other_arguments_are_refused():
+def test_invalid_sharding_arguments_raise():
+    """Unknown axes, wrong types and sizes that the mesh does not divide raise an error by name."""
     layer, cache = abstract(AttentionSpec(64, 8)), mha_jax.init_cache(3, 4, 8, 8)
     with refuses("heads", {"heads": "tensor", "mesh.axis_names": ("data", "heads")}):
         parallel.shard(layer, mesh_of(4), heads="tensor")

@@ -1,4 +1,4 @@
-"""Layers of mha_jax on eight virtual devices: what they compute is judged as ever, and what devices send is counted."""
+"""Layers of mha_jax on eight virtual devices: results are compared as usual, and communication is counted."""
 
 import re
 
@@ -9,37 +9,43 @@ pytestmark = [pytest.mark.thorough, pytest.mark.costly("a process in which JAX h
 
 KINDS = ["automatic", "explicit"]
 A_SUM = {"all-reduce f32": 1}  # of the outputs of all devices
-A_FLAG = {"all-reduce pred": 1}  # of each token, whether it is finite: that out_proj may empty it on every device
+A_FLAG = {"all-reduce pred": 1}  # whether each token is finite, so that out_proj can empty it on every device
 
 
 @pytest.fixture(scope="module")
 def found():
-    """What tests/helpers/programs/sharded.py found, in one process."""
+    """Return the results of tests/helpers/programs/sharded.py, run in one process."""
     return found_by("sharded")
 
 
-# ---- What is computed ------------------------------------------------------------------------------------------------
+# ---- Results ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_stage_and_gradient_is_within_the_budget(found, kind):
+def test_stages_and_gradients_are_accurate(found, kind):
+    """All stages and gradients of layers on eight devices are within their budget."""
     stages, wrong = found["judged"][kind]
     assert wrong == []
     assert len(stages) == (4 if kind == "explicit" else 1)
     assert min(stages.values()) > 30
 
 
-def test_a_ragged_prompt_and_32_steps(found):  # explicit axes: a case of caches above
+def test_ragged_prompt_and_32_steps_match(found):  # explicit axes: a case of caches above
+    """A ragged prompt and 32 steps on automatic axes match one device.
+
+    The cases above test caches on explicit axes.
+    """
     assert found["generated"] is None
 
 
-def test_the_users_own_shard_map(found):
+def test_custom_shard_map_matches(found):
+    """A layer in a user's own shard_map differs by less than 1e-5 and sends one sum."""
     difference, collectives = found["mapped"]
-    assert difference < 1e-5  # of outputs around 1: a few units of rounding
+    assert difference < 1e-5  # a few rounding errors for outputs around 1
     assert collectives == {**A_SUM, "in loops": 0}
 
 
-# ---- What devices send: with explicit axes, the cases above count it -------------------------------------------------
+# ---- Communication; the cases above count it for explicit axes -------------------------------------------------------
 
 
 def of(found, pattern):
@@ -48,21 +54,27 @@ def of(found, pattern):
     return programs
 
 
-def test_sequences_need_nothing_of_each_other(found):
+def test_data_parallelism_sends_nothing(found):
+    """With divided sequences, forward passes, prompts and steps send nothing."""
     for name, collectives in of(found, "data (forward|prompt|step) .*").items():
         assert collectives == {"in loops": 0}, name
 
 
-def test_gradients_of_weights_are_summed_once(found):
+def test_weight_gradients_are_summed_once(found):
+    """With divided sequences, gradients of weights need exactly one sum."""
     for name, collectives in of(found, "data gradient .*").items():
         assert collectives == {**A_SUM, "in loops": 0}, name
 
 
 def test_outputs_of_heads_are_summed_once(found):
+    """With divided heads, forward passes, prompts and steps send one sum and one flag."""
     for name, collectives in of(found, "heads (forward|prompt|step) .*").items():
         assert collectives == {**A_SUM, **A_FLAG, "in loops": 0}, name
 
 
-def test_so_are_gradients_of_the_input(found):
+def test_input_gradients_are_summed_once(found):
+    """With divided heads, gradients send two sums, one for the output and one for the input, and
+    one flag.
+    """
     for name, collectives in of(found, "heads gradient .*").items():
         assert collectives == {"all-reduce f32": 2, **A_FLAG, "in loops": 0}, name

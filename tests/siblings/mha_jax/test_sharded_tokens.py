@@ -32,31 +32,38 @@ def found():
 
 
 @pytest.mark.parametrize("name", SENT)
-def test_output_and_gradients_match_one_device(found, name):
+def test_outputs_and_gradients_match(found, name):
+    """Outputs and gradients of divided tokens match one device."""
     wrong, _, _, _ = found["attended"][name]
     assert wrong is None
 
 
 @pytest.mark.parametrize("name", SENT)
-def test_keys_moved_to_wrong_device_are_detected(found, name):
+def test_keys_on_wrong_device_are_detected(found, name):
+    """Control: keys moved to the wrong device change the output."""
     *_, swapped = found["attended"][name]
     assert "output" in swapped
 
 
-def test_all_stages_and_gradients_are_within_tolerance(found):
+def test_all_stages_are_within_tolerance(found):
+    """All stages and gradients of both plans, more than 25 each, are within tolerance."""
     assert len(found["judged"]) == 2
     for plan, (passed, wrong) in found["judged"].items():
         assert (wrong, passed > 25) == ([], True), plan
 
 
 @pytest.mark.parametrize("kind", ["automatic", "explicit"])
-def test_ragged_prompt_and_32_steps_with_sharded_slots(found, kind):
+def test_ragged_prompt_and_steps_match(found, kind):
+    """A ragged prompt and 32 steps over sharded slots match one device and send two reductions
+    each.
+    """
     wrong, prompt, step = found["generated"][kind]
     assert wrong is None
     assert prompt == step == {"all-reduce": 2}  # maximum scores; sums of exponentials and values
 
 
-def test_the_users_own_shard_map(found):
+def test_custom_shard_map_matches(found):
+    """Attention in a user's own shard_map differs by less than 1e-5."""
     assert found["mapped"] < 1e-5  # a few rounding errors for outputs around 1
 
 
@@ -65,6 +72,9 @@ def test_the_users_own_shard_map(found):
 
 @pytest.mark.parametrize("name", SENT)
 def test_devices_send_only_necessary_data(found, name):
+    """The kinds and numbers of collectives, forward and with gradients, are within the upper
+    bounds.
+    """
     _, forward, everything, _ = found["attended"][name]
     for counted, needed in zip((forward, everything), SENT[name], strict=True):
         assert {kind for kind in counted if kind not in SUMS} <= needed.keys()
@@ -74,13 +84,15 @@ def test_devices_send_only_necessary_data(found, name):
 
 @pytest.mark.parametrize("name", ["data", "tensor", "heads for tokens", "ring"])
 def test_bytes_sent_match_formula(found, name):
+    """The number of bytes sent equals the formula for two and eight devices."""
     assert found["grown"][name]
     for _, sent, expected in found["grown"][name]:
         assert sent == expected
 
 
 @pytest.mark.parametrize("name", ["data", "tensor", "heads for tokens", "ring"])
-def test_temporary_memory_shrinks_with_more_devices(found, name):
+def test_temporary_memory_shrinks(found, name):
+    """Eight devices need at most 30% of the temporary memory of two."""
     (two, _, _), (eight, _, _) = found["grown"][name]
     assert eight <= two / 4 * 1.2
 
@@ -88,7 +100,8 @@ def test_temporary_memory_shrinks_with_more_devices(found, name):
 # ---- Errors ----------------------------------------------------------------------------------------------------------
 
 
-def test_unshardable_tokens_raise_error_naming_argument(found):
+def test_unshardable_tokens_raise_by_name(found):
+    """Tokens that the mesh does not divide raise an error that names the argument."""
     for name, refusal in {
         "uneven": refuses("keys", "30 and 4"),
         "unknown": refuses("tokens", {"axis": "tokens", "mesh.axis_names": ("sequence",)}),

@@ -66,7 +66,10 @@ interpreted = partial(splash.attend, interpret=True)
 
 @sample(name=QUICK)
 @pytest.mark.parametrize("name", CASES)
-def test_context_and_gradients_match_plain_path(name):
+def test_context_and_gradients_match(name):
+    """Context and gradients match the plain path within 16 rounding errors, and are 0 in rows
+    without a key.
+    """
     mask, spec, arrays = problem(name)
     found = results(interpreted, mask, spec, arrays)
     expected = results(stages.attend_without_weights, mask, spec, arrays)
@@ -82,6 +85,9 @@ def test_context_and_gradients_match_plain_path(name):
 
 @pytest.mark.thorough
 def test_bfloat16_differs_only_by_rounding():
+    """In bfloat16, context and gradients differ from the plain path by at most 2^-6 of the largest
+    value.
+    """
     mask, spec, arrays = problem("causal-padding", jnp.bfloat16)
     found = results(interpreted, mask, spec, arrays)
     expected = results(stages.attend_without_weights, mask, spec, arrays)
@@ -91,7 +97,10 @@ def test_bfloat16_differs_only_by_rounding():
         assert difference.max() <= 2**-6 * abs(x.astype(np.float32)).max(), key
 
 
-def test_nan_stays_where_it_is_seen():
+def test_nan_reaches_only_attending_rows():
+    """NaN in keys spoils only rows that attend to it; all other contexts and gradients keep their
+    bits.
+    """
     mask, spec, arrays = problem("causal-padding")
     expected = results(interpreted, mask, spec, arrays)
     spoilt = dict(arrays)
@@ -131,7 +140,9 @@ def heads(seq_len=130, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct((2, NUM_HEADS, seq_len, HEAD_DIM), dtype)
 
 
-def test_fused_attention_and_gradient_use_splash_on_tpu(on_a_tpu):
+def test_splash_is_used_on_tpu(on_a_tpu):
+    """On a TPU, attention and its gradient call the three kernels of splash attention."""
+
     def loss(x, lengths):
         return fused(x, is_causal=True, key_padding_lengths=lengths).astype(np.float32).sum()
 
@@ -156,10 +167,14 @@ def of_layer(**fields):
     ids=["few-tokens", "float16", "mask", "bias", "alibi", "chunks-both-ways"],
 )
 def test_unsupported_calls_do_not_use_splash(on_a_tpu, x, keywords):
+    """Calls that splash attention does not support are lowered without it."""
     assert "@tpu_custom_call" not in lowered(partial(fused, **keywords), x)
 
 
-def test_splash_is_not_used_if_devices_may_share_work(on_a_tpu, monkeypatch):
+def test_splash_needs_a_single_device(on_a_tpu, monkeypatch):
+    """Splash is used on one device or inside a manual shard_map without VMA checks, and not
+    otherwise.
+    """
     mesh = jax.make_mesh((1,), ("devices",))
     is_taken = []
 

@@ -1,4 +1,4 @@
-"""Layers of mha_jax that shard nothing: their programs know of no mesh, whether or not the process made one before."""
+"""Undivided layers of mha_jax: their programs contain no mesh, even if the process has created one before."""
 
 import re
 
@@ -12,11 +12,11 @@ OF_MESHES = (
     *("sharding_constraint", "reshard", "shard_map", "mesh_cast", "pvary", "pcast", "axis_index"),
     *("psum", "all_gather", "all_to_all", "ppermute", "pbroadcast", "reduce_scatter", "psum_scatter"),
 )
-"""What JAX calls operations on a mesh."""
+"""Names of JAX operations on a mesh."""
 
 
 def signs_of_a_mesh(jaxpr, lowered):
-    """What a program says of a mesh: its operations there, and the placements of arrays."""
+    """Return the mesh operations and the placements of arrays in a program."""
     operations = {name for name in OF_MESHES if re.search(rf"\b{name}(_p|_invariant)?\b", jaxpr)}
     placements = re.findall(r"sharding=(?!None\b)\S+", jaxpr)
     of_xla = re.findall(
@@ -27,21 +27,24 @@ def signs_of_a_mesh(jaxpr, lowered):
 
 @pytest.fixture(scope="module")
 def found():
-    """What tests/helpers/programs/undivided.py found, in one process."""
+    """Return the results of tests/helpers/programs/undivided.py, run in one process."""
     return found_by("undivided")
 
 
-def test_an_undivided_layer_has_no_operation_of_a_mesh(found):
+def test_undivided_layer_has_no_mesh(found):
+    """Programs of nine undivided layers contain no operation or placement of a mesh."""
     assert len(found["before"]) == 9
     assert {name: signs for name, program in found["before"].items() if (signs := signs_of_a_mesh(*program))} == {}
 
 
-def test_its_program_is_the_same_when_the_process_has_divided_others(found):
+def test_program_ignores_earlier_divisions(found):
+    """Programs of undivided layers are the same after the process has divided other layers."""
     assert found["after"].keys() == found["before"].keys()
     assert [name for name, program in found["after"].items() if program != found["before"][name]] == []
 
 
-def test_a_divided_layer_has_them(found):  # the control of the tests above
+def test_divided_layer_has_mesh_operations(found):  # the control of the tests above
+    """Control: programs of layers with divided tokens and heads contain operations of a mesh."""
     tokens, heads = (signs_of_a_mesh(*found["divided"][what]) for what in ("tokens", "heads"))
     assert {"shard_map", "axis_index", "sharding_constraint", "sdy.manual_computation"} <= tokens
     assert {"reshard", "sdy.sharding"} <= heads

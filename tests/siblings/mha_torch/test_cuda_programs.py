@@ -31,7 +31,7 @@ class OnCuda(Tensor):
 
 
 class Program(TorchDispatchMode):
-    """Counts of what a program makes: tensors of at least T x S in their last two axes, and tensors of float64."""
+    """Counts of tensors a program makes: with at least T x S elements in the last two axes, and in float64."""
 
     def __init__(self, num_scores):
         super().__init__()
@@ -39,7 +39,7 @@ class Program(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         outputs = function(*args, **(kwargs or {}))
-        if not any(each.alias_info is not None for each in function._schema.returns):  # a view makes nothing
+        if not any(each.alias_info is not None for each in function._schema.returns):  # views make no tensors
             for x in torch.utils._pytree.tree_leaves(outputs):
                 if isinstance(x, Tensor):
                     self.found["square"] += x.ndim >= 2 and math.prod(x.shape[-2:]) >= self.num_scores
@@ -87,7 +87,7 @@ def count(monkeypatch):
             for name, function in replaced.items():
                 for module in modules_with(name):
                     patch.setattr(module, name, function)
-            patch.setattr(torch.compiler, "_is_compiling_flag", is_compiled)  # Dynamo knows the function itself
+            patch.setattr(torch.compiler, "_is_compiling_flag", is_compiled)  # Dynamo replaces the function itself
             patch.setattr(F, "scaled_dot_product_attention", kernel_of(found, "SDPA"))
             patch.setattr(flex, "_CAN_COMPILE", True)
             patch.setattr(flex, "_kernel", lambda: kernel_of(found, "FlexAttention"))
@@ -127,8 +127,8 @@ def attention(seq_len, spec, arrays=(), *, backward=False, **keywords):
 
 CAUSAL = {"is_causal": True}
 WINDOW, CHUNK = {"window_size": 512}, {"chunk_size": 512}
-CHECK = {"sync": 1}  # of NaN in the output, or in the inputs of a call with gradients
-CHECKS = {"sync": 2}  # and of the range of the lengths
+CHECK = {"sync": 1}  # for NaN in the output, or in the inputs of a call with gradients
+CHECKS = {"sync": 2}  # also for the range of lengths
 
 # Neither masks nor scores: spec, names of arrays, keywords; kernel; reads of values outside of graphs.
 WITHOUT_MASK = {
@@ -151,14 +151,18 @@ WITHOUT_MASK = {
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "gradients"])
 @pytest.mark.parametrize("is_graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("name", WITHOUT_MASK)
-def test_large_calls_make_neither_masks_nor_scores_nor_float64(count, name, is_graph, backward):
+def test_large_calls_store_no_mask_or_scores(count, name, is_graph, backward):
+    """Calls over 4096 tokens run one kernel without masks, scores or float64, and read values only
+    outside of graphs.
+    """
     (spec, arrays, keywords), kernel, reads = WITHOUT_MASK[name]
     found = count(attention(LARGE, spec, arrays, backward=backward, **keywords), LARGE**2, is_graph=is_graph)
     assert found == {kernel: 1, **({} if is_graph else reads)}
 
 
 @pytest.mark.parametrize("name", ["full", "causal", "sinks"])
-def test_small_calls_that_the_kernel_expresses_make_no_mask(count, name):
+def test_small_calls_without_mask_use_sdpa(count, name):
+    """Small full and causal calls, and calls with sinks, run one SDPA kernel without a mask."""
     (spec, arrays, keywords), _, reads = WITHOUT_MASK[name]
     assert count(attention(SMALL, spec, arrays, **keywords), SMALL**2) == {"SDPA": 1, **reads}
 
@@ -218,7 +222,8 @@ WITH_MASK = {
 
 
 @pytest.mark.parametrize("name", WITH_MASK)
-def test_calls_that_make_masks_are_these_for_a_reason(count, name):
+def test_calls_with_masks_match_the_list(count, name):
+    """Calls that make masks or scores are exactly those listed, with the listed counts."""
     reason, seq_len, (spec, arrays, keywords), mode, expected = WITH_MASK[name]
     assert count(attention(seq_len, spec, arrays, **keywords), seq_len**2, **mode) == expected, reason
 
@@ -228,7 +233,10 @@ def test_calls_that_make_masks_are_these_for_a_reason(count, name):
 
 @pytest.mark.parametrize("is_graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("span", [{}, WINDOW], ids=["causal", "window"])
-def test_a_layer_makes_no_mask_and_reads_values_once(count, span, is_graph):
+def test_layer_stores_no_mask(count, span, is_graph):
+    """A causal layer, with or without a window, runs one kernel without a mask and reads values at
+    most once.
+    """
     layer = mha_torch.MultiHeadSelfAttention(
         NUM_HEADS * HEAD_DIM, NUM_HEADS, rope=Rope(), device="meta", dtype=torch.bfloat16, **span
     )
@@ -238,24 +246,27 @@ def test_a_layer_makes_no_mask_and_reads_values_once(count, span, is_graph):
     assert found == {"FlexAttention" if span else "SDPA": 1, **({} if is_graph else CHECK)}
 
 
-# ---- Programs that would be found ------------------------------------------------------------------------------------
+# ---- Controls of the counts ------------------------------------------------------------------------------------------
 
 
-def test_masks_scores_and_float64_are_counted(count):
+def test_masks_scores_float64_are_counted(count):
+    """Control: products, masks and float64 are counted, and views are not."""
     x = on_cuda(SMALL, HEAD_DIM)
     assert count(lambda: x @ x.mT, SMALL**2) == {"square": 1}
     assert count(lambda: torch.ones(SMALL, SMALL, dtype=torch.bool, device="meta").tril(), SMALL**2) == {"square": 2}
-    assert count(lambda: (x @ x.mT).mT[None], SMALL**2) == {"square": 1}  # views make nothing
+    assert count(lambda: (x @ x.mT).mT[None], SMALL**2) == {"square": 1}  # views are not counted
     assert count(lambda: x.double(), SMALL**2) == {"float64": 1}
     assert count(lambda: x.sum(0), SMALL**2) == {}
 
 
 @pytest.mark.parametrize("read", [Tensor.item, Tensor.tolist, Tensor.nonzero, lambda x: x[x > 0]])
-def test_a_program_that_reads_values_ends_in_an_error(count, read):
+def test_reading_values_raises(count, read):
+    """Control: a program that reads values raises an error."""
     with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
         count(lambda: read(on_cuda(3).sum()), SMALL**2)
 
 
-def test_a_mask_of_the_kernel_is_counted(count):
+def test_mask_of_kernel_is_counted(count):
+    """Control: a mask given to SDPA is counted."""
     x, mask = on_cuda(1, 2, SMALL, HEAD_DIM), on_cuda(SMALL, SMALL, dtype=torch.bool)
     assert count(lambda: F.scaled_dot_product_attention(x, x, x, attn_mask=mask), SMALL**2) == {"SDPA": 1, "mask": 1}

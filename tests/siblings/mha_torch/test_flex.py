@@ -1,4 +1,4 @@
-"""FlexAttention in torch: the function of the plain path, computed on a CPU without the compiler that CUDA needs."""
+"""FlexAttention in torch: the function of the plain path, run on a CPU without the compiler that CUDA needs."""
 
 import itertools
 import math
@@ -17,7 +17,7 @@ from mha_torch.masks import Mask
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # which it looks for
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # read by flex_attention
 ]
 
 BATCH, HEADS, WIDTH = 3, (4, 2), 16
@@ -40,16 +40,16 @@ COMBINATIONS = [*((name,) for name in FEATURES), *TOGETHER]
 
 @pytest.fixture
 def on_a_cpu(monkeypatch):
-    """The module takes what it would take on CUDA; its kernel is the library's function as it is, with gradients."""
+    """Make the module support the calls it supports on CUDA, with the library's uncompiled function as its kernel."""
     monkeypatch.setattr(flex, "_runs_here", lambda query, value: True)
     monkeypatch.setattr(flex, "MANY_SCORES", 0)
     monkeypatch.setattr(flex, "_kernel", lambda: library.flex_attention)
-    monkeypatch.setattr(library, "_validate_device", lambda *heads: None)  # it refuses gradients on a CPU
+    monkeypatch.setattr(library, "_validate_device", lambda *heads: None)  # it rejects gradients on a CPU
     torch.compiler.reset()
 
 
 def problem(features, lengths=(29, 41), dtype=torch.float64):
-    """Split heads, a layer's spec and what else there is."""
+    """Return split heads, and the spec and lengths of a call."""
     generator, (num_heads, num_kv_heads) = torch.Generator().manual_seed(0), HEADS
     shapes = {
         "query": (num_heads, lengths[0], WIDTH),
@@ -73,7 +73,7 @@ def with_gradients(function, leaves, options):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What FlexAttention was asked for, as it happens."""
+    """Return a list to which the arrays of each FlexAttention call are appended."""
     found, attend = [], flex.attend
 
     def note(*arrays, **keywords):
@@ -88,8 +88,9 @@ def calls(monkeypatch):
 @pytest.mark.usefixtures("on_a_cpu")
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("features", COMBINATIONS, ids="-".join)
-def test_it_gives_what_the_plain_path_gives(calls, features, is_causal):
-    lengths = (41, 29) if "window" in features else (29, 41)  # with rows that are beyond the window of every key
+def test_flex_matches_plain_path(calls, features, is_causal):
+    """Context and gradients of every feature, alone and combined, match the plain path in float64."""
+    lengths = (41, 29) if "window" in features else (29, 41)  # some rows are beyond the window of every key
     leaves, options = problem(features, lengths)
     found = with_gradients(mha_torch.fused.scaled_dot_product_attention, leaves, {**options, "is_causal": is_causal})
     assert len(calls) == 1
@@ -99,7 +100,8 @@ def test_it_gives_what_the_plain_path_gives(calls, features, is_causal):
 
 
 @pytest.mark.usefixtures("on_a_cpu")
-def test_half_precision_stays_half_and_is_as_near():
+def test_bfloat16_error_is_near_plain_path():
+    """In bfloat16, the error is at most twice that of the plain path."""
     leaves, options = problem(TOGETHER[-1])
     options["is_causal"] = True
     expected, _ = mha_torch.scaled_dot_product_attention(**leaves, **options)
@@ -115,7 +117,10 @@ def test_half_precision_stays_half_and_is_as_near():
 
 @pytest.mark.usefixtures("on_a_cpu")
 @pytest.mark.parametrize("features", [("window", "lengths"), ("sinks", "lengths")], ids="-".join)
-def test_nan_stays_where_it_is_seen(features):
+def test_nan_stays_in_attending_rows(features):
+    """NaN and infinity give the context of the plain path; a sequence without keys has outputs and
+    gradients of 0.
+    """
     leaves, options = problem(features, (41, 41), torch.float32)
     options["is_causal"] = True
     leaves["key"][2, 0, 9, 3] = leaves["value"][1, :, 4, 0] = leaves["query"][:, 1, 3, 2] = torch.nan
@@ -130,7 +135,10 @@ def test_nan_stays_where_it_is_seen(features):
 
 
 @pytest.mark.usefixtures("on_a_cpu")
-def test_row_of_which_all_scores_are_minus_infinity_is_not_empty():
+def test_row_of_infinite_scores_is_nan():
+    """A row whose scores are all -inf is NaN instead of an empty row, and other sequences are
+    finite.
+    """
     leaves, options = problem(("lengths",), dtype=torch.float32)
     leaves["query"][2, 1, 4], leaves["key"][2, 0] = 1e30, -1e30
     found, _ = mha_torch.fused.scaled_dot_product_attention(**leaves, **options)
@@ -143,8 +151,11 @@ SPANS = [{}, {"window_size": 130}, {"window_size": 300}, {"chunk_size": 200}, {"
 
 @pytest.mark.parametrize("lengths", [(300, 517), (517, 300), (256, 256)], ids=str)
 @pytest.mark.parametrize("span", SPANS, ids=str)
-def test_blocks_are_those_that_are_seen(lengths, span):
-    """On CUDA keys of other blocks are never read, and in blocks that are seen wholly nothing is hidden."""
+def test_blocks_match_visible_keys(lengths, span):
+    """On CUDA, blocks without visible keys are never read, and nothing is hidden in fully visible ones.
+
+    The block masks of all spans, lengths and paddings agree with the table of hidden keys.
+    """
     num_queries, num_keys = lengths
     for is_causal, padding in itertools.product([False, True], [None, [0, 127, num_keys]]):
         span_of_spec = AttentionSpec(16, 1, **span).span
@@ -172,6 +183,7 @@ def test_blocks_are_those_that_are_seen(lengths, span):
 
 
 def test_blocks_out_of_reach_are_skipped():
+    """With a window and lengths, only blocks within reach are computed."""
     visible = Mask(None, True, [1024, 100], AttentionSpec(16, 1, window_size=128).span)
     in_part, whole = flex._seen_blocks(*flex._seen_keys(visible, 2, 1024, 1024, torch.device("cpu")), 1024)
     assert not whole.any()
@@ -179,7 +191,10 @@ def test_blocks_out_of_reach_are_skipped():
     assert in_part[1, 0].sum(dim=1).tolist() == [1, 1] + [0] * 6
 
 
-def test_it_is_taken_where_another_kernel_needs_a_mask_and_nowhere_else(monkeypatch):
+def test_flex_replaces_only_masked_sdpa(monkeypatch):
+    """FlexAttention is used for features that need a mask otherwise, but never with masks, biases,
+    dropout, few scores or forward mode.
+    """
     monkeypatch.setattr(flex, "_runs_here", lambda query, value: True)
     monkeypatch.setattr(flex, "MANY_SCORES", 3 * 4 * 5 * 5)
     monkeypatch.setattr(flex, "attend", lambda query, *others, **options: "flex")
@@ -202,14 +217,15 @@ def test_it_is_taken_where_another_kernel_needs_a_mask_and_nowhere_else(monkeypa
     assert not takes(("soft_cap",))
 
 
-def test_it_is_not_taken_on_a_cpu(calls):
+def test_flex_is_not_used_on_cpu(calls):
+    """On a CPU, a call does not use FlexAttention."""
     leaves, options = problem(("soft_cap",))
     mha_torch.fused.scaled_dot_product_attention(**leaves, **options)
     assert not calls
 
 
 class Heads(NamedTuple):
-    """What is asked of heads before they are taken, of which a CPU has none on CUDA."""
+    """Properties of heads that the module checks; a CPU has no heads on CUDA."""
 
     shape: tuple[int, ...] = (2, 4, 8, 64)
     dtype: torch.dtype = torch.bfloat16
@@ -231,7 +247,10 @@ RUNS = {
 
 
 @pytest.mark.parametrize(("heads", "expected"), RUNS.values(), ids=RUNS)
-def test_heads_are_taken_that_the_kernel_takes(monkeypatch, heads, expected):
+def test_flex_checks_device_dtype_and_width(monkeypatch, heads, expected):
+    """FlexAttention is used only on CUDA, for supported dtypes and widths, for non-empty heads, and
+    with a compiler.
+    """
     monkeypatch.setattr(flex, "_CAN_COMPILE", True)
     monkeypatch.setattr(flex, "Tensor", Heads)
     assert flex._runs_here(heads, heads) == expected
@@ -239,7 +258,8 @@ def test_heads_are_taken_that_the_kernel_takes(monkeypatch, heads, expected):
     assert not flex._runs_here(heads, heads)
 
 
-def test_heads_are_not_taken_under_vmap(monkeypatch):
+def test_flex_is_not_used_under_vmap(monkeypatch):
+    """Under vmap, FlexAttention is not used."""
     monkeypatch.setattr(flex, "_CAN_COMPILE", True)
     monkeypatch.setattr(flex, "Tensor", Heads)
 
@@ -252,7 +272,8 @@ def test_heads_are_not_taken_under_vmap(monkeypatch):
 
 
 @pytest.mark.usefixtures("on_a_cpu")
-def test_graphs_take_another_kernel_without_a_break(calls):
+def test_compiled_graph_does_not_use_flex(calls):
+    """A compiled graph has no breaks, uses another kernel and matches the plain path."""
     leaves, options = problem(TOGETHER[-1], dtype=torch.float32)
 
     def attend(leaves, options):
@@ -265,14 +286,14 @@ def test_graphs_take_another_kernel_without_a_break(calls):
 
 
 class OnCuda(torch.Tensor):
-    """Heads that say so: PyTorch computes with them on a CPU."""
+    """Tensor that claims to be on CUDA; PyTorch computes with it on a CPU."""
 
     is_cuda = True
 
 
 @pytest.fixture
 def cudnn(monkeypatch):
-    """Whether cuDNN is on at each call of PyTorch's function, which takes a bias in the dtype of queries alone."""
+    """Return a list of whether cuDNN is enabled in each call of SDPA; biases must have the dtype of queries."""
     found, kernel = [], torch.nn.functional.scaled_dot_product_attention
 
     def note(query, *others, attn_mask=None, **options):
@@ -284,7 +305,10 @@ def cudnn(monkeypatch):
     return found
 
 
-def test_cudnn_gets_neither_masks_nor_steps(cudnn, monkeypatch):
+def test_cudnn_gets_no_mask_or_step(cudnn, monkeypatch):
+    """cuDNN is disabled for masks and single tokens, unless the user allows no other kernel, and
+    restored afterwards.
+    """
     x, one = (torch.randn(1, 2, n, 16).as_subclass(OnCuda) for n in (40, 1))
     attend = mha_torch.fused.scaled_dot_product_attention
     for query, options, is_on in (
@@ -296,13 +320,14 @@ def test_cudnn_gets_neither_masks_nor_steps(cudnn, monkeypatch):
         attend(query, x, x, **options)
         assert cudnn.pop() == is_on
         assert torch.backends.cuda.cudnn_sdp_enabled()
-    monkeypatch.setattr(sdpa, "_OTHERS", dict.fromkeys(sdpa._OTHERS, lambda: False))  # the user allows nothing else
+    monkeypatch.setattr(sdpa, "_OTHERS", dict.fromkeys(sdpa._OTHERS, lambda: False))  # the user allows no other kernel
     attend(one, x, x)
     assert cudnn.pop()
 
 
 @pytest.mark.usefixtures("cudnn")
-def test_on_cuda_distances_stay_float32():
+def test_alibi_distances_stay_float32():
+    """ALiBi with bfloat16 heads on CUDA matches the plain path within 2%."""
     spec, heads = AttentionSpec(16, 2, alibi=Alibi()), torch.randn(3, 1, 2, 40, 8).bfloat16()
     found = mha_torch.fused.scaled_dot_product_attention(*heads.as_subclass(OnCuda), spec, is_causal=True)[0]
     expected = mha_torch.scaled_dot_product_attention(*heads, spec, is_causal=True)[0]

@@ -1,4 +1,4 @@
-"""Cases on a mesh of processes of torch: each stage gathered, and what is sent counted, as `run --mesh` does."""
+"""Cases on a mesh of torch processes, as in `run --mesh`: stages are gathered, and communication is counted."""
 
 from dataclasses import replace
 
@@ -14,11 +14,11 @@ from parity import CASES, random_case, run_cases
 from parity.backends import torch_mesh
 from parity.sharding.mesh import MeshPlan
 
-HEADS = [  # what each head has, whole outputs, caches; projections are in WIDTHS
+HEADS = [  # features of heads, whole outputs, caches; WIDTHS has projections
     *(CASES[name] for name in ("norm-per-head", "decode-sinks", "decode-latent")),
-    *(CASES[name] for name in ("relative-products", "relative-products-of-keys")),  # vectors of all heads, and of each
+    *(CASES[name] for name in ("relative-products", "relative-products-of-keys")),  # shared by heads, and per head
     replace(CASES["alibi"], spec=replace(CASES["alibi"].spec, out_proj=False)),
-    random_case(35),  # relative biases; 12 query heads of 3 key/value heads, one of which two processes share
+    random_case(35),  # relative biases; 12 query heads and 3 key/value heads, one of which two processes share
 ]
 WIDTHS = {  # norms over the width of all heads
     name: replace(CASES[name], name=f"width/{name}", spec=replace(CASES[name].spec, **norms, fused_qkv=False))
@@ -28,7 +28,7 @@ WIDTHS = {  # norms over the width of all heads
         "decode-norm-width": {},
     }.items()
 }
-TOKENS = [  # of a length that two processes divide, into even parts and odd ones
+TOKENS = [  # lengths that two processes divide into even or odd parts
     replace(CASES["gqa-causal"], seq_len=8, key_padding_lengths=(8, 3)),
     replace(CASES["window"], seq_len=12, spec=replace(CASES["window"].spec, rope=Rope())),
     replace(WIDTHS["gqa-causal"], seq_len=6),
@@ -44,7 +44,7 @@ PLANS = {
 
 @pytest.fixture(scope="module")
 def devices(request):
-    """Start so many processes."""
+    """Start that many processes."""
     torch_mesh.make_devices(request.param)
     yield request.param
     torch_mesh.end()
@@ -56,7 +56,10 @@ two_devices = pytest.mark.parametrize("devices", [2], indirect=True)
 @pytest.mark.costly("a device of torch is a process")
 @sample(where=lambda devices: devices == 2)
 @pytest.mark.parametrize(("devices", "kind"), PLANS, indirect=["devices"])
-def test_divided_cases_are_right_and_send_what_they_need(devices, kind):
+def test_divided_cases_match_without_waste(devices, kind):
+    """All stages and gradients of cases on a mesh are within tolerance, and no collective is
+    needless.
+    """
     cases = CASES_OF[kind]
     report = run_cases(cases, ["torch"], mesh=PLANS[devices, kind], with_gradients=True)
     assert {each.case for each in report.comparisons} == {case.name for case in cases}
@@ -68,7 +71,10 @@ def test_divided_cases_are_right_and_send_what_they_need(devices, kind):
     assert all(each.counted.get(sent) for each in needed)
 
 
-def test_what_a_mesh_does_not_divide_is_skipped_by_name():
+def test_indivisible_cases_are_skipped():
+    """Cases with output dropout, masks or biases that a mesh does not divide are skipped with the
+    reason.
+    """
     plan = MeshPlan(tensor=2)
     dropped = replace(CASES["gqa"], spec=AttentionSpec(32, 8, output_dropout=0.1))
     assert refuses("output_dropout").is_printed_in(torch_mesh.why_skipped(dropped, "float32", plan))
@@ -79,7 +85,8 @@ def test_what_a_mesh_does_not_divide_is_skipped_by_name():
     assert masks in told
 
 
-def test_a_ring_rejects_relative_products_by_name():
+def test_ring_rejects_relative_products():
+    """A ring raises an error for relative products, and their case is skipped with the reason."""
     scores = Scores(CASES["relative-products"].spec)
     with refuses("relative_products", relative_products=...):
         check_known_to_ring(Mask(), scores)
@@ -88,7 +95,8 @@ def test_a_ring_rejects_relative_products_by_name():
 
 
 @two_devices
-def test_more_devices_than_processes_are_refused(devices):
+def test_too_many_mesh_devices_raise(devices):
+    """A mesh of 8 devices over two processes raises an error."""
     with refuses("mesh", f"data=8 and {devices}"):
         run_cases([CASES["gqa"]], ["torch"], mesh=MeshPlan(data=8))
 
@@ -96,12 +104,13 @@ def test_more_devices_than_processes_are_refused(devices):
 @pytest.mark.costly("a device of torch is a process")
 @two_devices
 @pytest.mark.usefixtures("devices")
-def test_an_error_in_a_process_fails_the_case_and_the_next_case_runs(monkeypatch):
+def test_process_error_fails_only_its_case(monkeypatch):
+    """An error in a process is reported as the failed stage "run", and the next case passes."""
     plan = MeshPlan(tensor=2)
     real = torch_mesh.Given
     monkeypatch.setattr(
         torch_mesh, "Given", lambda *given: real(given[0], given[1], {})
-    )  # without what stages start from
+    )  # without the inputs of stages
     report = run_cases([CASES["gqa"]], ["torch"], mesh=plan)
     assert [each.stage for each in report.failed] == ["run"]
     assert "process" in report.failed[0].reason

@@ -1,6 +1,6 @@
-"""Heads divided over processes, and weights: equal to one process, with no more moved than has to be.
+"""Heads, tokens and weights divided over processes: results match one process, with minimal communication.
 
-The processes are started once, and compute everything that is judged here: see processes.py.
+The processes start once and compute all results: see processes.py.
 """
 
 import fcntl
@@ -43,7 +43,7 @@ every_layer = pytest.mark.parametrize(("size", "name"), [(size, name) for size i
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What the processes found, which one worker starts for all."""
+    """Return the results of the processes, which one worker starts for all."""
     folder = tmp_path_factory.getbasetemp()
     folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
     with open(folder / "processes.lock", "w") as lock:
@@ -55,7 +55,7 @@ def found(tmp_path_factory):
 
 
 def assert_as_one(found, kind, spec, compute):
-    """What processes computed is what one computes, up to rounding."""
+    """Check that results of processes match those of one process, within rounding."""
     exact = compute(make(kind, spec, torch.float64), dtype=torch.float64)
     parity.assert_parity(found, exact, same_precision=compute(make(kind, spec)))
 
@@ -68,13 +68,16 @@ def outputs_of(layer, **options):
 
 
 @every_layer
-def test_divided_heads_give_output_and_gradients_of_one_process(found, size, name):
+def test_divided_heads_match_one_process(found, size, name):
+    """Outputs and gradients of divided heads match one process."""
     computed, _ = found[size]["shard"][name]
     assert_as_one(computed, mha_torch.MultiHeadAttention, SPECS[name], trained)
 
 
 @every_size
-def test_divided_heads_give_their_attention_weights(found, size):
+def test_divided_attention_weights_match(found, size):
+    """Attention weights of divided heads match one process."""
+
     def with_weights(layer, **options):
         return trained(layer, need_weights=True, **options)
 
@@ -84,13 +87,17 @@ def test_divided_heads_give_their_attention_weights(found, size):
 
 
 @every_layer
-def test_divided_caches_give_ragged_prompts_and_steps_of_one_process(found, size, name):
+def test_divided_caches_match_one_process(found, size, name):
+    """A ragged prompt and steps over divided caches match one process."""
     computed, _ = found[size]["shard"][f"{name}/decoded"]
     assert_as_one(computed, cached_kind(SPECS[name]), SPECS[name], outputs_of)
 
 
 @every_layer
-def test_a_process_holds_what_a_rank_must_hold(found, size, name):
+def test_process_holds_only_its_part(found, size, name):
+    """Weights and cache slots of a process have the shapes of a rank's part; indivisible key heads
+    are whole.
+    """
     spec = SPECS[name]
     weights = {key: weight.numpy() for key, weight in make(mha_torch.MultiHeadAttention, spec).state_dict().items()}
     expected, own = parity.shard(weights, spec, ShardPlan(size), 0, alone=False)
@@ -108,43 +115,49 @@ def test_a_process_holds_what_a_rank_must_hold(found, size, name):
         assert slots == {"latents": (processes.BATCH, 1, processes.CAPACITY, spec.latent.width)}
 
 
-def test_clipped_gradients_and_a_step_of_an_optimizer_are_those_of_one_process(found):
+def test_optimizer_step_matches_one_process(found):
+    """Gradient clipping and a step of an optimizer on divided weights match one process."""
     parity.assert_parity(found["stepped"], stepped(None))
 
 
-def test_weights_come_out_of_divided_layers_and_go_into_them_bit_for_bit(found):
+def test_divided_weights_round_trip(found):
+    """Weights are read from divided layers and loaded into them bit for bit."""
     right = make(mha_torch.MultiHeadAttention, SPECS["everything"]).state_dict()
     for carried in found["carried"]:
         assert carried.keys() == right.keys()
         assert all(torch.equal(weight, carried[name]) for name, weight in right.items())
 
 
-# ---- What goes with heads --------------------------------------------------------------------------------------------
+# ---- Masks and non-finite values -------------------------------------------------------------------------------------
 
 
-def test_masks_biases_and_lengths_may_be_distributed_as_tokens_are(found):
+def test_masks_may_be_distributed_as_tokens(found):
+    """Masks, biases and lengths distributed like the tokens match one process."""
     assert_as_one(found["beside"]["given"], mha_torch.MultiHeadSelfAttention, processes.GIVEN, processes.given)
 
 
-def test_what_one_head_makes_not_finite_is_so_on_every_process(found):
+def test_non_finite_head_spoils_every_rank(found):
+    """Rows that one head makes non-finite are non-finite on every process."""
     rows = processes.rows_not_finite(make(mha_torch.MultiHeadSelfAttention, processes.GIVEN)).int()
     assert rows.tolist() == [0, 0, 1, 1, 1, 1]
     assert all(torch.equal(own, rows) for own in found["beside"]["not finite"])
 
 
-def test_what_one_key_head_makes_not_finite_is_so_in_all_that_share_its_norm(found):
+def test_non_finite_key_head_spoils_its_norm(found):
+    """Rows that one key head makes non-finite are non-finite on all processes that share its norm."""
     rows = processes.rows_out_of_range()
     assert rows.tolist() == [0, 0, 1, 1, 1, 1]
     assert all(torch.equal(own, rows) for own in found["beside"]["out of range"])
 
 
 @pytest.mark.parametrize("name", ["compiled", "compiled norms", "ragged"])
-def test_divided_layers_may_be_compiled_and_outputs_stay_distributed(found, name):
+def test_divided_layers_can_be_compiled(found, name):
+    """Compiled and ragged layers on distributed tensors match uncompiled ones."""
     computed, expected = found["beside"][name]
     parity.assert_parity(computed, expected)
 
 
-# ---- What moves ------------------------------------------------------------------------------------------------------
+# ---- Communication ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -155,22 +168,23 @@ def test_divided_layers_may_be_compiled_and_outputs_stay_distributed(found, name
         ("everything", ONE, ONE),
         ("latent", ONE, ONE),
         ("no-out-proj", {}, ONE),
-        ("width", {"all_reduce": 3}, {"all_reduce": 3}),  # of queries, and of keys, a number for each token
+        ("width", {"all_reduce": 3}, {"all_reduce": 3}),  # for queries and keys, one number for each token
         ("a step", ONE, {}),
         ("fully sharded", {"_allgather_base_": 1}, {"_allgather_base_": 1, "_reduce_scatter_base_": 1}),
         ("data parallel", {}, {"allreduce_": 1}),
         (
             "tokens divided outside",
             {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1},
-            {"reduce_scatter_tensor": 1},  # the gradient of a sum is everywhere
+            {"reduce_scatter_tensor": 1},  # all processes have the gradient of a sum
         ),
     ],
 )
-def test_no_more_is_moved_than_has_to_be(found, name, forward, backward):
+def test_collectives_are_minimal(found, name, forward, backward):
+    """The kinds and numbers of collectives, forward and backward, are exactly those needed."""
     assert found["moved"][name] == (forward, backward)
 
 
-# ---- What is refused -------------------------------------------------------------------------------------------------
+# ---- Errors ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -198,7 +212,8 @@ def test_no_more_is_moved_than_has_to_be(found, name, forward, backward):
         ("cache of all heads", refuses("cache.keys", {"cache.keys.shape": (3, 4, 9, 8)})),
     ],
 )
-def test_what_would_be_wrong_is_refused_by_name(found, name, refusal):
+def test_unsupported_divisions_raise(found, name, refusal):
+    """Layers, weights and calls that cannot be divided raise an error that names the argument."""
     kind, _, said = found["refused"][name].partition(": ")
     assert refusal.is_printed_in(said)
     assert kind == refusal.kind.__name__
@@ -208,7 +223,7 @@ def test_what_would_be_wrong_is_refused_by_name(found, name, refusal):
 
 
 def assert_as_whole(found, spec, seq_len, options):
-    """What processes computed of their tokens is what one computes of all."""
+    """Check that results of processes for their tokens match those of one process for all tokens."""
 
     def compute(layer, dtype=torch.float32):
         return rings.trained(layer, seq_len=seq_len, dtype=dtype, **options)
@@ -218,36 +233,45 @@ def assert_as_whole(found, spec, seq_len, options):
 
 @every_size
 @pytest.mark.parametrize("name", rings.calls(RINGS))
-def test_divided_tokens_give_output_and_gradients_of_one_process(found, size, name):
+def test_divided_tokens_match_one_process(found, size, name):
+    """Outputs and gradients of divided tokens match one process."""
     assert_as_whole(found[size]["ring"]["layers"][name], *rings.calls(RINGS)[name])
 
 
 @pytest.mark.parametrize("bug", rings.BUGS)
-def test_a_bug_of_dividing_tokens_fails(found, bug):  # the control of the test above
+def test_wrong_token_division_fails(found, bug):  # the control of the test above
+    """Control: each injected bug of dividing tokens changes outputs or gradients."""
     with pytest.raises(AssertionError, match="grad_" if bug == "local sums backward" else "output"):
         assert_as_whole(found[2]["ring"]["mistaken"][bug], *rings.calls(RINGS)["grouped/causal"])
 
 
-def test_tokens_are_divided_beside_heads(found):
+def test_tokens_and_heads_divide_together(found):
+    """Tokens and heads divided at once match one process."""
     assert_as_whole(found["tokens and heads"], EVERYTHING, rings.SEQ_LEN, rings.CAUSAL)
 
 
 @pytest.mark.parametrize(
     ("size", "name", "passed", "scores"),
     [
-        (2, "textbook/causal", 1, [80, 80]),  # of 16 x 16, half and the diagonal: as much on each
+        (2, "textbook/causal", 1, [80, 80]),  # half of 16 x 16 and the diagonal, evenly divided
         (4, "textbook/causal", 3, [36, 36, 36, 36]),
         (4, "textbook/both ways", 3, [64, 64, 64, 64]),
-        (4, "window/causal", 1, [16, 32, 32, 32]),  # its own part and the one before
+        (4, "window/causal", 1, [16, 32, 32, 32]),  # its own part and the previous one
         (4, "window/both ways", 3, [32, 48, 48, 32]),  # passed on in one direction only
     ],
 )
-def test_no_more_is_passed_on_and_multiplied_than_is_seen(found, size, name, passed, scores):
+def test_ring_passes_and_multiplies_minimum(found, size, name, passed, scores):
+    """Each process passes on keys and multiplies scores no more often than their visibility
+    requires.
+    """
     assert found[size]["ring"]["counted"][name] == [[passed, each] for each in scores]
 
 
 @every_size
-def test_a_token_that_is_not_finite_spoils_what_sees_it_and_no_gradient(found, size):
+def test_non_finite_token_spoils_its_rows(found, size):
+    """A NaN token spoils the rows that attend to it, a hidden one its own row, and neither spoils
+    gradients.
+    """
     marks, are_finite = found[size]["ring"]["not finite"]
     seen, hidden, clean = marks
     assert seen == [0] * 10 + [1] * 6
@@ -275,14 +299,18 @@ def test_a_token_that_is_not_finite_spoils_what_sees_it_and_no_gradient(found, s
         ("uneven, lengths", refuses("queries", "queries=[2, 1")),
     ],
 )
-def test_what_divided_tokens_cannot_have_is_refused_by_name(found, size, name, refusal):
+def test_unsupported_token_divisions_raise(found, size, name, refusal):
+    """Layers and calls whose tokens cannot be divided raise an error that names the argument."""
     kind, _, said = found[size]["ring"]["refused"][name].partition(": ")
     assert refusal.is_printed_in(said)
     assert kind == refusal.kind.__name__
 
 
 @every_size
-def test_torchs_own_context_parallel_is_right_with_positions_and_refused_without(found, size):
+def test_context_parallel_needs_positions(found, size):
+    """A layer in torch's context_parallel matches one process; without positions, or with masks, it
+    raises an error.
+    """
     computed, said = found[size]["ring"]["torch"]
     spec = AttentionSpec(32, 4, rope=Rope())
 
@@ -302,7 +330,10 @@ def test_torchs_own_context_parallel_is_right_with_positions_and_refused_without
 @pytest.mark.parametrize(
     "name", [*FULLY_SHARDED, *(f"{name}/grid" for name, spec in FULLY_SHARDED.items() if not spec.fused_qkv)]
 )
-def test_weights_sharded_on_the_meta_device_are_drawn_as_in_one_process(found, name):
+def test_meta_weights_match_one_process(found, name):
+    """Fully sharded weights on the meta device are drawn as in one process, and outputs and
+    gradients match.
+    """
     drawn, computed = found["fully sharded"][name]
     spec = FULLY_SHARDED[name.partition("/")[0]]
 
@@ -319,7 +350,8 @@ def test_weights_sharded_on_the_meta_device_are_drawn_as_in_one_process(found, n
     parity.assert_parity(computed, exact, same_precision=trained(layer))
 
 
-def test_projections_that_are_sharded_by_themselves_may_cast_their_weights(found):
+def test_sharded_projections_cast_weights(found):
+    """Projections sharded separately with bfloat16 weights match a bfloat16 layer."""
     layer = make(mha_torch.MultiHeadAttention, SPECS["textbook"])
     x = processes.random(processes.BATCH, processes.SEQ_LEN, 32)
     exact, _ = make(mha_torch.MultiHeadAttention, SPECS["textbook"], torch.float64)(x.double())

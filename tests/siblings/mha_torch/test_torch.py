@@ -1,4 +1,4 @@
-"""What only torch has: graphs, fakes, transforms, devices, storage; there too nothing is swallowed, lost or refused."""
+"""Features of torch alone: graphs, fake tensors, transforms, devices and storage, with correct values and errors."""
 
 import copy
 import io
@@ -39,7 +39,7 @@ FORMS = {
 }
 KINDS = ("MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache")
 both_forms = pytest.mark.parametrize("form", FORMS)
-# torch itself warns: that its tracer is old, which its forward mode uses too, and that a kernel is mapped in a loop.
+# torch warns that its tracer, which its forward mode also uses, is old, and that a kernel is mapped in a loop.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),
@@ -55,10 +55,11 @@ def tokens(*shape, seed=1):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-# ---- Where values are known ------------------------------------------------------------------------------------------
+# ---- Known and unknown values ----------------------------------------------------------------------------------------
 
 
-def test_values_are_known_of_a_tensor():
+def test_values_of_tensors_are_known():
+    """values_of returns the numbers of a tensor, also of a scalar and an empty one."""
     assert values_of(torch.tensor([[1, 2], [3, 4]])) == [[1, 2], [3, 4]]
     assert values_of(torch.tensor(True)) is True
     assert values_of(torch.zeros(0)) == []
@@ -77,14 +78,16 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_values_are_not_known(name):
+def test_values_of_fake_tensors_are_unknown(name):
+    """values_of returns None for tensors on the meta device and for fake tensors."""
     x = UNKNOWN[name]()
     assert values_of(x) is None
     assert values_of(x.any()) is None
 
 
 @pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.functionalize])
-def test_values_are_not_known_under(transform):
+def test_values_under_transforms_are_unknown(transform):
+    """values_of returns None under vmap and functionalize."""
     found = []
 
     def look(x):
@@ -117,20 +120,25 @@ CALLS = {
 
 @pytest.mark.parametrize("lengths", [lambda: [1, 3], lambda: torch.tensor([1, 3])], ids=["list", "tensor"])
 @pytest.mark.parametrize("name", CALLS)
-def test_fake_tensors_have_the_shape_of_the_output(name, lengths):
+def test_fake_tensors_have_output_shape(name, lengths):
+    """Layers run on fake tensors, with lengths in a list or a tensor, and give the shape of the
+    output.
+    """
     kind, function = CALLS[name]
     with FakeTensorMode():
         assert function(module(kind), lengths()).shape == (2, 3, 16)
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_meta_tensors_have_the_shape_of_the_output(name):
+def test_meta_tensors_have_output_shape(name):
+    """Layers run on the meta device and give the shape of the output."""
     kind, function = CALLS[name]
     with torch.device("meta"):
         assert function(module(kind), torch.tensor([1, 3])).shape == (2, 3, 16)
 
 
-def test_lengths_may_be_mapped_over():
+def test_vmap_over_lengths_matches_loop():
+    """vmap over inputs and lengths matches a loop."""
     layer, x, lengths = module("MultiHeadSelfAttention"), tokens(3, 2, 5, 16), torch.tensor([[5, 2], [0, 1], [3, 3]])
     mapped = torch.func.vmap(lambda x, lengths: layer(x, key_padding_lengths=lengths))(x, lengths)
     each = torch.stack([layer(*pair[:1], key_padding_lengths=pair[1]) for pair in zip(x, lengths, strict=True)])
@@ -139,7 +147,8 @@ def test_lengths_may_be_mapped_over():
 
 @pytest.mark.parametrize("new_lengths", [None, torch.tensor([[1, 2], [0, 2], [2, 2]])], ids=["all", "ragged"])
 @torch.no_grad()
-def test_cached_step_may_be_mapped_over(new_lengths):
+def test_vmap_over_cached_step_matches_batch(new_lengths):
+    """vmap over tokens, caches and new lengths matches one batch, in outputs and caches."""
     layer, x = module("MultiHeadAttentionWithCache", rope=Rope(100.0)), tokens(3, 2, 2, 16)
     _, cache = layer(tokens(6, 3, 16, seed=2), layer.init_cache(6, 6), new_lengths=[0, 1, 2, 3, 3, 1])
     mapped_cache = pytree.tree_map(lambda held: held.unflatten(0, (3, 2)), cache)
@@ -155,7 +164,10 @@ def test_cached_step_may_be_mapped_over(new_lengths):
 
 
 @torch.no_grad()
-def test_mapped_step_that_does_not_fit_gives_nan_and_keeps_its_tokens():
+def test_mapped_overflow_yields_nan():
+    """Under vmap, a step without enough free slots returns NaN and keeps its cache; the other one
+    is counted.
+    """
     layer, x = module("MultiHeadAttentionWithCache"), tokens(2, 1, 2, 16)
     _, cache = layer(tokens(2, 4, 16, seed=2), layer.init_cache(2, 4), new_lengths=[1, 3])
     each = pytree.tree_map(lambda held: held[:, None], cache)
@@ -166,7 +178,8 @@ def test_mapped_step_that_does_not_fit_gives_nan_and_keeps_its_tokens():
 
 
 @pytest.mark.parametrize("lengths", [[1, 4], [-1, 3]], ids=["too-long", "negative"])
-def test_lengths_of_a_list_are_checked_in_a_compiled_graph(lengths):
+def test_compiled_graph_checks_list_lengths(lengths):
+    """Lengths in a list that are negative or too long raise an error in a compiled graph."""
     layer = module("MultiHeadSelfAttention")
     torch.compiler.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="eager")
@@ -174,8 +187,8 @@ def test_lengths_of_a_list_are_checked_in_a_compiled_graph(lengths):
         compiled(tokens(2, 3, 16), key_padding_lengths=lengths)
 
 
-def test_values_of_another_width_are_cached_where_lengths_are_not_known():
-    """Under vmap, of which each call is a cache."""
+def test_vmap_caches_values_of_other_width():
+    """Under vmap, a cache with values of another width than keys gets the bits of a loop."""
     keys, values = (torch.randn(3, 2, 2, 2, features) for features in (4, 6))
 
     def append(key, value, new_lengths):
@@ -190,7 +203,8 @@ def test_values_of_another_width_are_cached_where_lengths_are_not_known():
         assert torch.equal(ours, torch.stack(theirs))
 
 
-def test_tensors_of_lengths_share_a_compiled_graph():
+def test_length_tensors_share_compiled_graph():
+    """Calls with different lengths in tensors compile one graph, and match the uncompiled layer."""
     layer, graphs = module("MultiHeadSelfAttention"), []
 
     def backend(graph, _):
@@ -207,7 +221,9 @@ def test_tensors_of_lengths_share_a_compiled_graph():
 
 @pytest.mark.thorough
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the default backend calls a compiler of C++")
-def test_sinks_and_a_mask_compile_with_the_default_backend():
+def test_inductor_compiles_sinks_and_mask():
+    """Softmax with sinks and a mask, compiled by the default backend, matches the uncompiled one."""
+
     def weights_of(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
         places = torch.arange(scores.shape[-1])
         return mha_torch.masked_softmax(scores, (places > places[:, None])[None, None], sinks)
@@ -239,6 +255,7 @@ FEATURES = {
 @torch.no_grad()
 @pytest.mark.parametrize("name", FEATURES)
 def test_every_feature_is_one_compiled_graph(name):
+    """Each feature compiles without graph breaks and matches the uncompiled layer in float64."""
     fields = FEATURES[name]
     layer = mha_torch.MultiHeadSelfAttention(AttentionSpec(16, 4, **fields), dtype=torch.float64)
     x = tokens(2, 6, 16).double()
@@ -247,13 +264,13 @@ def test_every_feature_is_one_compiled_graph(name):
     torch.testing.assert_close(compiled(x, is_causal=True), layer(x, is_causal=True), rtol=1e-12, atol=1e-12)
 
 
-# ---- Nothing that is not finite is swallowed, nor let through --------------------------------------------------------
+# ---- Non-finite values -----------------------------------------------------------------------------------------------
 
 HIDING = ("nothing", "causal", "padding", "padding-causal", "mask", "mask-of-keys", "bias", "everything")
 
 
 def drawn_problem(seed, hiding):
-    """Split heads, what hides keys, and where that is, (B, N, T, S)."""
+    """Return split heads, the options that hide keys, and the hidden keys, (B, N, T, S)."""
     rng, draw = random.Random(seed), torch.Generator().manual_seed(seed)
     num_kv_heads, batch_size = rng.choice([1, 2]), rng.choice([1, 3])
     num_heads = num_kv_heads * rng.choice([1, 2])
@@ -284,7 +301,7 @@ def drawn_problem(seed, hiding):
 
 
 def spoil_some(arrays, hidden, seed, value):
-    """Copies with that value in some tokens, or one feature of them, and the rows that depend on it, (B, N, T)."""
+    """Return copies with a value in some tokens or one of their features, and the rows that depend on it, (B, N, T)."""
     rng, draw = random.Random(seed), torch.Generator().manual_seed(seed)
     share, one_feature = rng.choice([0.02, 0.3, 1.0]), rng.random() < 0.5
     wrong = [(torch.rand(x.shape[:3], generator=draw) < share) & (rng.random() < 0.5) for x in arrays]
@@ -297,7 +314,7 @@ def spoil_some(arrays, hidden, seed, value):
 
 
 def assert_spoilt(found, expected, rows):
-    """Not finite in these rows, and bit for bit what is expected in the others."""
+    """Check that exactly these rows are non-finite, and that all others equal the expected ones bit for bit."""
     __tracebackhide__ = True
     assert torch.equal(~found.isfinite().all(dim=-1), rows)
     assert torch.equal(found[~rows], expected[~rows])
@@ -305,7 +322,8 @@ def assert_spoilt(found, expected, rows):
 
 @both_forms
 @pytest.mark.parametrize("hiding", HIDING)
-def test_nan_is_in_the_rows_that_see_it_and_in_no_others(form, hiding):
+def test_nan_reaches_only_attending_rows(form, hiding):
+    """NaN spoils exactly the rows that attend to it; all others keep their bits."""
     for seed in range(20):
         arrays, options, hidden = drawn_problem(seed, hiding)
         spoilt, rows = spoil_some(arrays, hidden, seed, math.nan)
@@ -317,7 +335,10 @@ def test_nan_is_in_the_rows_that_see_it_and_in_no_others(form, hiding):
 @both_forms
 @pytest.mark.parametrize("value", [math.inf, -math.inf])
 @pytest.mark.parametrize("hiding", HIDING[1:])
-def test_infinity_is_in_the_rows_that_see_it_and_in_no_others(form, hiding, value):
+def test_inf_reaches_only_attending_rows(form, hiding, value):
+    """Infinity spoils only rows that attend to it, if its score is not -inf; all others keep their
+    bits.
+    """
     for seed in range(10):
         arrays, options, hidden = drawn_problem(seed, hiding)
         spoilt, rows = spoil_some(arrays, hidden, seed, value)
@@ -325,13 +346,14 @@ def test_infinity_is_in_the_rows_that_see_it_and_in_no_others(form, hiding, valu
         found, _ = FORMS[form](*spoilt, **options)
         assert torch.equal(found[~rows], expected[~rows])
         if not torch.equal(~found.isfinite().all(dim=-1), rows):
-            # A key of infinity whose score is -inf may also weigh nothing, as it does by the formula.
+            # An infinite key whose score is -inf may have weight 0, as in the formula.
             assert (found.isfinite().all(dim=-1) | rows).all()
 
 
 @both_forms
 @pytest.mark.parametrize("hiding", HIDING[1:])
-def test_hidden_nan_is_in_no_gradient(form, hiding):
+def test_hidden_nan_reaches_no_gradient(form, hiding):
+    """Hidden NaN changes no bit of the context or of any gradient."""
     for seed in range(10):
         arrays, options, hidden = drawn_problem(seed, hiding)
         unseen = hidden.all(dim=2).unflatten(1, (arrays[1].shape[1], -1)).all(dim=2)[..., None]  # (B, K, S, 1)
@@ -348,7 +370,10 @@ def test_hidden_nan_is_in_no_gradient(form, hiding):
 
 
 @both_forms
-def test_nan_is_in_the_gradients_of_what_saw_it(form):
+def test_visible_nan_reaches_gradients(form):
+    """Gradients of outputs before a NaN key are finite, and those of queries that attend to it are
+    NaN.
+    """
     q, k, v = (tokens(1, 2, 5, 4, seed=seed) for seed in range(3))
     k[:, :, 3] = math.nan
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -360,7 +385,8 @@ def test_nan_is_in_the_gradients_of_what_saw_it(form):
 
 
 @both_forms
-def test_row_whose_every_score_overflows_downwards_is_not_zero(form):
+def test_row_of_overflowed_scores_is_nan(form):
+    """A row whose scores all overflow to -inf is NaN instead of 0, and other rows are not."""
     q, k, v = torch.full((1, 1, 2, 4), 1e30), torch.full((1, 1, 3, 4), -1e30), torch.ones(1, 1, 3, 4)
     q[:, :, 0] = 0.0
     context, _ = FORMS[form](q, k, v)
@@ -369,7 +395,8 @@ def test_row_whose_every_score_overflows_downwards_is_not_zero(form):
 
 @both_forms
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_bias_that_is_not_finite_is_in_the_rows_that_see_it(form, value):
+def test_non_finite_bias_spoils_its_row(form, value):
+    """NaN or infinity in a bias spoils its row, and nothing if its key is hidden."""
     q, k, v = (tokens(1, 2, 5, 4, seed=seed) for seed in range(3))
     bias = torch.zeros(5, 5)
     expected, _ = FORMS[form](q, k, v, bias=bias, is_causal=True)
@@ -395,7 +422,8 @@ def mapped(function):
 @both_forms
 @pytest.mark.parametrize("mode", [compiled, mapped])
 @pytest.mark.parametrize("hiding", ["padding-causal", "mask", "everything"])
-def test_nan_is_in_the_rows_that_see_it_where_values_are_not_known(form, mode, hiding):
+def test_traced_nan_reaches_only_its_rows(form, mode, hiding):
+    """In compiled graphs and under vmap, NaN spoils exactly the rows that attend to it."""
     for seed in (0, 3):
         arrays, options, hidden = drawn_problem(seed, hiding)
         function = mode(FORMS[form])
@@ -404,7 +432,8 @@ def test_nan_is_in_the_rows_that_see_it_where_values_are_not_known(form, mode, h
         assert_spoilt(function(*spoilt, **options)[0], expected, rows)
 
 
-def test_diverged_layer_looks_diverged():
+def test_nan_weights_spoil_every_output():
+    """NaN in the query projection makes all outputs NaN, for 3 to 700 tokens."""
     layer = module("MultiHeadSelfAttention")
     torch.nn.init.constant_(layer.q_proj.weight, math.nan)
     for num_tokens in (3, 16, 700):
@@ -412,7 +441,8 @@ def test_diverged_layer_looks_diverged():
 
 
 @pytest.mark.parametrize("need_weights", [False, True], ids=["fused", "plain"])
-def test_hidden_nan_is_in_no_gradient_of_a_weight(need_weights):
+def test_weight_gradients_ignore_hidden_nan(need_weights):
+    """NaN in padded keys changes no bit of the gradients of weights."""
     layer, x, key = module("MultiHeadAttention"), tokens(2, 3, 16), tokens(2, 5, 16, seed=2)
     results = []
     for value in (1.0, math.nan):
@@ -423,7 +453,8 @@ def test_hidden_nan_is_in_no_gradient_of_a_weight(need_weights):
         assert torch.equal(found, expected)
 
 
-def test_right_padding_of_nan_is_in_no_gradient():
+def test_nan_padding_in_cache_has_no_effect():
+    """NaN in right padding changes no bit of outputs, of a step after it or of gradients."""
     layer, x = module("MultiHeadAttentionWithCache"), tokens(2, 4, 16)
     results = []
     for value in (1.0, math.nan):
@@ -437,7 +468,8 @@ def test_right_padding_of_nan_is_in_no_gradient():
 
 @pytest.mark.parametrize("counts", [[3, 3], [1, 3]], ids=["even", "ragged"])
 @torch.no_grad()
-def test_nan_in_an_unfilled_slot_changes_nothing(counts):
+def test_nan_in_free_slots_has_no_effect(counts):
+    """NaN in free slots changes no bit of a step, compiled or not."""
     layer = module("MultiHeadAttentionWithCache")
     _, cache = layer(tokens(2, 3, 16), layer.init_cache(2, 6), new_lengths=counts)
     free = torch.arange(6) >= cache.lengths[:, None]
@@ -457,26 +489,30 @@ def layers_of(form):
     return lambda x: layer(x, is_causal=True, need_weights=form == "plain")[0]
 
 
-def test_fused_path_has_a_forward_mode():
+def test_fused_path_supports_forward_mode():
+    """The forward-mode derivative of the fused path matches the plain path."""
     x, tangent = tokens(1, 4, 16).double(), tokens(1, 4, 16, seed=2).double()
     found, expected = (torch.func.jvp(layers_of(form), (x,), (tangent,))[1] for form in ("fused", "plain"))
     torch.testing.assert_close(found, expected)
     assert found.abs().max() > 0
 
 
-def test_fused_path_has_a_jacobian_in_forward_mode():
+def test_fused_path_supports_jacfwd():
+    """The forward-mode Jacobian of the fused path matches the reverse-mode one of the plain path."""
     x = tokens(1, 3, 16).double()
     torch.testing.assert_close(torch.func.jacfwd(layers_of("fused"))(x), torch.func.jacrev(layers_of("plain"))(x))
 
 
-def test_fused_path_has_a_hessian():
+def test_fused_path_supports_hessian():
+    """The Hessian of the fused path matches the plain path."""
     x = tokens(1, 2, 16).double()
     layers = [layers_of(form) for form in ("fused", "plain")]
     found, expected = (torch.func.hessian(lambda x, layer=layer: layer(x).square().sum())(x) for layer in layers)
     torch.testing.assert_close(found, expected)
 
 
-def test_plain_path_has_a_second_derivative_in_reverse_mode():  # as the docstring of the fused one says
+def test_plain_path_supports_double_backward():  # see the docstring of the fused path
+    """The gradient of a squared gradient exists on the plain path and is not 0."""
     x = tokens(1, 3, 16).requires_grad_()
     (gradient,) = torch.autograd.grad(layers_of("plain")(x.double()).sum(), x, create_graph=True)
     (penalty,) = torch.autograd.grad(gradient.square().sum(), x)
@@ -494,7 +530,10 @@ def filled_cache(layer, counts=(2, 2, 2), capacity=6):
 @pytest.mark.parametrize("new_lengths", [None, [1, 1, 1]], ids=["all", "ragged"])
 @pytest.mark.parametrize("counts", [(2,), (4,)], ids=str)
 @torch.no_grad()
-def test_cache_whose_storage_sequences_share_is_copied(counts, new_lengths):
+def test_expanded_cache_is_copied(counts, new_lengths):
+    """A step over a cache whose sequences share storage matches a repeated cache and leaves the
+    original unchanged.
+    """
     layer, x = module("MultiHeadAttentionWithCache"), tokens(3, 1, 16, seed=5)
     cache = filled_cache(layer, counts)
     beams = mha_torch.KVCache(
@@ -508,14 +547,16 @@ def test_cache_whose_storage_sequences_share_is_copied(counts, new_lengths):
 
 
 @torch.no_grad()
-def test_cache_whose_heads_share_their_storage_is_copied():
+def test_cache_with_shared_heads_is_copied():
+    """Appending to a cache whose heads share storage stores different keys for all heads."""
     cache = mha_torch.KVCache(*(torch.zeros(1, 1, 4, 2).expand(1, 3, 4, 2) for _ in range(2)), torch.zeros(1).int())
     key = tokens(1, 3, 2, 2)
     assert torch.equal(mha_torch.append_to_cache(cache, key, key).keys[:, :, :2], key)
 
 
 @pytest.mark.parametrize("counts", [(2, 2, 2), (1, 4, 0)], ids=str)
-def test_cache_of_inference_mode_may_be_used_outside_of_it(counts):
+def test_inference_cache_works_outside(counts):
+    """A cache made in inference mode can be used outside of it, with and without gradients."""
     layer, x = module("MultiHeadAttentionWithCache"), tokens(3, 1, 16, seed=5)
     expected, _ = layer(x, filled_cache(layer, counts))
     for mode in (torch.no_grad, torch.enable_grad):
@@ -526,14 +567,16 @@ def test_cache_of_inference_mode_may_be_used_outside_of_it(counts):
         torch.testing.assert_close(output, expected)
 
 
-def test_cache_is_a_pytree_of_three_tensors():
+def test_cache_is_pytree_of_three_tensors():
+    """A cache is flattened into keys, values and lengths, and restored as a KVCache."""
     cache = filled_cache(module("MultiHeadAttentionWithCache"))
     leaves, structure = pytree.tree_flatten(cache)
     assert [tuple(leaf.shape) for leaf in leaves] == [(3, 2, 6, 4), (3, 2, 6, 4), (3,)]
     assert isinstance(pytree.tree_unflatten(leaves, structure), mha_torch.KVCache)
 
 
-def test_step_with_a_cache_may_be_exported():
+def test_cached_step_can_be_exported():
+    """An exported step matches the module, in output, keys and lengths."""
     layer = module("MultiHeadAttentionWithCache").eval()
     cache, x = filled_cache(layer), tokens(3, 1, 16, seed=5)
     with torch.no_grad():
@@ -545,7 +588,10 @@ def test_step_with_a_cache_may_be_exported():
     assert after.lengths.tolist() == [3, 3, 3]
 
 
-def test_relative_bias_may_be_exported_for_any_number_of_tokens():
+def test_relative_bias_exports_any_length():
+    """A layer with a relative bias, exported with a dynamic length, matches the module for 5 and 23
+    tokens.
+    """
     spec = AttentionSpec(16, 4, relative_bias=RelativeBias(8, 8))
     layer, x = mha_torch.MultiHeadSelfAttention(spec).eval(), tokens(2, 5, 16)
     torch.nn.init.normal_(layer.relative_bias)
@@ -557,7 +603,8 @@ def test_relative_bias_may_be_exported_for_any_number_of_tokens():
             torch.testing.assert_close(exported(x), layer(x))
 
 
-def test_saved_cache_is_read_with_weights_only():
+def test_saved_cache_loads_with_weights_only():
+    """A saved cache is loaded bit for bit with weights_only=True."""
     cache, file = filled_cache(module("MultiHeadAttentionWithCache")), io.BytesIO()
     torch.save(cache, file)
     file.seek(0)
@@ -568,7 +615,10 @@ def test_saved_cache_is_read_with_weights_only():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_cache_of_a_module_fits_it_under_autocast(dtype):
+def test_module_cache_dtype_under_autocast(dtype):
+    """Under autocast, the cache of a float32 module is bfloat16 and that of a float64 module is
+    float64; both fit its tokens.
+    """
     layer, x = module("MultiHeadAttentionWithCache", dtype=dtype), tokens(2, 3, 16).to(dtype)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         cache = layer.init_cache(2, 6)
@@ -595,18 +645,21 @@ ELSEWHERE = {
 
 @both_forms
 @pytest.mark.parametrize("name", ELSEWHERE)
-def test_what_lies_elsewhere_is_refused(form, name):
+def test_arrays_on_other_device_raise(form, name):
+    """A key, value, mask or bias on another device raises an error that names the argument."""
     with refuses(name, expected=...):
         ELSEWHERE[name](FORMS[form], torch.ones(1, 2, 3, 4), torch.zeros(3, 3, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("kind", KINDS[:2])
-def test_layer_refuses_an_input_that_lies_elsewhere(kind):
+def test_layer_input_on_other_device_raises(kind):
+    """An input on another device than the layer raises an error."""
     with refuses("the input of q_proj", {"the input of q_proj.device": ..., "expected": ...}):
         module(kind)(torch.ones(1, 3, 16, device="meta"))
 
 
-def test_layer_refuses_a_cache_that_lies_elsewhere():
+def test_cache_on_other_device_raises():
+    """A cache on another device than the layer raises an error."""
     layer = module("MultiHeadAttentionWithCache")
     cache = mha_torch.init_cache(1, 2, 4, 4, device="meta")
     with refuses("cache.keys", {"cache.keys.device": ..., "expected": ...}):
@@ -617,7 +670,7 @@ def test_layer_refuses_a_cache_that_lies_elsewhere():
 
 
 def peak_nbytes(make):
-    """The most that is allocated at a time while something is made, and its own size."""
+    """Return the peak allocation while something is created, and its size."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         made = make()
     events = [event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -638,13 +691,15 @@ MASKS = {
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_mask_is_made_in_little_more_than_its_own_memory(name):
+def test_mask_creation_needs_little_memory(name):
+    """Creating a mask of at least 512 KiB allocates at most 1.5 times its size."""
     peak, size = peak_nbytes(MASKS[name])
     assert size >= 2**19
     assert size <= peak <= 1.5 * size
 
 
-def test_numpy_lengths_are_taken():
+def test_numpy_lengths_are_accepted():
+    """Lengths in a NumPy array give the bits of a list."""
     layer, x = module("MultiHeadSelfAttention"), tokens(2, 3, 16)
     expected = layer(x, key_padding_lengths=[1, 3])
     assert torch.equal(layer(x, key_padding_lengths=np.array([1, 3])), expected)

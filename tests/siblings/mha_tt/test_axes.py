@@ -1,4 +1,4 @@
-"""Batch axes: any number of them, or none, gives the bits of one batch axis."""
+"""Batch axes: with any number of them, or none, results are bit-identical to one batch axis."""
 
 import numpy as np
 import ttnn
@@ -23,14 +23,16 @@ def assert_same(found, expected, axes):
         assert np.array_equal(several, one.reshape(*axes, *one.shape[1:]))
 
 
-def test_masks_and_biases_on_the_device_broadcast(device, rng):
+def test_masks_on_device_broadcast(device, rng):
+    """Masks and biases on the device broadcast over two batch axes, bit for bit."""
     x, mask, bias = rng.standard_normal((*AXES, T, 8)), rng.random((3, 2, T, T)) > 0.5, rng.random((*AXES, 1, T, T))
     found = attended(device, x, mask=mha_tt.DeviceMask(mask, device=device), bias=mha_tt.upload(bias, device=device))
     of_one = {"mask": np.tile(mask, (2, 1, 1, 1)), "bias": mha_tt.upload(bias.reshape(6, 1, T, T), device=device)}
     assert_same(found, attended(device, x.reshape(6, T, 8), **of_one), AXES)
 
 
-def test_some_batch_axes_of_a_bias_on_the_device_are_refused(device, rng):
+def test_bias_on_device_needs_all_batch_axes(device, rng):
+    """A bias on the device with only one of two batch axes raises an error with its shape."""
     bias = mha_tt.upload(rng.random((3, 1, T, T)), device=device)
     with refuses("bias", {"bias.shape": (3, 1, T, T)}):
         attended(device, rng.standard_normal((*AXES, T, 8)), bias=bias)

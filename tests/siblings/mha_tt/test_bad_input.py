@@ -1,6 +1,6 @@
-"""Bad input is refused before any work, by every public function, with the argument's name and the rule.
+"""Invalid input raises an error in every public function before any work, with the argument's name and the rule.
 
-ttnn itself answers some of it with a crash of the process. RoPE refuses in test_rope.py.
+ttnn itself crashes the process for some of it. test_rope.py checks the errors of RoPE.
 """
 
 import math
@@ -25,7 +25,7 @@ LATENT_SPEC = parity.AttentionSpec(8, 2, head_dim=6, latent=Latent(5, 2))  # (32
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of ones, made when there is a device."""
+    """A tensor of ones, created once a device is open."""
 
     shape: tuple[int, ...]
     dtype: ttnn.DataType = ttnn.bfloat16
@@ -51,44 +51,44 @@ def lengths(*values):
 
 
 def module(kind, spec):
-    """A module, made when there is a device."""
+    """Return a function that creates a module on a device."""
     return lambda device: getattr(mha_tt, kind)(spec, device=device)
 
 
 def cache(*sizes, dtype=ttnn.bfloat16):
-    """A cache, made when there is a device."""
+    """Return a function that creates a cache on a device."""
     return lambda device: mha_tt.init_cache(*sizes, dtype, device=device)
 
 
 def latent_cache(*sizes, dtype=ttnn.bfloat16):
-    """A cache of latents, made when there is a device."""
+    """Return a function that creates a cache of latents on a device."""
     return lambda device: mha_tt.init_latent_cache(*sizes, dtype, device=device)
 
 
 def weights(spec):
-    """The weights of a layer on the device, where there is one."""
+    """Return a function that uploads the weights of a layer to a device."""
     return lambda device: mha_tt.upload_weights(parity.random_weights(spec), spec, device=device)
 
 
 def made(x, device):
-    """What is made when there is a device, also within a dict."""
+    """Return a value, created on the device if it is a function, also within a dict."""
     if isinstance(x, dict):
         return {name: made(value, device) for name, value in x.items()}
     return x(device) if callable(x) else x
 
 
 def refused(device, function, keywords, refusal):
-    """Call a function of the package, by its name, or a module, and expect the error."""
+    """Call a function of the package, given by its name, or a module, and check its error."""
     function = attrgetter(function)(mha_tt) if isinstance(function, str) else function(device)
     keywords = made(keywords, device)
     with refusal:
         function(**keywords)
 
 
-# ---- What is no tensor on the device ---------------------------------------------------------------------------------
+# ---- Operands that are not tensors on the device ---------------------------------------------------------------------
 
 CALLS = {
-    # name: (function, keywords that it takes)
+    # name: (function, valid keywords)
     "split_heads": ("split_heads", {"x": ones(2, 3, 64), "num_heads": 2}),
     "combine_heads": ("combine_heads", {"x": ones(2, 2, 3, 32)}),
     "repeat_kv_heads": ("repeat_kv_heads", {"x": ones(2, 2, 3, 32), "num_heads": 4}),
@@ -181,7 +181,7 @@ OPERANDS = [
     (call, name) for call, (_, keywords) in CALLS.items() for name, x in keywords.items() if isinstance(x, Tensor)
 ]
 NOT_TENSORS = {
-    # name: (what is put in the place of a tensor of that shape, its refusal by name)
+    # name: (replacement of a tensor of that shape, its error by argument name)
     "list": (lambda shape, device: np.ones(shape).tolist(), lambda name: refuses_type(name, "list")),
     "array": (lambda shape, device: np.ones(shape, np.float32), lambda name: refuses_type(name, "ndarray")),
     "host": (
@@ -204,7 +204,8 @@ NOT_TENSORS = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_good_input_is_taken(device, call):  # the control of everything here
+def test_valid_calls_are_accepted(device, call):  # the control of all tests in this file
+    """Control: the unmodified call of every function and module runs."""
     function, keywords = CALLS[call]
     function = attrgetter(function)(mha_tt) if isinstance(function, str) else function(device)
     function(**made(keywords, device))
@@ -217,11 +218,14 @@ BAD_OPERANDS = [  # a bias may be an array
 
 @sample(46)
 @pytest.mark.parametrize(("call", "name", "kind"), BAD_OPERANDS, ids=map(" ".join, BAD_OPERANDS))
-def test_what_is_no_tensor_in_tiles_on_the_device_is_refused(device, call, name, kind):
+def test_non_device_tensors_raise(device, call, name, kind):
+    """Lists, arrays, tensors on the host or in rows, and integers instead of a tensor raise an
+    error with the argument's name.
+    """
     function, keywords = CALLS[call]
     make, refusal = NOT_TENSORS[kind]
     bad = make(keywords[name].shape, device)
-    refusal = refusal("x" if call == "multi_head_attention_core" else name)  # that of `split_heads`
+    refusal = refusal("x" if call == "multi_head_attention_core" else name)  # the argument name in `split_heads`
     refused(device, function, {**keywords, name: bad}, refusal)
 
 
@@ -237,7 +241,8 @@ RANKED = [
 
 @sample(40)
 @pytest.mark.parametrize(("call", "name", "axes"), RANKED, ids=map(" ".join, RANKED))
-def test_another_number_of_axes_is_refused(device, call, name, axes):
+def test_wrong_number_of_axes_raises(device, call, name, axes):
+    """A tensor with one axis more, one fewer or only one raises an error with its shape."""
     function, keywords = CALLS[call]
     shape = keywords[name].shape
     bad = {"fewer": shape[1:], "more": (1, *shape), "one": (8,)}[axes]
@@ -262,14 +267,16 @@ ARRAYS = {
 
 
 @pytest.mark.parametrize("name", ARRAYS)
-def test_upload_refuses(device, name):
+def test_invalid_upload_raises(device, name):
+    """Integers, complex numbers, text, scalars and unsupported dtypes raise an error in upload."""
     array, options, refusal = ARRAYS[name]
     with refusal:
         mha_tt.upload(array, device=device, **options)
 
 
 @pytest.mark.parametrize("kind", ["list", "array", "host"])
-def test_download_refuses(device, kind):
+def test_invalid_download_raises(device, kind):
+    """Lists, arrays and tensors on the host raise an error in download."""
     make, refusal = NOT_TENSORS[kind]
     with refusal("tensor"):
         mha_tt.download(make((3, 5), device))
@@ -310,14 +317,17 @@ UPLOADS = {
 
 
 @pytest.mark.parametrize("name", UPLOADS)
-def test_upload_weights_refuses(device, name):
+def test_invalid_weights_in_upload_raise(device, name):
+    """Weights that do not fit the spec, or are NaN or infinite in float32, raise an error in
+    upload_weights.
+    """
     keywords, refusal = UPLOADS[name]
     with refusal:
         mha_tt.upload_weights(**{"weights": WEIGHTS, "spec": LAYER_SPEC, "device": device, **keywords})
 
 
 OTHER_SPECS = {
-    # name: (what is not the specification of the layer, its refusal)
+    # name: (wrong specification of the layer, its error)
     "number": (2, refuses_type("spec", spec=2)),
     "heads": (
         parity.AttentionSpec(9, 3, d_in=6),
@@ -331,7 +341,7 @@ OTHER_SPECS = {
         parity.AttentionSpec(8, 2, head_dim=33, d_in=6),
         refuses("q_proj.weight", {"q_proj.weight.shape": (6, 64)}),
     ),
-    # With RoPE each half of a head begins at a tile, so that a head of 4 features takes 64 and not 32.
+    # With RoPE, each half of a head begins at a tile, so a head of 4 features takes 64 slots instead of 32.
     "rope": (
         parity.AttentionSpec(8, 2, d_in=6, rope=parity.Rope()),
         refuses("q_proj.weight", {"q_proj.weight.shape": (6, 64)}),
@@ -353,7 +363,8 @@ every_other_spec = pytest.mark.parametrize("name", OTHER_SPECS)
 
 
 @every_other_spec
-def test_download_weights_refuses_the_spec_of_another_layer(device, name):
+def test_download_with_other_spec_raises(device, name):
+    """Downloading weights with the spec of a different layer raises an error."""
     spec, refusal = OTHER_SPECS[name]
     with refusal:
         mha_tt.download_weights(weights(LAYER_SPEC)(device), spec)
@@ -369,7 +380,8 @@ def test_download_weights_refuses_the_spec_of_another_layer(device, name):
     ],
     ids=["transposed", "other name", "bias", "NaN"],
 )
-def test_module_refuses_weights_and_keeps_its_own(device, changed, refusal):
+def test_rejected_weights_change_no_module(device, changed, refusal):
+    """Weights that do not fit a module raise an error, and the module keeps its weights."""
     layer = mha_tt.MultiHeadAttention(LAYER_SPEC, device=device)
     before = layer.weights
     with refusal:
@@ -378,7 +390,8 @@ def test_module_refuses_weights_and_keeps_its_own(device, changed, refusal):
 
 
 @pytest.mark.parametrize("missing", list(WEIGHTS))
-def test_module_refuses_weights_that_lack_one(device, missing):
+def test_missing_weight_raises(device, missing):
+    """Loading weights without one of them raises an error that lists all shapes."""
     layer = mha_tt.MultiHeadAttention(LAYER_SPEC, device=device)
     shapes = {name: weight.shape for name, weight in WEIGHTS.items() if name != missing}
     with refuses("weights", str(shapes)):
@@ -413,7 +426,7 @@ def test_function_rejects_weights_on_host(device, name, function):
 
 @every_function
 @pytest.mark.parametrize("name", ["head_dim", "rope", "packed"])
-def test_function_rejects_the_tiles_of_others(device, name, function):
+def test_function_rejects_tiles_of_others(device, name, function):
     """A spec raises an error in every function if its heads take other tiles than the weights have."""
     spec, refusal = OTHER_SPECS[name]
     function, keywords = FUNCTIONS[function]
@@ -434,7 +447,8 @@ CONFIGS = {
 
 @pytest.mark.parametrize("kind", ["MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_module_refuses_the_configuration(device, kind, name):
+def test_invalid_module_configuration_raises(device, kind, name):
+    """Specs other than an AttentionSpec and unsupported dtypes raise an error in modules."""
     keywords, refusal = CONFIGS[name]
     with refusal:
         getattr(mha_tt, kind)(**{"spec": SPEC, "device": device, **keywords})
@@ -523,7 +537,10 @@ def test_dot_products_reject_bad_tiles(device, name, function):
 
 
 @pytest.mark.parametrize("name", FUSED)
-def test_fused_path_refuses_what_the_kernel_does_not_offer(device, name):
+def test_unsupported_fused_arguments_raise(device, name):
+    """Attention weights, dropout, float32 and heads of partial tiles raise an error on the fused
+    path.
+    """
     keywords, refusal = FUSED[name]
     refused(device, "fused.scaled_dot_product_attention", {**SPLIT, **keywords}, refusal)
 
@@ -567,7 +584,8 @@ STEPS = {
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_attention_to_a_cache_refuses(device, name):
+def test_invalid_step_arguments_raise(device, name):
+    """Wrong shapes, dtypes, slots, positions and sinks raise an error in attend_to_cache."""
     keywords, refusal = STEPS[name]
     refused(device, "fused.attend_to_cache", {**STEP, **keywords}, refusal)
 
@@ -577,7 +595,8 @@ def test_attention_to_a_cache_refuses(device, name):
 
 @pytest.mark.parametrize("rates", [{"dropout": 0.5}, {"output_dropout": 0.5}], ids=str)
 @pytest.mark.parametrize("kind", ["MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache"])
-def test_training_in_float32_is_refused_before_any_work(device, calls, kind, rates):
+def test_float32_training_raises_before_work(device, calls, kind, rates):
+    """Dropout in float32 raises an error before any operation runs."""
     layer = getattr(mha_tt, kind)(replace(SPEC, **rates), device=device, dtype=ttnn.float32)
     inputs = [wide(2, 3, 8)(device)]
     inputs += [layer.init_cache(2, 4)] if kind.endswith("Cache") else []
@@ -596,7 +615,8 @@ OTHER_DTYPES = {
 
 @pytest.mark.parametrize("name", OTHER_DTYPES)
 @pytest.mark.parametrize("kind", ["MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache"])
-def test_module_refuses_another_dtype(device, kind, name):
+def test_input_of_other_dtype_raises(device, kind, name):
+    """An input in another dtype than the module's raises an error."""
     dtype, other = OTHER_DTYPES[name]
     layer = getattr(mha_tt, kind)(SPEC, device=device, dtype=dtype)
     inputs = [Tensor((2, 3, 8), other)(device)]
@@ -619,12 +639,14 @@ def test_module_refuses_another_dtype(device, kind, name):
     ],
     ids=["None", "list", "float", "integers", "5 axes"],
 )
-def test_device_mask_refuses(device, mask, refusal):
+def test_invalid_device_mask_raises(device, mask, refusal):
+    """None, lists, numbers and five axes raise an error in DeviceMask."""
     with refusal:
         mha_tt.DeviceMask(mask, device=device)
 
 
-def test_device_mask_refuses_a_device_mask(device):
+def test_device_mask_of_device_mask_raises(device):
+    """A DeviceMask cannot be created from another one."""
     mask = mha_tt.DeviceMask(booleans(3, 3), device=device)
     with refuses_type("mask", "DeviceMask"):
         mha_tt.DeviceMask(mask, device=device)
@@ -637,13 +659,15 @@ NBYTES = {"batch_size": 1, "num_kv_heads": 2, "capacity": 3, "head_dim": 4, "num
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ttnn.int32, ttnn.bfloat4_b, None], ids=str)
-def test_init_cache_refuses_dtype(device, dtype):
+def test_invalid_cache_dtype_raises(device, dtype):
+    """Dtypes that caches do not support raise an error in init_cache."""
     with refuses_type("dtype", dtype=dtype):
         mha_tt.init_cache(**SIZES, dtype=dtype, device=device)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ttnn.int32], ids=str)
-def test_kv_cache_nbytes_refuses_dtype(dtype):
+def test_invalid_dtype_for_nbytes_raises(dtype):
+    """Dtypes that caches do not support raise an error in kv_cache_nbytes."""
     with refuses_type("dtype", dtype=dtype):
         mha_tt.kv_cache_nbytes(**NBYTES, dtype=dtype)
 
@@ -667,7 +691,8 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_changed_cache_refuses(device, name):
+def test_invalid_cache_changes_raise(device, name):
+    """Invalid indices, repeats, capacities and lengths raise an error in the methods of a cache."""
     method, args, refusal = CHANGES[name]
     held = mha_tt.init_cache(2, 2, 4, 4, device=device)
     with refusal:
@@ -689,7 +714,7 @@ CACHED = {
     ),
     "new_lengths too long": ({"new_lengths": [4, 1]}, refuses("new_lengths", new_lengths=[4, 1])),
 }
-# With one token, which is written in another way: what is 3 above is 1 here.
+# The same with one token instead of 3, because single tokens are written differently.
 CACHED_STEPS = {
     "cache heads": CACHED["cache heads"],
     "cache head_dim": CACHED["cache head_dim"],
@@ -745,7 +770,7 @@ LATENTS = {
     ),
 }
 BESIDE_LATENTS = {
-    # name: (function, keywords, its refusal)
+    # name: (function, keywords, error)
     "spec without latents": (
         "multi_head_latent_attention",
         {"x": ones(2, 3, 8), "cache": latent_cache(2, 4, 5, 2), "weights": weights(SPEC), "spec": SPEC},
@@ -794,7 +819,8 @@ BESIDE_LATENTS = {
 
 @pytest.mark.parametrize("name", LATENTS)
 @pytest.mark.parametrize("is_module", [False, True], ids=["function", "module"])
-def test_latent_attention_refuses(device, is_module, name):
+def test_invalid_latent_arguments_raise(device, is_module, name):
+    """Caches, inputs, masks and positions that do not fit raise an error in latent attention."""
     keywords, refusal = LATENTS[name]
     function = module("MultiHeadLatentAttention", LATENT_SPEC) if is_module else "multi_head_latent_attention"
     options = {} if is_module else {"weights": weights(LATENT_SPEC), "spec": LATENT_SPEC}
@@ -803,7 +829,10 @@ def test_latent_attention_refuses(device, is_module, name):
 
 
 @pytest.mark.parametrize("name", BESIDE_LATENTS)
-def test_what_does_not_fit_latents_is_refused(device, name):
+def test_invalid_latent_helpers_raise(device, name):
+    """Widths, weights, heads and caches that do not fit latents raise an error in functions and
+    modules.
+    """
     function, keywords, refusal = BESIDE_LATENTS[name]
     refused(device, function, keywords, refusal)
 
@@ -812,7 +841,8 @@ def test_what_does_not_fit_latents_is_refused(device, name):
 
 
 @pytest.mark.parametrize("name", ["too many tokens", "no cache", "new_lengths too long", "batch"])
-def test_refused_call_does_not_touch_the_device(device, calls, name):
+def test_failed_call_runs_nothing(device, calls, name):
+    """A rejected call of a module with a cache runs no operation on the device."""
     keywords, refusal = CACHED[name]
     layer = mha_tt.MultiHeadAttentionWithCache(SPEC, device=device)
     keywords = made({"x": ones(2, 3, 8), "cache": cache(2, 2, 4, 4), **keywords}, device)
@@ -823,7 +853,8 @@ def test_refused_call_does_not_touch_the_device(device, calls, name):
 
 
 @pytest.mark.parametrize("name", ["too many tokens", "no cache", "kv_rank", "batch"])
-def test_refused_call_over_latents_does_not_touch_the_device(device, calls, name):
+def test_failed_latent_call_runs_nothing(device, calls, name):
+    """A rejected call over latents runs no operation on the device."""
     keywords, refusal = LATENTS[name]
     layer = mha_tt.MultiHeadLatentAttention(LATENT_SPEC, device=device)
     keywords = made({"x": ones(2, 3, 8), "cache": latent_cache(2, 4, 5, 2), **keywords}, device)

@@ -1,4 +1,4 @@
-"""Other people's TTNN code: its tensors judged and diagnosed as they are, by the arithmetic of what they lie on."""
+"""Users' own TTNN code: its tensors are compared and diagnosed directly, with the arithmetic of their device."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,10 @@ PLACES = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_tensors_are_judged_wherever_they_lie(device, x, place):
+def test_tensors_are_compared_anywhere(device, x, place):
+    """Tensors in any place, layout or block format are compared; an error of 10% fails even though
+    the PCC is 0.999.
+    """
     found = PLACES[place](x, device)
     assert parity.to_numpy(found).dtype.name == "bfloat16"
     parity.assert_parity(found, x)
@@ -47,16 +50,21 @@ def test_tensors_are_judged_wherever_they_lie(device, x, place):
 
 @pytest.mark.parametrize("dtype", [ttnn.int32, ttnn.uint32], ids=["int32", "uint32"])
 def test_integers_stay_integers(device, dtype):
+    """int32 and uint32 tensors are read with their dtype and values."""
     found = parity.to_numpy(tensor(np.arange(6, dtype=np.int32), device, dtype, ttnn.ROW_MAJOR_LAYOUT))
     assert found.dtype.name == str(dtype).rpartition(".")[2].lower()
     assert found.tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_float32_stays_float32(device, x):
+def test_float32_tensors_are_read_exactly(device, x):
+    """A float32 tensor is read bit for bit."""
     assert np.array_equal(parity.to_numpy(tensor(x, device, ttnn.float32)), x)
 
 
-def test_the_arithmetic_is_that_of_the_device(device, x, monkeypatch):
+def test_arithmetic_follows_target_of_tensor(device, x, monkeypatch):
+    """ttnn tensors have the arithmetic "tensix" on a simulator or card and "ieee" elsewhere; arrays
+    have "ieee".
+    """
     found = tensor(x, device)
     assert arithmetic_of(found) == arithmetic_of({"q": x, "output": found}) == ("ieee" if IS_MOCK else "tensix")
     for target, arithmetic in ((None, "ieee"), ("mock", "ieee"), ("simulator", "tensix"), ("silicon", "tensix")):
@@ -65,8 +73,8 @@ def test_the_arithmetic_is_that_of_the_device(device, x, monkeypatch):
         assert arithmetic_of(x) == "ieee"
 
 
-def test_what_a_card_gives_is_judged_by_its_arithmetic(device, monkeypatch):
-    """TF32 is within the budget of a card's float32, and of no mock board's."""
+def test_tf32_error_passes_only_on_cards(device, monkeypatch):
+    """Float32 values cut to TF32 are within the budget of a card, and outside that of a mock board."""
     from parity.core.trace import Reference
 
     problem = parity.make_problem(parity.CASES["causal"], "float32")
@@ -81,7 +89,8 @@ def test_what_a_card_gives_is_judged_by_its_arithmetic(device, monkeypatch):
     assert not parity.diagnose({"output": cut}, problem).is_wrong
 
 
-def test_a_bug_in_tensors_is_named(device):
+def test_bug_in_tensors_fails_at_its_stage(device):
+    """Rolled key heads in ttnn tensors fail at stage k and are diagnosed as wrong."""
     stages = {name: tensor(np.asarray(x, np.float32), device) for name, x in reference_stages("q", "k").items()}
     assert not parity.diagnose(stages, PROBLEM).is_wrong
     stages["k"] = ttnn.concat([stages["k"][:, 1:], stages["k"][:, :1]], dim=1)
@@ -97,7 +106,8 @@ def reference_stages(*names):
     return {name: stages[name] for name in names}
 
 
-def test_values_of_a_mock_board_without_a_shadow_are_refused(opened_device, only_mock):
+def test_mock_values_without_shadow_raise(opened_device, only_mock):
+    """Comparing a tensor of a mock board without a shadow raises an error."""
     found = ttnn.zeros((1, 32), dtype=ttnn.bfloat16, layout=ttnn.TILE_LAYOUT, device=opened_device)
     with pytest.raises(RuntimeError, match="a mock one"):
         parity.assert_parity(found, np.zeros((1, 32)))

@@ -79,7 +79,10 @@ def sharing(source):
 @pytest.mark.parametrize("window_size", [None, 3])
 @pytest.mark.parametrize("steps", [[None] * 3, [[4, 2, 0], [1, 1, 1], [0, 1, 1]]], ids=["even", "ragged"])
 @pytest.mark.parametrize("page_size", [None, 32])
-def test_layer_with_shared_keys_attends_to_source_cache_and_keeps_it(device, window_size, steps, page_size):
+def test_shared_keys_use_source_cache(device, window_size, steps, page_size):
+    """A layer with shared keys attends to the source layer's cache, returns the same cache object
+    and does not modify it; outputs match the source's.
+    """
     spec = parity.AttentionSpec(
         24, 4, num_kv_heads=2, qk_norm=parity.Norm(), rope=parity.Rope(500.0), window_size=window_size
     )
@@ -95,7 +98,8 @@ def test_layer_with_shared_keys_attends_to_source_cache_and_keeps_it(device, win
         assert all(map(np.array_equal, contents(after), before))
 
 
-def test_layer_with_shared_keys_attends_to_growing_source_cache(device):
+def test_shared_keys_use_growing_cache(device):
+    """A layer with shared keys over the source's growing cache returns the bits of the source."""
     spec = parity.AttentionSpec(24, 4, num_kv_heads=2, rope=parity.Rope(500.0))
     source, cache = cached_layer(spec, device), ()
     shared = sharing(source)
@@ -106,7 +110,8 @@ def test_layer_with_shared_keys_attends_to_growing_source_cache(device):
         assert np.array_equal(mha_tt.download(found), mha_tt.download(expected))
 
 
-def test_layer_with_shared_keys_raises_without_new_tokens_in_cache(device):
+def test_shared_keys_without_tokens_raise(device):
+    """A layer with shared keys raises an error if the cache lacks the new tokens."""
     source = cached_layer(GQA_ROPE, device)
     shared, x = sharing(source), mha_tt.upload(random_tokens(2), device=device, dtype=source.dtype)
     with refuses("cache", lengths=[0, 0, 0], new_lengths=[2, 2, 2]):
@@ -133,7 +138,8 @@ def assert_holds(slots, part, spec, dtype, x):
 @pytest.mark.board
 @both_dtypes
 @every_spec
-def test_tokens_around_a_chunk_match_full_pass_at_every_position(device, spec, dtype):
+def test_chunk_and_tokens_match_full_pass(device, spec, dtype):
+    """Two tokens, a chunk of 5 and two tokens match one full pass at every position."""
     x = random_tokens(9, dtype)
     output, _ = feed(cached_layer(spec, device, dtype), x, [1, 1, 5, 1, 1], 9)
     assert_close(without_padding(output, spec), full_pass(spec, dtype, x), dtype)
@@ -142,7 +148,8 @@ def test_tokens_around_a_chunk_match_full_pass_at_every_position(device, spec, d
 # Each sequence is written separately, so length and batch size do not interact.
 @both_dtypes
 @pytest.mark.parametrize(("seq_len", "batch"), [(2, 5), (31, 1), (32, 2), (33, 1), (64, 2), (70, 5)])
-def test_prompt_and_token_match_full_pass_at_any_length_and_batch(device, seq_len, batch, dtype):
+def test_prompt_and_token_match_full_pass(device, seq_len, batch, dtype):
+    """A prompt of 2 to 70 tokens and one more token match one full pass, for batches of 1 to 5."""
     x = random_tokens(seq_len + 1, dtype, batch)
     output, _ = feed(cached_layer(GQA_ROPE, device, dtype), x, [seq_len, 1], seq_len + 1)
     assert_close(output, full_pass(GQA_ROPE, dtype, x), dtype)
@@ -169,7 +176,10 @@ CHUNKS = {
     [(name, ttnn.bfloat16) for name in CHUNKS]
     + [(name, ttnn.float32) for name in ("past-two-tiles", "one-short", "tile-by-tile", "a-token-first")],
 )
-def test_any_chunking_matches_full_pass_and_fills_the_same_cache(device, name, dtype):
+def test_any_chunking_matches_full_pass(device, name, dtype):
+    """Chunks that end within, at or beyond tiles match one full pass; the cache contains the
+    projected tokens and zeros behind them.
+    """
     x = random_tokens(sum(CHUNKS[name]), dtype)
     output, cache = feed(cached_layer(GQA_ROPE, device, dtype), x, CHUNKS[name], 75)
     assert_close(output, full_pass(GQA_ROPE, dtype, x), dtype)
@@ -192,7 +202,8 @@ RAGGED = {
 
 @both_dtypes
 @pytest.mark.parametrize("name", RAGGED)
-def test_ragged_batch_matches_each_sequence_alone(device, name, dtype):
+def test_ragged_batch_matches_full_passes(device, name, dtype):
+    """Each sequence of a ragged batch matches a full pass; large values in padding have no effect."""
     steps, x = np.array(RAGGED[name]), random_tokens(80, dtype)
     module = cached_layer(GQA_ROPE, device, dtype)
     cache = module.init_cache(3, 80)
@@ -216,27 +227,31 @@ def test_ragged_batch_matches_each_sequence_alone(device, name, dtype):
 @both_dtypes
 @pytest.mark.parametrize("capacity", [31, 32, 33, 64])
 def test_capacity_does_not_affect_output(device, capacity, dtype):
+    """Capacities of 31 to 64 give outputs that match one full pass."""
     x = random_tokens(7, dtype)
     output, _ = feed(cached_layer(GQA_ROPE, device, dtype), x, [4, 2, 1], capacity)
     assert_close(output, full_pass(GQA_ROPE, dtype, x), dtype)
 
 
 @pytest.mark.board
-def test_batch_of_33_decodes(device):
+def test_batch_of_33_matches_full_pass(device):
+    """A batch of 33 sequences, more than a tile, matches one full pass."""
     x = random_tokens(4, batch=33)
     output, _ = feed(cached_layer(GQA_ROPE, device), x, [2, 1, 1], 4)
     assert_close(output, full_pass(GQA_ROPE, ttnn.bfloat16, x), ttnn.bfloat16)
 
 
 @pytest.mark.board
-def test_decoding_in_bfloat8_b_is_close_to_full_pass(device):
+def test_bfloat8_b_cache_matches_full_pass(device):
+    """Decoding in bfloat8_b matches one full pass within the tolerance of that dtype."""
     module, x = cached_layer(GQA_ROPE, device, ttnn.bfloat8_b), random_tokens(40, ttnn.bfloat8_b)
     weights = {name: weight.astype(np.float32) for name, weight in parity.weights_of(module).items()}
     output, _ = feed(module, x, [5, 33, 1, 1], 40)
     assert_close(output, layer(GQA_ROPE, weights, x, mask=mha_tt.create_causal_mask(40))[0], ttnn.bfloat8_b)
 
 
-def test_attention_weights_are_dropped_in_training(device):
+def test_dropout_is_active_in_training(device):
+    """In training mode, dropout of attention weights changes the output of every token."""
     spec, x = parity.AttentionSpec(24, 4, dropout=0.5), random_tokens(6)
     dropped, _ = feed(cached_layer(spec, device, rng=np.random.default_rng(0)).train(), x, [4, 1, 1], 6)
     whole, _ = feed(cached_layer(spec, device), x, [4, 1, 1], 6)
@@ -260,7 +275,8 @@ def grow(module, spec, x, chunks):
 @pytest.mark.board
 @both_dtypes
 @every_spec
-def test_growing_cache_matches_full_pass_and_holds_projections(device, spec, dtype):
+def test_growing_cache_matches_full_pass(device, spec, dtype):
+    """The growing form matches one full pass, and its cache holds the projected keys and values."""
     x = random_tokens(42, dtype)
     output, keys, values = grow(cached_layer(spec, device, dtype), spec, x, [1, 33, 6, 1, 1])
     assert_close(without_padding(output, spec), full_pass(spec, dtype, x), dtype)
@@ -270,7 +286,8 @@ def test_growing_cache_matches_full_pass_and_holds_projections(device, spec, dty
 
 @both_dtypes
 @every_spec
-def test_static_functional_form_matches_module(device, spec, dtype):
+def test_static_function_matches_module(device, spec, dtype):
+    """The function with a static cache returns the bits of the module for a ragged batch."""
     module, x = cached_layer(spec, device, dtype), mha_tt.upload(random_tokens(4, dtype), device=device, dtype=dtype)
     output, _ = mha_tt.multi_head_attention_with_static_cache(
         x, module.weights, spec, module.init_cache(3, 6), new_lengths=[4, 0, 3]
@@ -285,7 +302,8 @@ def test_static_functional_form_matches_module(device, spec, dtype):
 @both_dtypes
 @pytest.mark.parametrize("chunks", [[4, 5], [1, 4, 1, 1, 2]], ids=str)
 @pytest.mark.parametrize("growing", [False, True], ids=["static", "growing"])
-def test_sliding_window_over_a_cache_matches_one_pass(device, growing, chunks, dtype):
+def test_window_over_cache_matches_full_pass(device, growing, chunks, dtype):
+    """A window given as a mask in chunks, over a static or growing cache, matches one pass."""
     module, x = cached_layer(GQA_ROPE, device, dtype), random_tokens(9, dtype)
     window = mha_tt.create_sliding_window_mask(9, window_size=3)
     cache, held, outputs, begin = module.init_cache(3, 12), (None, None), [], 0
@@ -305,7 +323,8 @@ def test_sliding_window_over_a_cache_matches_one_pass(device, growing, chunks, d
 
 @both_dtypes
 @pytest.mark.parametrize("chunks", [[4, 2, 1], [5, 1, 1]], ids=str)
-def test_left_padding_matches_each_sequence_alone(device, chunks, dtype):
+def test_left_padding_matches_sequence_alone(device, chunks, dtype):
+    """Sequences with left padding, even of NaN, match each sequence alone at every position."""
     module, x, paddings = cached_layer(GQA_ROPE, device, dtype), random_tokens(7, dtype), np.array([0, 2, 3])
     hidden = (np.arange(8) < paddings[:, None])[:, None, None]  # (B, 1, 1, S)
     spoilt = np.where((np.arange(7) < paddings[:, None])[..., None], np.nan, x)  # NaN padding must have no effect
@@ -326,7 +345,8 @@ def test_left_padding_matches_each_sequence_alone(device, chunks, dtype):
 @both_dtypes
 @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize("capacity", [7, 40])
-def test_bias_over_a_cache_matches_one_pass(device, capacity, on_device, dtype):
+def test_bias_over_cache_matches_full_pass(device, capacity, on_device, dtype):
+    """A bias by distance in chunks, on the host or the device, matches one pass."""
     spec = SPECS["mha"]
     module, x = cached_layer(spec, device, dtype), random_tokens(7, dtype)
     distance = np.arange(capacity) - np.arange(7)[:, None]
@@ -346,7 +366,10 @@ def test_bias_over_a_cache_matches_one_pass(device, capacity, on_device, dtype):
 
 @both_dtypes
 @pytest.mark.parametrize("num_new", [1, 3])
-def test_functional_form_matches_module_with_mask_bias_and_positions(device, num_new, dtype):
+def test_function_options_match_module(device, num_new, dtype):
+    """With mask, bias and positions, the function returns the bits of the module, which differ from
+    those without.
+    """
     module = cached_layer(GQA_ROPE, device, dtype)
     x = mha_tt.upload(random_tokens(num_new, dtype), device=device, dtype=dtype)
     options = {
@@ -363,7 +386,8 @@ def test_functional_form_matches_module_with_mask_bias_and_positions(device, num
 
 
 @both_dtypes
-def test_fully_masked_row_gives_the_output_bias(device, dtype):
+def test_fully_masked_row_is_output_bias(device, dtype):
+    """A sequence with all keys masked outputs exactly the bias of the output projection."""
     module, x = cached_layer(SPECS["mha"], device, dtype), random_tokens(2, dtype)
     mask = np.array([True, False, False])[:, None, None, None]
     for num_new in (1, 2):
@@ -394,7 +418,8 @@ def is_own(cache, other):
 # The slots to copy do not depend on their contents: other dtypes use only the first of these.
 @pytest.mark.board
 @in_every_dtype("indices", [[2, 0], [1], [0, 0, 0, 2, 1], [0, 1, 2], [], np.array([2, 2])])
-def test_reordered_cache_holds_the_named_sequences(device, indices, dtype):
+def test_reordered_cache_holds_given_order(device, indices, dtype):
+    """A reordered cache is a copy with the named sequences, in their order."""
     cache = filled_cache(cached_layer(GQA_ROPE, device, dtype), [2, 33, 0], 40)
     keys, values, lengths = contents(cache)
     reordered = cache.reorder(indices)
@@ -406,7 +431,8 @@ def test_reordered_cache_holds_the_named_sequences(device, indices, dtype):
     assert is_own(reordered, cache)
 
 
-def test_only_sequence_is_copied(device):
+def test_cache_copies_share_no_storage(device):
+    """Copies of a cache that change nothing have equal contents and separate storage."""
     cache = filled_cache(cached_layer(GQA_ROPE, device), [3], 8)
     for other in (cache.reorder([0]), cache.repeat(1), cache.grow(8), cache.crop(3)):
         assert is_own(other, cache)
@@ -415,7 +441,10 @@ def test_only_sequence_is_copied(device):
 
 @pytest.mark.board
 @every_dtype
-def test_beams_of_a_repeated_cache_match_each_sequence_alone(device, dtype):
+def test_beams_match_single_sequences(device, dtype):
+    """A step of repeated sequences matches each of them alone, and the original cache stays the
+    same.
+    """
     module, x = cached_layer(GQA_ROPE, device, dtype), random_tokens(6, dtype, batch=6)
     cache = filled_cache(module, [3, 5], 8)
     beams = cache.repeat(3)
@@ -431,7 +460,10 @@ def test_beams_of_a_repeated_cache_match_each_sequence_alone(device, dtype):
 
 @pytest.mark.board
 @in_every_dtype("capacity", [33, 6, 7, 32, 100])
-def test_grown_cache_holds_the_same_tokens_and_accepts_more(device, capacity, dtype):
+def test_grown_cache_keeps_tokens(device, capacity, dtype):
+    """A grown cache is a copy with the same tokens and zeros behind them, and accepts one more
+    token.
+    """
     module = cached_layer(GQA_ROPE, device, dtype)
     cache = filled_cache(module, [2, 6, 0], 6)
     grown = cache.grow(capacity)
@@ -449,7 +481,8 @@ def test_grown_cache_holds_the_same_tokens_and_accepts_more(device, capacity, dt
 
 @pytest.mark.board
 @in_every_dtype("lengths", [[0, 5, 0], 0, 2, np.int64(1), [2, 33, 0], np.array([1, 32, 0])])
-def test_cropped_cache_holds_only_the_first_tokens(device, lengths, dtype):
+def test_cropped_cache_keeps_first_tokens(device, lengths, dtype):
+    """A cropped cache is a copy with the first tokens of each sequence and zeros behind them."""
     cache = filled_cache(cached_layer(GQA_ROPE, device, dtype), [2, 33, 2 if np.ndim(lengths) == 0 else 0], 40)
     keys, values, _ = contents(cache)
     cropped = cache.crop(lengths)
@@ -462,7 +495,8 @@ def test_cropped_cache_holds_only_the_first_tokens(device, lengths, dtype):
 
 
 @both_dtypes
-def test_decoding_continues_from_a_cropped_cache(device, dtype):
+def test_decoding_continues_after_cropping(device, dtype):
+    """After cropping wrong tokens, decoding matches one full pass."""
     module, x = cached_layer(GQA_ROPE, device, dtype), random_tokens(8, dtype)
     _, cache = feed(module, np.concatenate([x[:, :4], -x[:, :3]], axis=1), [7], 8)
     output, _ = feed(module, x[:, 4:], [2, 1, 1], 8, cache.crop(4))
@@ -475,7 +509,8 @@ def test_decoding_continues_from_a_cropped_cache(device, dtype):
 @pytest.mark.board
 @both_dtypes
 @every_spec
-def test_cache_holds_projected_keys_and_values(device, spec, dtype):
+def test_cache_holds_projected_tokens(device, spec, dtype):
+    """The slots of the cache are the projected keys and values of all tokens."""
     x = random_tokens(8, dtype)
     _, cache = feed(cached_layer(spec, device, dtype), x, [5, 2, 1], 8)
     assert_holds(mha_tt.download(cache.keys), "k", spec, dtype, x)
@@ -497,7 +532,8 @@ def test_slots_beyond_tiles_stay_zero(device, dtype):
 @both_dtypes
 @pytest.mark.parametrize("seq_len", [1, 4])
 @pytest.mark.parametrize("lengths", [[0, 0, 0], [3, 0, 6], [6, 6, 6]], ids=str)
-def test_sequence_without_new_tokens_outputs_zero(device, lengths, seq_len, dtype):
+def test_no_new_tokens_output_zero(device, lengths, seq_len, dtype):
+    """A call without new tokens outputs zeros and keeps the lengths."""
     module = cached_layer(GQA_ROPE, device, dtype)
     x = mha_tt.upload(random_tokens(seq_len, dtype), device=device, dtype=dtype)
     output, cache = module(x, filled_cache(module, lengths, 6), new_lengths=[0, 0, 0])
@@ -505,7 +541,8 @@ def test_sequence_without_new_tokens_outputs_zero(device, lengths, seq_len, dtyp
     assert cache.lengths.tolist() == lengths
 
 
-def test_cache_storage_is_updated_in_place(device):
+def test_cache_is_updated_in_place(device):
+    """After chunks and steps, keys and values have the same buffer addresses."""
     module = cached_layer(GQA_ROPE, device)
     cache = module.init_cache(3, 40)
     _, appended = feed(module, random_tokens(36), [3, 31, 1, 1], 40, cache)
@@ -522,6 +559,7 @@ def test_cache_storage_is_updated_in_place(device):
 @pytest.mark.parametrize("value", [-1e30, np.nan, np.inf])
 @pytest.mark.parametrize("num_new", [1, 2])
 def test_stale_slots_have_no_effect(device, num_new, value, dtype):
+    """Large values, NaN or infinity in free slots change no bit of the output."""
     module = cached_layer(GQA_ROPE, device, dtype)
     x = mha_tt.upload(random_tokens(num_new, dtype), device=device, dtype=dtype)
     if dtype == ttnn.bfloat16 and num_new > 1 and np.isfinite(value):
@@ -539,7 +577,8 @@ def test_stale_slots_have_no_effect(device, num_new, value, dtype):
 
 @both_dtypes
 @pytest.mark.parametrize("value", [1.0, np.nan, np.inf])
-def test_token_of_a_sequence_without_new_tokens_has_no_effect(device, value, dtype):
+def test_idle_sequence_token_has_no_effect(device, value, dtype):
+    """The token of a sequence without new tokens, even NaN, changes no bit of outputs or cache."""
     module = cached_layer(GQA_ROPE, device, dtype)
     results = []
     for filler in (0.0, value):
@@ -555,7 +594,8 @@ def test_token_of_a_sequence_without_new_tokens_has_no_effect(device, value, dty
 
 
 @pytest.mark.board
-def test_bfloat8_b_cache_holds_rounded_keys_and_values(device):
+def test_bfloat8_b_cache_holds_rounded_slots(device):
+    """A bfloat8_b cache holds the keys and values of a bfloat16 one, rounded to blocks."""
     chunks = CHUNKS["one-over"]
     module, x = cached_layer(GQA_ROPE, device), random_tokens(sum(chunks))
     *wide, _ = contents(feed(module, x, chunks, 75)[1])
@@ -566,7 +606,8 @@ def test_bfloat8_b_cache_holds_rounded_keys_and_values(device):
 
 @pytest.mark.board
 @pytest.mark.parametrize("num_new", [1, 3])
-def test_output_of_bfloat8_b_cache_matches_formula_on_its_contents(device, num_new):
+def test_bfloat8_b_cache_matches_formula(device, num_new):
+    """The output over a bfloat8_b cache matches the formula for its contents."""
     spec = parity.AttentionSpec(24, 4, num_kv_heads=2)
     weights = rounded_weights(spec, ttnn.bfloat16)
     module, x = cached_layer(spec, device), random_tokens(40 + num_new)
@@ -581,7 +622,8 @@ def test_output_of_bfloat8_b_cache_matches_formula_on_its_contents(device, num_n
 
 
 @every_dtype
-def test_module_cache_has_the_module_dtype(device, dtype):
+def test_cache_has_module_dtype_by_default(device, dtype):
+    """A cache created by a module has the dtype of the module."""
     cache = cached_layer(GQA_ROPE, device, dtype).init_cache(3, 5)
     assert (cache.keys.dtype, cache.values.dtype) == (dtype, dtype)
 
@@ -590,7 +632,8 @@ def test_module_cache_has_the_module_dtype(device, dtype):
     ("dtype", "cache_dtype"), [(ttnn.bfloat16, ttnn.float32), (ttnn.float32, ttnn.bfloat16)], ids=["wider", "narrower"]
 )
 @pytest.mark.parametrize("seq_len", [1, 3])
-def test_mixing_float32_and_bfloat16_with_a_cache_raises(device, seq_len, dtype, cache_dtype):
+def test_mixing_dtypes_with_cache_raises(device, seq_len, dtype, cache_dtype):
+    """A float32 layer with a bfloat16 cache, or the reverse, raises an error."""
     module = cached_layer(GQA_ROPE, device, dtype)
     x = mha_tt.upload(random_tokens(seq_len, dtype), device=device, dtype=dtype)
     with refuses_type("x", {"x.dtype": dtype, "dtype": cache_dtype}):
@@ -601,7 +644,8 @@ def test_mixing_float32_and_bfloat16_with_a_cache_raises(device, seq_len, dtype,
 
 
 @pytest.mark.parametrize("num_new", [1, 2])
-def test_appending_too_much_raises_and_leaves_cache_unchanged(device, num_new):
+def test_append_overflow_changes_nothing(device, num_new):
+    """append_to_cache with too many tokens raises an error and leaves the cache unchanged."""
     cache = filled_cache(cached_layer(GQA_ROPE, device), [6, 5, 2], 6)
     before = contents(cache)
     new = mha_tt.upload(np.ones((3, 2, num_new, 64)), device=device)
@@ -612,7 +656,8 @@ def test_appending_too_much_raises_and_leaves_cache_unchanged(device, num_new):
 
 @pytest.mark.board
 @both_dtypes
-def test_padding_may_exceed_the_capacity(device, dtype):
+def test_padding_may_exceed_capacity(device, dtype):
+    """A chunk whose padding exceeds the capacity matches the same chunk in a larger cache."""
     module = cached_layer(GQA_ROPE, device, dtype)
     x = mha_tt.upload(random_tokens(40, dtype), device=device, dtype=dtype)
     output, cache = module(x, filled_cache(module, [31, 28, 32], 32), new_lengths=[1, 4, 0])
@@ -622,7 +667,8 @@ def test_padding_may_exceed_the_capacity(device, dtype):
 
 
 @both_dtypes
-def test_mask_has_capacity_width_even_if_prompt_padding_exceeds_it(device, dtype):
+def test_mask_width_is_the_capacity(device, dtype):
+    """A mask has the width of the capacity even if the padding of a prompt exceeds it."""
     module, mask = cached_layer(GQA_ROPE, device, dtype), np.arange(6) == 1
     x = mha_tt.upload(random_tokens(9, dtype), device=device, dtype=dtype)
     output, cache = module(x, module.init_cache(3, 6, dtype), new_lengths=[1, 6, 4], mask=mask)
@@ -634,7 +680,10 @@ def test_mask_has_capacity_width_even_if_prompt_padding_exceeds_it(device, dtype
 @pytest.mark.board
 @both_dtypes
 @pytest.mark.parametrize("filled", [[0] * 8, [3] * 8], ids=["step", "chunk"])
-def test_batch_larger_than_core_count_raises_and_leaves_cache_unchanged(device, filled, dtype):
+def test_batch_above_core_count_raises(device, filled, dtype):
+    """Writing rows of more sequences than the device has cores raises an error and leaves the keys
+    unchanged.
+    """
     grid = device.compute_with_storage_grid_size()
     batch = grid.x * grid.y + 1
     cache = mha_tt.init_cache(batch, 1, 64, 32, dtype, device=device)
@@ -647,7 +696,8 @@ def test_batch_larger_than_core_count_raises_and_leaves_cache_unchanged(device, 
 
 
 @pytest.mark.board
-def test_prompt_with_batch_larger_than_core_count_is_cached(device):
+def test_prompt_above_core_count_is_cached(device):
+    """A prompt of more sequences than the device has cores is cached."""
     grid = device.compute_with_storage_grid_size()
     batch = grid.x * grid.y + 1
     new = mha_tt.upload(np.ones((batch, 1, 2, 32)), device=device)
@@ -666,7 +716,10 @@ STEPS = {
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_step_of_some_sequences_uploads_only_positions(device, uploads, calls, monkeypatch, name):
+def test_partial_step_uploads_only_positions(device, uploads, calls, monkeypatch, name):
+    """A step of some sequences uploads only positions and the selection of sequences, and reads
+    nothing back.
+    """
     spec, expected = STEPS[name]
     module, x = cached_layer(spec, device), mha_tt.upload(random_tokens(1), device=device)
     cache = filled_cache(module, [3, 1, 0], 40)
@@ -679,7 +732,8 @@ def test_step_of_some_sequences_uploads_only_positions(device, uploads, calls, m
     assert {"ttnn.from_device", "ttnn.to_torch", "ttnn.to_dtype"} & {call.name for call in calls} == set()
 
 
-def test_step_reads_only_the_filled_part_of_the_cache(device, calls):
+def test_step_uses_only_the_step_kernel(device, calls):
+    """A step runs the step kernel once and the prompt kernel never."""
     module, x = cached_layer(GQA_ROPE, device), mha_tt.upload(random_tokens(1), device=device)
     cache = filled_cache(module, [3, 1, 0], 40)
     calls.clear()
@@ -692,8 +746,11 @@ def test_step_reads_only_the_filled_part_of_the_cache(device, calls):
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "taken"), [(1, 1, 17), (4, 2, 20), (6, 6, 18), (16, 4, 32), (17, 1, 17)], ids=str
 )
-def test_step_of_few_heads_fills_more_than_half_a_tile(device, rng, calls, num_heads, num_kv_heads, taken):
-    """Up to 16 heads would be 2% off on a card. Each head must attend to its own keys however it is repeated."""
+def test_few_heads_are_repeated_in_a_step(device, rng, calls, num_heads, num_kv_heads, taken):
+    """A step of up to 16 heads repeats them to 17 or more, which would be 2% off on a card otherwise.
+
+    The output matches the formula, so each head attends to its own keys however it is repeated.
+    """
     last_positions = np.array([5, 63])
     query = rounded(rng.standard_normal((1, 2, num_heads, 32)), ttnn.bfloat16)
     keys, values = (rounded(rng.standard_normal((2, num_kv_heads, 64, 32)), ttnn.bfloat16) for _ in "kv")
@@ -712,7 +769,8 @@ def test_step_of_few_heads_fills_more_than_half_a_tile(device, rng, calls, num_h
 
 
 @every_dtype
-def test_init_cache_returns_zeros_in_whole_tiles(device, dtype):
+def test_new_cache_is_zero_in_whole_tiles(device, dtype):
+    """A new cache contains zeros in whole tiles, lengths of 0 and the given capacity and dtype."""
     cache = mha_tt.init_cache(2, 3, 40, 12, dtype, device=device)
     assert (cache.keys.dtype, cache.values.dtype, cache.capacity) == (dtype, dtype, 40)
     for slots in (cache.keys, cache.values):
@@ -722,15 +780,18 @@ def test_init_cache_returns_zeros_in_whole_tiles(device, dtype):
 
 @every_dtype
 @pytest.mark.parametrize("sizes", [(2, 3, 40, 12), (1, 1, 1, 1), (2, 1, 64, 96), (1, 2, 33, 80)], ids=str)
-def test_kv_cache_nbytes_matches_an_allocated_cache(device, sizes, dtype):
+def test_cache_size_matches_allocation(device, sizes, dtype):
+    """kv_cache_nbytes equals the size of the allocated buffers in every dtype."""
     cache = mha_tt.init_cache(*sizes, dtype, device=device)
     held = sum(slots.buffer_num_pages() * slots.buffer_page_size() for slots in (cache.keys, cache.values))
     assert mha_tt.kv_cache_nbytes(*sizes, dtype=dtype) == held
 
 
 @both_dtypes
-def test_cache_holds_values_of_another_width(device, dtype):
-    """Values of one tile and keys of two, fed as a chunk, as no tokens and token by token."""
+def test_cache_supports_other_value_width(device, dtype):
+    """Keys of two tiles and values of one, fed in chunks, without tokens and in steps, match one
+    call.
+    """
     spec = parity.AttentionSpec(24, 2, head_dim=12, value_head_dim=20, rope=parity.Rope(), fused_qkv=True)
     module = mha_tt.MultiHeadAttentionWithCache(spec, device=device, dtype=dtype)
     cache = module.init_cache(2, 40)
@@ -751,6 +812,7 @@ def test_cache_holds_values_of_another_width(device, dtype):
 
 
 def test_too_many_kv_heads_raise(device):
+    """A cache of 33 key heads, more than the device can write, raises an error."""
     module = mha_tt.MultiHeadAttentionWithCache(parity.AttentionSpec(66, 33, head_dim=32), device=device)
     with refuses("num_kv_heads", num_kv_heads=33):
         module.init_cache(1, 4)
@@ -758,7 +820,8 @@ def test_too_many_kv_heads_raise(device):
 
 @both_dtypes
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_non_finite_padding_reaches_no_real_token(device, dtype, value):
+def test_non_finite_padding_has_no_effect(device, dtype, value):
+    """NaN or infinity in padding changes no bit of outputs or cache."""
     module = cached_layer(GQA_ROPE, device, dtype)
     x = random_tokens(4, dtype, batch=2)
     poisoned = x.copy()
@@ -774,7 +837,8 @@ def test_non_finite_padding_reaches_no_real_token(device, dtype, value):
 
 
 @pytest.mark.parametrize("rates", [{"dropout": 0.5}, {"output_dropout": 0.5}], ids=str)
-def test_unsupported_dropout_leaves_cache_unchanged(device, rates):
+def test_float32_dropout_changes_no_cache(device, rates):
+    """Dropout in float32 raises an error and leaves the keys unchanged."""
     module = mha_tt.MultiHeadAttentionWithCache(parity.AttentionSpec(24, 4, **rates), dtype=ttnn.float32, device=device)
     cache = module.init_cache(1, 4)
     with refuses_type("the module", dtype=...):
@@ -790,7 +854,8 @@ def test_unsupported_dropout_leaves_cache_unchanged(device, rates):
     "spec", [SPECS["mqa-no-out-proj"], SPECS["fused-qkv-head-dim"]], ids=["no-out-proj", "fused-qkv"]
 )
 @pytest.mark.parametrize(("filled", "new_lengths"), [(0, None), (3, None), (3, [0, 0])], ids=str)
-def test_no_new_tokens_give_empty_output_and_unchanged_cache(device, new_lengths, filled, spec, dtype):
+def test_empty_chunk_leaves_cache_unchanged(device, new_lengths, filled, spec, dtype):
+    """A call with 0 tokens returns an empty output and an unchanged cache."""
     module = cached_layer(spec, device, dtype)
     cache = filled_cache(module, [filled, filled], 6)
     before = contents(cache)
@@ -802,7 +867,8 @@ def test_no_new_tokens_give_empty_output_and_unchanged_cache(device, new_lengths
 
 @both_dtypes
 @pytest.mark.parametrize("seq_len", [1, 3])
-def test_empty_batch_gives_empty_output(device, seq_len, dtype):
+def test_empty_batch_yields_empty_output(device, seq_len, dtype):
+    """A batch of 0 sequences gives an empty output, with a static and a growing cache."""
     module = cached_layer(GQA_ROPE, device, dtype)
     x = mha_tt.upload(np.ones((0, seq_len, 24)), device=device, dtype=dtype)
     output, cache = module(x, module.init_cache(0, 6), new_lengths=[])
@@ -812,7 +878,8 @@ def test_empty_batch_gives_empty_output(device, seq_len, dtype):
 
 
 @both_dtypes
-def test_no_new_tokens_leave_a_growing_cache_unchanged(device, dtype):
+def test_empty_chunk_keeps_growing_cache(device, dtype):
+    """0 tokens leave the keys of a growing cache unchanged, and the output is empty."""
     module, x = cached_layer(GQA_ROPE, device, dtype), random_tokens(3, dtype)
     none, some = (mha_tt.upload(x[:, :count], device=device, dtype=dtype) for count in (0, 3))
     _, keys, values = mha_tt.multi_head_attention_with_cache(some, module.weights, GQA_ROPE)

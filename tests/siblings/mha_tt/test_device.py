@@ -1,4 +1,4 @@
-"""The device: what is found, what it computes with, and what arrays and weights become on it."""
+"""The device: the target that is found, its arithmetic, and the arrays and weights uploaded to it."""
 
 import re
 from dataclasses import replace
@@ -21,7 +21,7 @@ from mha_tt.layout import round_up
 from parity.conversion.layouts.canonical import from_canonical, to_canonical
 from parity.conversion.layouts.tables import LAYOUTS
 
-# ---- What is found ---------------------------------------------------------------------------------------------------
+# ---- Target ----------------------------------------------------------------------------------------------------------
 
 MOCK, SIMULATOR = "TT_METAL_MOCK_CLUSTER_DESC_PATH", "TT_METAL_SIMULATOR"
 CARDS = ["/dev/tenstorrent/0", "/dev/tenstorrent/1"]
@@ -40,7 +40,7 @@ TARGETS = {
 
 @pytest.fixture
 def surroundings(monkeypatch):
-    """Puts the environment variables and cards of a row of `TARGETS` in the place of the real ones."""
+    """Return a function that replaces the real environment variables and cards by the given ones."""
 
     def put(environment, cards):
         for name in (MOCK, SIMULATOR):
@@ -53,21 +53,24 @@ def surroundings(monkeypatch):
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_target_is_what_ttnn_would_open(surroundings, name):
+def test_target_from_environment_and_cards(surroundings, name):
+    """target() names what ttnn would open: a mock board before a simulator before a card, or None."""
     environment, cards, expected, _ = TARGETS[name]
     surroundings(environment, cards)
     assert mha_tt.target() == expected
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_description_of_the_target_says_why(surroundings, name):
+def test_target_description_names_its_source(surroundings, name):
+    """describe_target() names the board, simulator or cards found, or the three places it searched."""
     environment, cards, _, words = TARGETS[name]
     surroundings(environment, cards)
     described = mha_tt.describe_target()
     assert [word for word in words if word not in described] == []
 
 
-def test_target_is_what_the_tests_run_on(opened_device):
+def test_target_with_open_device_is_known(opened_device):
+    """While a device is open, target() is "mock", "simulator" or "silicon"."""
     assert mha_tt.target() in ("mock", "simulator", "silicon")
 
 
@@ -87,14 +90,18 @@ OPEN = """
 
 
 @pytest.mark.costly("a process has one board for good")
-def test_opening_nothing_says_what_was_looked_for(only_mock, run_python):
+def test_missing_device_raises_with_options(only_mock, run_python):
+    """Without a device, open_device raises an error that names all three places it searched."""
     result = run_python(OPEN.format(before="", number=""))
     assert refuses("a device").is_printed_in(result.stdout)
     assert [word for word in ("/dev/tenstorrent", SIMULATOR, "mha_tt.mock.board()") if word not in result.stdout] == []
 
 
 @pytest.mark.costly("a process has one board for good")
-def test_opening_what_does_not_open_says_what_was_looked_for(only_mock, run_python, tmp_path):
+def test_unusable_board_raises_one_line(only_mock, run_python, tmp_path):
+    """A board description without chips raises one line that names the board, without ttnn's
+    backtrace.
+    """
     (tmp_path / "empty.yaml").write_text("chips: {}\n")
     result = run_python(OPEN.format(before="", number=""), **{MOCK: str(tmp_path / "empty.yaml")})
     assert refuses("device 0").is_printed_in(result.stdout)
@@ -103,7 +110,7 @@ def test_opening_what_does_not_open_says_what_was_looked_for(only_mock, run_pyth
 
 
 LACKING = {
-    # name: (what is there, what is said)
+    # name: (existing files, words of the error)
     "the simulator": ([], "libttsim_bh.so"),
     "the description of its chip": (["libttsim_bh.so"], "soc_descriptor.yaml"),
     "the compiler": (
@@ -115,7 +122,10 @@ LACKING = {
 
 @pytest.mark.costly("a process has one board for good")
 @pytest.mark.parametrize("name", LACKING)
-def test_a_simulator_that_lacks_something_is_refused_before_ttnn_is_asked(only_mock, run_python, tmp_path, name):
+def test_incomplete_simulator_raises(only_mock, run_python, tmp_path, name):
+    """A simulator without its library, chip description or compiler raises one line that names the
+    missing file and tools/tt-simulator.
+    """
     files, words = LACKING[name]
     for file in files:
         (tmp_path / file).touch()
@@ -125,7 +135,8 @@ def test_a_simulator_that_lacks_something_is_refused_before_ttnn_is_asked(only_m
 
 
 @pytest.mark.costly("a process has one board for good")
-def test_opening_a_card_that_is_not_there_says_its_number(only_mock, run_python):
+def test_missing_card_error_names_its_number(only_mock, run_python):
+    """Opening device 7 of an n150 raises an error that names the device and the board."""
     program = OPEN.format(before="mha_tt.mock.use('n150')", number="7")
     said = run_python(program).stdout
     assert refuses("device 7").is_printed_in(said)
@@ -142,27 +153,33 @@ WHOLE = {"accurate": (mha_tt.accurate_config, False), "fast": (mha_tt.fast_confi
 
 
 @pytest.mark.parametrize("name", ACCURATE)
-def test_accurate_config_loses_as_little_as_its_architecture_can(name):
+def test_accurate_config_per_architecture(name):
+    """Accurate arithmetic is HiFi3 on Wormhole and HiFi4 on Blackhole, with float32 sums and no
+    approximations.
+    """
     architecture, words = ACCURATE[name]
     assert mha_tt.describe_config(mha_tt.accurate_config(SimpleNamespace(arch=lambda: architecture))) == words
 
 
 @pytest.mark.parametrize("name", ACCURATE)
-def test_fast_config_gives_accuracy_away(name):
+def test_fast_config_trades_accuracy(name):
+    """Fast arithmetic is HiFi2 with bfloat16 sums and approximations on both architectures."""
     config = mha_tt.fast_config(SimpleNamespace(arch=lambda: ACCURATE[name][0]))
     assert mha_tt.describe_config(config) == "HiFi2, bfloat16 sums, approximations"
 
 
 @pytest.mark.board
 @pytest.mark.parametrize("name", WHOLE)
-def test_module_tells_its_arithmetic(device, name):
+def test_module_repr_shows_its_arithmetic(device, name):
+    """The repr of a module describes the compute_kernel_config that it was created with."""
     config = WHOLE[name][0](device)
     module = mha_tt.MultiHeadAttention(parity.AttentionSpec(8, 2), device=device, compute_kernel_config=config)
     assert f"compute_kernel_config=({mha_tt.describe_config(config)})" in repr(module)
 
 
 @pytest.mark.board
-def test_module_computes_accurately_by_default(device):
+def test_module_is_accurate_by_default(device):
+    """Without compute_kernel_config, a module has the accurate one."""
     module = mha_tt.MultiHeadAttention(parity.AttentionSpec(8, 2), device=device)
     assert mha_tt.describe_config(mha_tt.accurate_config(device)) in repr(module)
 
@@ -203,7 +220,7 @@ def grow(device, dtype, config):
 ATTENTION = "ttnn.transformer.scaled_dot_product_attention"
 PLAIN, FUSED = {"ttnn.matmul", "ttnn.softmax"}, {ATTENTION}
 RUNS = {
-    # name: (what is run, the operations that attend in it)
+    # name: (function to run, its attention operations)
     "float32": (lambda device, config: forward(device, ttnn.float32, False, config), PLAIN),
     "plain": (lambda device, config: forward(device, ttnn.bfloat16, True, config), PLAIN),
     "fused": (lambda device, config: forward(device, ttnn.bfloat16, False, config), FUSED),
@@ -219,12 +236,12 @@ COMPUTING = {"ttnn.linear", f"{ATTENTION}_decode", *PLAIN, *FUSED}
 
 
 def counts_marked_keys(call):
-    """Whether it is the product that looks for NaN: of zeros and ones, which every arithmetic counts alike."""
+    """Return whether a call is the product that counts NaN: of zeros and ones, exact in every arithmetic."""
     return call.name == "ttnn.matmul" and call.keywords.keys() == {"transpose_b"}
 
 
 def looks_for_lost_rows(call, config):
-    """Whether it is the run of the kernel of prompts that loses no row, beside one that may."""
+    """Return whether a call is the second run of the prompt kernel, which loses no row as the first may."""
     without = settings(with_bfloat16_sums(config, call.arguments[0].device()))
     is_kernel = may_zero_rows(config) and call.name == ATTENTION
     return is_kernel and settings(call.keywords["compute_kernel_config"]) == without
@@ -238,7 +255,11 @@ def settings(config):
 @pytest.mark.board
 @pytest.mark.parametrize("arithmetic", ["default", *WHOLE])
 @pytest.mark.parametrize("name", RUNS)
-def test_every_operation_that_sums_has_the_arithmetic_asked_for(device, calls, name, arithmetic):
+def test_summing_operations_use_given_config(device, calls, name, arithmetic):
+    """Products, softmax and attention kernels use the requested arithmetic, by default the accurate
+    one. Exceptions are the product that counts NaN and the second run of a kernel that may lose
+    rows.
+    """
     run, attending = RUNS[name]
     config = None if arithmetic == "default" else WHOLE[arithmetic][0](device)
     run(device, config)
@@ -253,7 +274,10 @@ def test_every_operation_that_sums_has_the_arithmetic_asked_for(device, calls, n
 @pytest.mark.board
 @pytest.mark.parametrize("arithmetic", WHOLE)
 @pytest.mark.parametrize("name", ["fused", "decode"])
-def test_exponentials_are_approximated_only_where_asked_for(device, calls, name, arithmetic):
+def test_only_fast_config_approximates_exp(device, calls, name, arithmetic):
+    """Attention kernels approximate exponentials with the fast arithmetic and not with the accurate
+    one.
+    """
     make_config, approximate = WHOLE[arithmetic]
     RUNS[name][0](device, make_config(device))
     programs = [call.keywords["program_config"] for call in calls if call.name.startswith(ATTENTION)]
@@ -262,7 +286,8 @@ def test_exponentials_are_approximated_only_where_asked_for(device, calls, name,
 
 @pytest.mark.board
 @pytest.mark.parametrize("name", ["float32", "plain"])
-def test_softmax_subtracts_the_largest_score_first(device, calls, name):
+def test_softmax_subtracts_largest_score(device, calls, name):
+    """Every softmax of the plain path runs with numeric_stable=True."""
     RUNS[name][0](device, None)
     assert {call.keywords["numeric_stable"] for call in calls if call.name == "ttnn.softmax"} == {True}
 
@@ -294,6 +319,7 @@ ARRAYS["read-only"] = read_only
 @both_dtypes
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_upload_and_download_keep_every_bit(device, rng, shape, dtype):
+    """Values that the dtype represents survive upload and download bit for bit, for every shape."""
     x = rounded(rng.standard_normal(shape), dtype)
     np.testing.assert_array_equal(mha_tt.download(mha_tt.upload(x, device=device, dtype=dtype)), x, strict=True)
 
@@ -301,7 +327,8 @@ def test_upload_and_download_keep_every_bit(device, rng, shape, dtype):
 @sample(12)
 @every_dtype
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_tiles_hold_the_array_and_nothing_but_the_filling_beyond(device, host_tensors, rng, shape, dtype):
+def test_tiles_hold_array_and_pad_value(device, host_tensors, rng, shape, dtype):
+    """Tiles hold the array, and pad_value everywhere beyond its shape."""
     x = rounded(rng.integers(-100, 100, shape), dtype)
     mha_tt.upload(x, device=device, dtype=dtype, pad_value=64.0)
     (tensor,) = host_tensors
@@ -312,31 +339,36 @@ def test_tiles_hold_the_array_and_nothing_but_the_filling_beyond(device, host_te
     np.testing.assert_array_equal(held, expected)
 
 
-def test_tiles_are_filled_with_zeros_by_default(device, host_tensors):
+def test_default_pad_value_is_zero(device, host_tensors):
+    """Without pad_value, the rest of a tile is 0."""
     mha_tt.upload(np.ones((3, 5)), device=device)
     (tensor,) = host_tensors
     assert tensor.to_torch_with_padded_shape().sum() == 15.0
 
 
 @pytest.mark.parametrize("kind", ARRAYS)
-def test_upload_takes_arrays_of_every_kind(device, rng, kind):
+def test_upload_accepts_any_array_kind(device, rng, kind):
+    """Upload accepts any float dtype, byte order, strides and axis order, and read-only arrays."""
     x = ARRAYS[kind](rounded(rng.standard_normal((6, 10)), ttnn.bfloat16))
     held = mha_tt.download(mha_tt.upload(x, device=device, dtype=ttnn.float32))
     np.testing.assert_array_equal(held, x.astype(np.float32))
 
 
-def test_upload_takes_true_for_one(device):
+def test_upload_converts_booleans_to_ones(device):
+    """Upload converts True to 1.0 and False to 0.0."""
     held = mha_tt.download(mha_tt.upload(np.array([True, False, True]), device=device))
     assert held.tolist() == [1.0, 0.0, 1.0]
 
 
 def test_upload_rounds_to_the_nearest_even(device, rng):
+    """Upload to bfloat16 rounds to nearest, ties to even, as ml_dtypes does."""
     x = np.concatenate([rng.standard_normal(1000), 1 + np.arange(16) / 2**8]).astype(np.float32)
     held = mha_tt.download(mha_tt.upload(x, device=device, dtype=ttnn.bfloat16))
     np.testing.assert_array_equal(held, x.astype(ml_dtypes.bfloat16).astype(np.float32))
 
 
-def test_bfloat8_b_holds_seven_bits_beside_the_largest_of_sixteen(device, rng):
+def test_bfloat8_b_error_is_bounded_by_block(device, rng):
+    """bfloat8_b is off by at most 2^-7 of the largest of 16 neighboring values in a row."""
     x = rng.standard_normal((5, 40)).astype(np.float32)
     held = mha_tt.download(mha_tt.upload(x, device=device, dtype=ttnn.bfloat8_b))
     largest = np.abs(np.pad(x, ((0, 0), (0, 8))).reshape(5, 3, 16)).max(axis=2).repeat(16, axis=1)[:, :40]
@@ -344,30 +376,35 @@ def test_bfloat8_b_holds_seven_bits_beside_the_largest_of_sixteen(device, rng):
 
 
 def test_upload_copies_the_array(device):
+    """Changing an array after its upload does not change the tensor."""
     x = np.ones((3, 5), np.float32)
     tensor = mha_tt.upload(x, device=device, dtype=ttnn.float32)
     x[:] = 2.0
     assert mha_tt.download(tensor).max() == 1.0
 
 
-def test_download_gives_an_array_of_its_own(device):
+def test_download_returns_a_copy(device):
+    """Changing a downloaded array does not change the tensor."""
     tensor = mha_tt.upload(np.ones((3, 5)), device=device, dtype=ttnn.float32)
     mha_tt.download(tensor)[:] = 2.0
     assert mha_tt.download(tensor).max() == 1.0
 
 
 @every_dtype
-def test_download_gives_float32(device, dtype):
+def test_download_returns_float32(device, dtype):
+    """Download returns float32 for tensors of every dtype."""
     assert mha_tt.download(mha_tt.upload(np.ones((3, 5)), device=device, dtype=dtype)).dtype == np.float32
 
 
-def test_download_without_values_says_how_to_get_them(only_mock, opened_device):
+def test_download_without_values_raises(only_mock, opened_device):
+    """On a mock board without a shadow, download raises an error that mentions shadow()."""
     tensor = mha_tt.upload(np.ones((3, 5)), device=opened_device)
     with pytest.raises(RuntimeError, match=r"a mock one; .*shadow\(\)"):
         mha_tt.download(tensor)
 
 
-def test_integers_are_uploaded_in_rows_and_an_index_in_tiles(device):
+def test_integer_layouts_of_rows_and_indices(device):
+    """upload_integers makes an int32 tensor in rows, or with is_index a uint32 tensor in tiles."""
     tensor = devices.upload_integers([3, -1], device=device)
     assert (tensor.dtype, tensor.layout, tuple(tensor.shape)) == (ttnn.int32, ttnn.ROW_MAJOR_LAYOUT, (2,))
     tensor = devices.upload_integers([[3, 1]], device=device, is_index=True)
@@ -378,7 +415,8 @@ def test_integers_are_uploaded_in_rows_and_an_index_in_tiles(device):
 
 
 @pytest.mark.parametrize(("count", "expected"), [(0, 0), (1, 32), (32, 32), (33, 64), (64, 64)])
-def test_round_up_gives_whole_tiles(count, expected):
+def test_round_up_returns_whole_tiles(count, expected):
+    """round_up returns the next multiple of 32."""
     assert round_up(count) == expected
 
 
@@ -386,7 +424,8 @@ def test_round_up_gives_whole_tiles(count, expected):
     ("head_dim", "plain", "rope"),
     [(1, 32, 64), (2, 32, 64), (32, 32, 64), (48, 64, 64), (64, 64, 64), (66, 96, 128), (80, 96, 128), (128, 128, 128)],
 )
-def test_padded_head_dim_is_whole_tiles_and_with_rope_two_halves_of_them(head_dim, plain, rope):
+def test_padded_head_dim_is_whole_tiles(head_dim, plain, rope):
+    """padded_head_dim is a multiple of 32, and of 64 with RoPE: each half fills whole tiles."""
     assert (mha_tt.padded_head_dim(head_dim), mha_tt.padded_head_dim(head_dim, rope=True)) == (plain, rope)
 
 
@@ -403,16 +442,19 @@ def test_padded_head_dim_is_whole_tiles_and_with_rope_two_halves_of_them(head_di
         (5, parity.Rope(rotary_dim=2, pairs="interleaved"), [0, 32, 1, 2, 33]),
     ],
 )
-def test_head_slots_are_where_the_features_lie(head_dim, rope, expected):
+def test_head_slots_locate_features(head_dim, rope, expected):
+    """head_slots lists the slot of each feature: half-split, interleaved or partly rotated heads."""
     assert mha_tt.head_slots(head_dim, rope=rope).tolist() == expected
 
 
-def test_head_slots_want_a_rope_and_not_whether_there_is_one():
+def test_head_slots_reject_boolean_rope():
+    """head_slots rejects rope=True: it expects the Rope itself."""
     with refuses_type("rope", rope=True):
         mha_tt.head_slots(16, rope=True)
 
 
-def test_head_slots_of_an_odd_head_have_no_halves():
+def test_head_slots_reject_odd_rope_dim():
+    """head_slots rejects RoPE with an odd head_dim, which has no halves."""
     with refuses("head_dim", head_dim=3):
         mha_tt.head_slots(3, rope=parity.Rope())
 
@@ -433,6 +475,7 @@ with_and_without_rope = pytest.mark.parametrize("rope", [None, parity.Rope()], i
 @with_and_without_rope
 @every_spec
 def test_weights_come_back_bit_for_bit(device, spec, rope, fused_qkv, dtype):
+    """Uploaded weights, separate or packed, with or without RoPE, are downloaded bit for bit."""
     spec = replace(spec, rope=rope, fused_qkv=fused_qkv)
     weights = rounded_weights(spec, dtype)
     held = mha_tt.upload_weights(weights, spec, device=device, dtype=dtype)
@@ -442,7 +485,10 @@ def test_weights_come_back_bit_for_bit(device, spec, rope, fused_qkv, dtype):
     assert [name for name in weights if not np.array_equal(downloaded[name], weights[name])] == []
 
 
-def test_what_is_learned_of_scores_comes_back_bit_for_bit(device):
+def test_sinks_and_relative_bias_round_trip(device):
+    """With a bfloat8_b layer, the relative bias is held in bfloat16; it and sinks are downloaded
+    bit for bit.
+    """
     spec = replace(SPECS["4x2x12"], sinks=True, relative_bias=parity.RelativeBias(8, 8))
     weights = rounded_weights(spec, ttnn.bfloat16)
     held = mha_tt.upload_weights(weights, spec, device=device, dtype=ttnn.bfloat8_b)
@@ -463,6 +509,7 @@ def padded(weights, heads, head_dim, slots, width):
 @with_and_without_rope
 @every_spec
 def test_heads_are_padded_with_zeros(device, spec, rope):
+    """Each feature of a head lies at its slot of head_slots, and all other slots are 0."""
     weights = parity.random_weights(spec)
     held = mha_tt.upload_weights(weights, replace(spec, rope=rope), device=device, dtype=ttnn.float32)
     heads = {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads, "v_proj": spec.num_kv_heads}
@@ -482,7 +529,8 @@ def test_heads_are_padded_with_zeros(device, spec, rope):
     assert [name for name in expected if not np.array_equal(mha_tt.download(held[name]), expected[name])] == []
 
 
-def test_packed_weights_are_those_of_q_then_k_then_v(device):
+def test_packed_weights_are_q_then_k_then_v(device):
+    """The packed weight is the concatenation of the weights of q, k and v, in this order."""
     spec = SPECS["6x2x48"]
     weights = parity.random_weights(spec)
     apart, together = (
@@ -493,7 +541,8 @@ def test_packed_weights_are_those_of_q_then_k_then_v(device):
     assert np.array_equal(mha_tt.download(together["qkv_proj.weight"]), expected)
 
 
-def test_biases_beside_bfloat8_b_weights_are_bfloat16(device):
+def test_biases_of_bfloat8_b_are_bfloat16(device):
+    """With bfloat8_b weights, all biases are uploaded in bfloat16."""
     spec = SPECS["2x1x16"]
     held = mha_tt.upload_weights(parity.random_weights(spec), spec, device=device, dtype=ttnn.bfloat8_b)
     dtypes = {
@@ -503,7 +552,8 @@ def test_biases_beside_bfloat8_b_weights_are_bfloat16(device):
 
 
 @every_dtype
-def test_module_holds_its_weights_in_their_dtype(device, dtype):
+def test_module_keeps_weight_dtype(device, dtype):
+    """A module holds its weights in weight_dtype instead of its own dtype."""
     module = mha_tt.MultiHeadAttention(
         parity.AttentionSpec(8, 2), device=device, dtype=ttnn.bfloat16, weight_dtype=dtype
     )
@@ -512,7 +562,8 @@ def test_module_holds_its_weights_in_their_dtype(device, dtype):
 
 @both_dtypes
 @every_spec
-def test_parity_reads_from_a_module_what_it_was_loaded_with(device, spec, dtype):
+def test_weights_of_module_match_loaded_ones(device, spec, dtype):
+    """parity.weights_of returns the weights that a module was loaded with."""
     weights = rounded_weights(spec, dtype)
     read = parity.weights_of(module_of("MultiHeadAttention", spec, device, dtype, weights))
     assert [name for name in weights if not np.array_equal(read[name].astype(np.float32), weights[name])] == []
@@ -531,7 +582,10 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("spec", LAYERS.values(), ids=LAYERS)
-def test_layout_ttnn_has_the_tensors_that_a_module_uploads(device, spec):
+def test_ttnn_layout_matches_uploads(device, spec):
+    """The layout "ttnn" has the names, shapes and values of tensors that modules and upload_weights
+    upload, and reads the same weights from them.
+    """
     weights = rounded_weights(spec, ttnn.float32)
     laid_out = from_canonical(weights, spec, LAYOUTS["ttnn"])
 
@@ -548,7 +602,8 @@ def test_layout_ttnn_has_the_tensors_that_a_module_uploads(device, spec):
         assert [name for name in weights if not np.array_equal(read[name], weights[name])] == []
 
 
-def test_uploading_weights_changes_none_of_them(device):
+def test_upload_does_not_change_weights(device):
+    """upload_weights does not modify the arrays that it reads."""
     spec = SPECS["4x2x12"]
     weights = parity.random_weights(spec)
     mha_tt.upload_weights(weights, replace(spec, rope=parity.Rope()), device=device)

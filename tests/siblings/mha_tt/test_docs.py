@@ -1,4 +1,4 @@
-"""The documentation of mha_tt: its code runs. That of the other siblings is run by tests/repository/test_docs.py."""
+"""Code blocks of mha_tt in the documentation run; tests/repository/test_docs.py runs the others."""
 
 import os
 import re
@@ -28,14 +28,19 @@ sys.exit(failed != 0)
 """
 
 
-def test_there_are_blocks():
+def test_pages_have_blocks_of_mha_tt():
+    """README.md and docs contain at least one Python block that uses mha_tt."""
     assert BLOCKS
 
 
 @pytest.mark.costly("a process has one board for good")
 @pytest.mark.thorough
-def test_every_block_runs(only_mock):
-    """In a process of its own: a process has one board for good. They are forks of one, for imports take longest."""
+def test_every_block_of_mha_tt_runs(only_mock):
+    """Every Python block with mha_tt in README.md and docs runs.
+
+    Each block runs in a separate process, because a process can use only one board. All are forks
+    of one process, because imports take longest.
+    """
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     program = [sys.executable, "-c", FORKS, *(text for block in BLOCKS.items() for text in block)]
     result = subprocess.run(program, capture_output=True, text=True, env=environment, timeout=300)

@@ -1,4 +1,4 @@
-"""The example in ttnn: what its page prints is what the commands print, and its tests hold, and fail for the draft."""
+"""The ttnn example: its page shows the output of its commands; its tests pass, and fail for the draft."""
 
 import re
 import runpy
@@ -19,7 +19,7 @@ SESSIONS = [block.splitlines() for block in re.findall(r"^```\n(\$ .*?)^```$", P
 
 @pytest.fixture
 def example(tmp_path, monkeypatch):
-    """Its folder's modules, from an empty folder."""
+    """Make the modules of the example importable in an empty working folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(FOLDER)
     for name in (path.stem for path in FOLDER.glob("*.py")):
@@ -39,7 +39,8 @@ def without_numbers(lines):
 
 @pytest.mark.board
 @pytest.mark.usefixtures("example", "device")
-def test_the_page_shows_what_the_commands_print(capsys, monkeypatch):
+def test_page_shows_output_of_commands(capsys, monkeypatch):
+    """The output of each command in examples/README.md matches the page, except for numbers."""
     assert len(SESSIONS) == 2
     for session in SESSIONS:
         commands = [shlex.split(line.removeprefix("$ ")) for line in session if line.startswith("$ ")]
@@ -56,7 +57,10 @@ def test_the_page_shows_what_the_commands_print(capsys, monkeypatch):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["test_a_prompt", "test_steps_behind_a_prompt"])
-def test_its_tests_hold_and_fail_for_the_draft(tests, device, name):
+def test_example_tests_fail_only_for_draft(tests, device, name):
+    """The tests of the example pass for the fixed layer; for the draft they fail and name rope-
+    interleaved.
+    """
     import attention_tt
 
     getattr(tests, name)(parity.assert_parity, device)
@@ -65,7 +69,8 @@ def test_its_tests_hold_and_fail_for_the_draft(tests, device, name):
         getattr(tests, name)(parity.assert_parity, device)
 
 
-def test_correlation_hardly_sees_the_bug(tests, device):
+def test_pcc_hardly_detects_the_bug(tests, device):
+    """The bug of the draft lowers the PCC only to 0.97, above a threshold of 0.9."""
     import attention_tt
 
     x = mha_tt.upload(tests.X, device=device)

@@ -1,4 +1,4 @@
-"""Golden functions of our own for operations that others' models are made of, against the formulas, and their traps."""
+"""Our golden functions for operations of other people's models: checked with the formulas, and their traps."""
 
 import numpy as np
 import pytest
@@ -16,14 +16,14 @@ NEIGHBOURS = np.kron(np.eye(16), [[0, 1], [-1, 0]])  # (a, b) -> (-b, a)
 
 
 def tables(num_tokens, head_dim, *, neighbours=False):
-    """cos and sin of positions 0, 1, …, (1, 1, T, H)."""
+    """Return cos and sin of positions 0, 1, …, (1, 1, T, H)."""
     angles = np.arange(num_tokens)[:, None] * 10000.0 ** (-np.arange(head_dim // 2) / (head_dim // 2))
     angles = np.repeat(angles, 2, axis=1) if neighbours else np.concatenate([angles, angles], axis=1)
     return np.cos(angles)[None, None], np.sin(angles)[None, None]
 
 
 def on_cores(device, x):
-    """An array (1, B, rows, width) on the device, the rows of each sequence on a core of its own."""
+    """Upload an array (1, B, rows, width), with the rows of each sequence on a separate core."""
     x = mha_tt.upload(x, device=device)
     rows = -(-x.shape[2] // 32) * 32
     return ttnn.to_memory_config(x, one_core_each(x.shape[1], rows, x.shape[3], device))
@@ -37,13 +37,16 @@ def in_rows(device, x):
 
 
 def close(found, expected):
-    """Tables, two products and their sum are rounded, by up to 2^-9 each; a product is as large as a pair at most."""
+    """Return whether results are close: tables, two products and their sum are each rounded by up to 2^-9."""
     return np.abs(found - expected).max() <= 2**-7 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("seq_len", [6, 64])
 @pytest.mark.parametrize("kernel", ["rotary_embedding", "rotary_embedding_hf"])
-def test_halves_are_rotated(device, rng, kernel, seq_len):
+def test_half_split_pairs_are_rotated(device, rng, kernel, seq_len):
+    """The two kernels for half-split pairs match the formula for 6 and 64 tokens, padded as on a
+    device.
+    """
     x = rounded(rng.standard_normal((2, 3, seq_len, 64)), ttnn.bfloat16)
     cos, sin = (mha_tt.upload(table, device=device) for table in tables(96, 64))
     found = mha_tt.download(getattr(EXPERIMENTAL, kernel)(mha_tt.upload(x, device=device), cos, sin))
@@ -53,13 +56,15 @@ def test_halves_are_rotated(device, rng, kernel, seq_len):
 
 
 def test_one_row_rotates_all_tokens(device, rng):
+    """With a token index, all tokens are rotated by that row of the tables."""
     x = rounded(rng.standard_normal((1, 2, 32, 64)), ttnn.bfloat16)
     cos, sin = (mha_tt.upload(table, device=device) for table in tables(96, 64))
     found = mha_tt.download(EXPERIMENTAL.rotary_embedding(mha_tt.upload(x, device=device), cos, sin, 41))
     assert close(found, rotate(x, np.full((1, 32), 41), 10000.0))
 
 
-def test_neighbours_are_rotated(device, rng):
+def test_interleaved_pairs_are_rotated(device, rng):
+    """rotary_embedding_llama rotates interleaved pairs as the formula does."""
     x = rounded(rng.standard_normal((1, 3, 40, 64)), ttnn.bfloat16)
     cos, sin = (mha_tt.upload(table, device=device) for table in tables(96, 64, neighbours=True))
     trans_mat = mha_tt.upload(NEIGHBOURS[None, None], device=device)
@@ -71,7 +76,8 @@ def test_neighbours_are_rotated(device, rng):
 
 
 @pytest.mark.parametrize("kernel", ["rotary_embedding_llama", "rotary_embedding_hf"])
-def test_each_sequence_of_a_step_is_rotated_by_its_own_row(device, rng, kernel):
+def test_steps_are_rotated_by_their_own_rows(device, rng, kernel):
+    """In a step, the heads of each sequence are rotated by the row of its position."""
     positions, is_llama = [5, 0, 77], kernel == "rotary_embedding_llama"
     x = rounded(rng.standard_normal((1, 3, 8, 64)), ttnn.bfloat16)
     cos, sin = (table[:, :, positions].swapaxes(1, 2) for table in tables(96, 64, neighbours=is_llama))
@@ -86,7 +92,8 @@ def test_each_sequence_of_a_step_is_rotated_by_its_own_row(device, rng, kernel):
 
 
 @pytest.mark.parametrize("kernel", ["rotary_embedding", "rotary_embedding_hf"])
-def test_halves_of_a_part_of_a_tile_are_refused(device, kernel):
+def test_halves_within_a_tile_raise(device, kernel):
+    """Kernels for half-split pairs raise an error for heads of 16 features, half a tile."""
     x, table = (mha_tt.upload(np.ones((1, heads, 32, 16)), device=device) for heads in (2, 1))
     with pytest.raises(AssertionError, match=r"^heads "):
         getattr(EXPERIMENTAL, kernel)(x, table, table)
@@ -95,26 +102,32 @@ def test_halves_of_a_part_of_a_tile_are_refused(device, kernel):
 # ---- Heads -----------------------------------------------------------------------------------------------------------
 
 
-def test_heads_are_put_side_by_side(device, rng):
+def test_nlp_concat_heads_joins_heads(device, rng):
+    """nlp_concat_heads puts heads of whole tiles side by side."""
     x = rounded(rng.standard_normal((2, 4, 40, 64)), ttnn.bfloat16)
     found = mha_tt.download(EXPERIMENTAL.nlp_concat_heads(mha_tt.upload(x, device=device)))
     assert np.array_equal(found, x.swapaxes(1, 2).reshape(2, 1, 40, 256))
 
 
-def test_parts_of_tiles_are_not_put_side_by_side(device):
+def test_nlp_concat_heads_rejects_part_tiles(device):
+    """nlp_concat_heads raises an error for heads of 16 features."""
     with pytest.raises(AssertionError, match=r"head_dim .*nlp_concat_heads, got 16"):
         EXPERIMENTAL.nlp_concat_heads(mha_tt.upload(np.ones((1, 2, 32, 16)), device=device))
 
 
-def test_heads_of_a_step_are_put_side_by_side(device, rng):
+def test_nlp_concat_heads_decode_joins_heads(device, rng):
+    """nlp_concat_heads_decode puts the heads of three sequences side by side; rows beyond them are
+    NaN, because the kernel does not write them.
+    """
     x = rounded(rng.standard_normal((1, 3, 8, 64)), ttnn.bfloat16)
     found = mha_tt.download(EXPERIMENTAL.nlp_concat_heads_decode(on_cores(device, x), num_heads=8))
     assert found.shape == (1, 1, 32, 512)
     assert np.array_equal(found[0, 0, :3], x.reshape(3, 512))
-    assert np.isnan(found[0, 0, 3:]).all()  # nobody writes them
+    assert np.isnan(found[0, 0, 3:]).all()  # the kernel does not write them
 
 
-def test_heads_of_a_step_are_taken_apart(device, rng):
+def test_nlp_create_qkv_heads_decode_splits(device, rng):
+    """nlp_create_qkv_heads_decode splits queries, keys and values, on shared or separate cores."""
     x = rounded(rng.standard_normal((1, 1, 3, 8 * 64)), ttnn.bfloat16)
     narrow = ttnn.create_sharded_memory_config(
         (32, 64),
@@ -139,18 +152,21 @@ PAGES = np.array([[3, 0, 4], [1, 5, 2]])  # of two sequences, pages of 32 slots
 
 
 def paged(x):
-    """Slots (2, K, 96, H) in pages."""
+    """Return slots (2, K, 96, H) in pages."""
     cache = np.zeros((6, x.shape[1], 32, x.shape[3]), x.dtype)
     cache[PAGES] = x.reshape(2, x.shape[1], 3, 32, -1).swapaxes(1, 2)
     return cache
 
 
-def test_prompts_and_steps_in_pages_are_attended_to_as_in_slots(device, rng):
+def test_paged_caches_match_slots(device, rng):
+    """Filling, updating and attending to a cache in pages matches one in slots: exact contents,
+    outputs within 2^-8.
+    """
     keys, values = (rounded(rng.standard_normal((2, 2, 96, 64)), ttnn.bfloat16) for _ in "kv")
     table, positions = in_rows(device, PAGES), [40, 70]
     caches = [mha_tt.upload(np.zeros((6, 2, 32, 64)), device=device) for _ in "kv"]
     for cache, x in zip(caches, (keys, values), strict=True):
-        for sequence, length in enumerate(positions):  # a prompt, and then one token more
+        for sequence, length in enumerate(positions):  # a prompt, then one more token
             prompt = mha_tt.upload(x[sequence : sequence + 1, :, :length], device=device)
             EXPERIMENTAL.paged_fill_cache(cache, prompt, table, batch_idx=sequence)
         token = np.stack([x[sequence, :, slot] for sequence, slot in enumerate(positions)])[None]
@@ -167,7 +183,10 @@ def test_prompts_and_steps_in_pages_are_attended_to_as_in_slots(device, rng):
 
 
 @pytest.mark.parametrize("table", [None, [[2, 0], [1, 3]]], ids=["slots", "pages"])
-def test_two_caches_are_written_at_once(device, rng, table):
+def test_fused_update_writes_two_caches(device, rng, table):
+    """paged_fused_update_cache writes one row per sequence to both caches, in slots or pages, and
+    nothing else.
+    """
     keys, values = (rounded(rng.standard_normal((1, 2, 2, 64)), ttnn.bfloat16) for _ in "kv")
     rows = [
         ttnn.to_memory_config(
@@ -203,14 +222,16 @@ def test_two_caches_are_written_at_once(device, rng, table):
         (33, PAGES + 5, "paged_update_cache .* 6 pages, got 10 for sequence 1"),
     ],
 )
-def test_a_write_outside_of_a_paged_cache_is_refused(device, slot, pages, message):
+def test_write_outside_paged_cache_raises(device, slot, pages, message):
+    """A write to a slot or page that a cache does not have raises an error that names the index."""
     cache = mha_tt.upload(np.zeros((6, 2, 32, 64)), device=device)
     token, slots = on_cores(device, np.ones((1, 2, 2, 64))), in_rows(device, [-1, slot])
     with pytest.raises(AssertionError, match=message):
         EXPERIMENTAL.paged_update_cache(cache, token, update_idxs_tensor=slots, page_table=in_rows(device, pages))
 
 
-def test_a_sequence_or_page_of_minus_one_is_left_out(device):
+def test_index_of_minus_one_is_not_written(device):
+    """paged_update_cache writes nothing for a slot or page of -1."""
     cache = mha_tt.upload(np.zeros((6, 2, 32, 64)), device=device)
     token, slots = on_cores(device, np.ones((1, 2, 2, 64))), in_rows(device, [-1, 40])
     table = in_rows(device, np.where(PAGES == 5, -1, PAGES))
@@ -218,7 +239,8 @@ def test_a_sequence_or_page_of_minus_one_is_left_out(device):
     assert not mha_tt.download(cache).any()
 
 
-def test_another_view_of_a_cache_has_no_golden_function(device):
+def test_cache_position_modulo_has_no_golden(device):
+    """paged_update_cache with cache_position_modulo raises NotImplementedError."""
     cache, token = mha_tt.upload(np.zeros((6, 2, 32, 64)), device=device), on_cores(device, np.ones((1, 2, 2, 64)))
     with pytest.raises(
         NotImplementedError, match="paged_update_cache with cache_position_modulo has no golden function"

@@ -46,7 +46,8 @@ def run(folder, *pieces):
 
 
 @pytest.mark.costly("modules that a new process imports")
-def test_mha_tt_works_without_other_frameworks(tmp_path):
+def test_mha_tt_needs_no_other_framework(tmp_path):
+    """A layer runs on a mock board if torch, jax, flax and the other packages are missing."""
     result = run(tmp_path, WITHOUT_THE_OTHERS, USE)
     assert result.returncode == 0, result.stderr
 
@@ -54,6 +55,7 @@ def test_mha_tt_works_without_other_frameworks(tmp_path):
 @pytest.mark.costly("what a process prints as it ends")
 @pytest.mark.thorough
 def test_test_process_reports_no_leaks():  # nanobind reports ttnn objects that outlive the interpreter
+    """A pytest process prints no message of nanobind about leaked ttnn objects."""
     here = Path(__file__).parent
     test = here / "test_norms.py::test_weights_go_in_and_out_bit_for_bit"
     command = [sys.executable, "-m", "pytest", "-q", test]
@@ -63,6 +65,7 @@ def test_test_process_reports_no_leaks():  # nanobind reports ttnn objects that 
 
 
 @pytest.mark.costly("modules that a new process imports")
-def test_mock_values_without_torch_name_missing_module(tmp_path):  # shows that torch really is hidden
+def test_mock_values_without_torch_raise(tmp_path):  # shows that torch really is hidden
+    """A mock board with values raises ModuleNotFoundError that names torch if it is missing."""
     result = run(tmp_path, WITHOUT_THE_OTHERS, USE_VALUES)
     assert "ModuleNotFoundError: mha_tt.mock needs torch for values" in result.stderr

@@ -31,16 +31,19 @@ def run(device, operation, *arrays, **options):
     return mha_tt.download(operation(*tensors, **options))
 
 
-def test_add(device, x, y):
+def test_addition_matches_numpy(device, x, y):
+    """ttnn.add of two bfloat16 arrays equals NumPy's sum within the tolerance of bfloat16."""
     assert_close(run(device, ttnn.add, x, y), x + y, ttnn.bfloat16)
 
 
-def test_matmul(device, x, y):
+def test_matmul_matches_numpy(device, x, y):
+    """ttnn.matmul with accurate arithmetic equals NumPy's product within the tolerance of bfloat16."""
     config = {"compute_kernel_config": accurate_config(device)}
     assert_close(run(device, ttnn.matmul, x, y.T, **config), x @ y.T, ttnn.bfloat16)
 
 
-def test_softmax(device, x):
+def test_softmax_matches_formula(device, x):
+    """ttnn.softmax with accurate arithmetic equals the formula within the tolerance of bfloat16."""
     exponentials = np.exp(x - x.max(axis=1, keepdims=True))
     expected = exponentials / exponentials.sum(axis=1, keepdims=True)
     config = {"compute_kernel_config": accurate_config(device), "numeric_stable": True}

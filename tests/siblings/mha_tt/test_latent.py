@@ -1,4 +1,4 @@
-"""Latents: over keys and values made of them, or over latents themselves, the results are those of the formulas."""
+"""Latent attention over expanded keys and values, or over the latents themselves, matches the formulas."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ from mha_tt.layout import padded_features, slots_of
 
 KERNEL = "ttnn.transformer.scaled_dot_product_attention"
 
-SPECS = {  # no width takes whole tiles, and blocks of a head take different numbers of them
+SPECS = {  # no width fills whole tiles, and the blocks of a head need different numbers of tiles
     "interleaved": parity.AttentionSpec(
         24,
         3,
@@ -55,7 +55,7 @@ def latent_layer(spec, device, dtype, **options):
 
 
 def feed(step, x, chunks, cache, dtype):
-    """The outputs of all tokens, fed in chunks of these sizes to `step(x, cache)`, and the cache."""
+    """Return the outputs of all tokens, fed in chunks of these sizes to `step(x, cache)`, and the cache."""
     outputs = []
     for chunk in np.split(x, np.cumsum(chunks)[:-1], axis=1):
         output, cache = step(mha_tt.upload(chunk, device=cache.latents.device(), dtype=dtype), cache)
@@ -64,7 +64,7 @@ def feed(step, x, chunks, cache, dtype):
 
 
 def by_function(module, absorb):
-    """A step of the function, with the weights of a module."""
+    """Return a step that calls the function with the weights of a module."""
 
     def step(x, cache):
         return mha_tt.multi_head_latent_attention(x, module.weights, module.spec, cache, absorb=absorb)
@@ -78,7 +78,10 @@ def by_function(module, absorb):
 @pytest.mark.board
 @every_dtype
 @every_spec
-def test_weights_go_up_and_come_back_bit_for_bit(device, spec, dtype):
+def test_latent_weights_round_trip(device, spec, dtype):
+    """Latent weights are downloaded and uploaded again bit for bit; in bfloat8_b, the tensors on
+    the device are the same.
+    """
     weights = rounded_weights(spec, ttnn.bfloat16 if dtype == ttnn.bfloat8_b else dtype)
     held = mha_tt.upload_weights(weights, spec, device=device, dtype=dtype)
     again = mha_tt.upload_weights(mha_tt.download_weights(held, spec), spec, device=device, dtype=dtype)
@@ -89,7 +92,8 @@ def test_weights_go_up_and_come_back_bit_for_bit(device, spec, dtype):
 
 
 def test_blocks_of_a_head_begin_at_tiles():
-    # 38 features of its own take 64; 3 pairs that heads share begin there, their second features a tile later.
+    """Each block of a head begins at a tile, and its rotated pairs are a tile apart."""
+    # A head's own 38 features take 64 slots; 3 shared pairs begin there, their second features one tile later.
     assert slots_of("q_b_proj", TWO_LATENTS).tolist() == [*range(38), 64, 65, 66, 96, 97, 98]
     assert slots_of("kv_a_proj", TWO_LATENTS).tolist() == [*range(70), 96, 97, 98, 128, 129, 130]
     assert slots_of("kv_b_proj", TWO_LATENTS).tolist() == [*range(38), *range(64, 104)]
@@ -104,7 +108,8 @@ def test_blocks_of_a_head_begin_at_tiles():
 @both_dtypes
 @every_spec
 @pytest.mark.parametrize("need_weights", [False, True], ids=["output", "weights"])
-def test_layer_gives_what_the_formulas_give(device, need_weights, spec, dtype):
+def test_layer_matches_formulas(device, need_weights, spec, dtype):
+    """Output and attention weights of a causal layer over latents match the formulas."""
     x, weights = random_tokens(35, dtype), rounded_weights(spec, dtype)
     held = mha_tt.upload_weights(weights, spec, device=device, dtype=dtype)
     output, attn_weights = mha_tt.multi_head_attention(
@@ -118,6 +123,7 @@ def test_layer_gives_what_the_formulas_give(device, need_weights, spec, dtype):
 
 @both_dtypes
 def test_module_uploads_its_rotations_once(device, uploads, dtype):
+    """A second call of a module uploads nothing, and matches the formulas."""
     module, x = module_of("MultiHeadSelfAttention", TWO_LATENTS, device, dtype), random_tokens(9, dtype)
     on_device = mha_tt.upload(x, device=device, dtype=dtype)
     module(on_device, is_causal=True)
@@ -128,7 +134,8 @@ def test_module_uploads_its_rotations_once(device, uploads, dtype):
 
 @pytest.mark.board
 @both_dtypes
-def test_layer_of_no_tokens_gives_none(device, dtype):
+def test_layer_accepts_empty_input(device, dtype):
+    """A layer without sequences or tokens returns an empty output, with and without a cache."""
     module = latent_layer(TWO_LATENTS, device, dtype)
     for shape in ((0, 4, 24), (3, 0, 24)):
         x = mha_tt.upload(np.zeros(shape), device=device, dtype=dtype)
@@ -155,14 +162,16 @@ def test_latent_chunks_equal_one_pass(device, chunks, dtype):
     ("spec", "dtype"), [*((spec, ttnn.bfloat16) for spec in SPECS.values()), (TWO_LATENTS, ttnn.float32)]
 )
 @either_way
-def test_latents_absorbed_or_expanded_equal_the_full_pass(device, absorb, spec, dtype):
+def test_both_latent_forms_match_full_pass(device, absorb, spec, dtype):
+    """Steps with absorbed or expanded latents match one full pass."""
     module, x = latent_layer(spec, device, dtype), random_tokens(8, dtype)
     output, _ = feed(by_function(module, absorb), x, [4, 3, 1], module.init_cache(3, 8), dtype)
     assert_close(output, full_pass(spec, dtype, x), dtype)
 
 
 @both_dtypes
-def test_keys_and_values_are_cached_as_well(device, dtype):
+def test_kv_cache_matches_full_pass(device, dtype):
+    """A layer over latents with a cache of keys and values matches one full pass."""
     module, x = module_of("MultiHeadAttentionWithCache", TWO_LATENTS, device, dtype), random_tokens(9, dtype)
     cache, outputs = module.init_cache(3, 12), []
     for chunk in np.split(x, [6, 7], axis=1):
@@ -195,7 +204,8 @@ def test_ragged_latents_equal_each_alone(device, steps, dtype):
 
 @pytest.mark.board
 @either_way
-def test_latents_in_bfloat8_b_are_close_to_the_full_pass(device, absorb):
+def test_bfloat8_b_latents_match_full_pass(device, absorb):
+    """Steps over latents in bfloat8_b match one full pass within the tolerance of that dtype."""
     module, x = latent_layer(TWO_LATENTS, device, ttnn.bfloat16), random_tokens(8, ttnn.bfloat16)
     cache = module.init_cache(3, 8, ttnn.bfloat8_b)
     output, cache = feed(by_function(module, absorb), x, [5, 2, 1], cache, ttnn.bfloat16)
@@ -204,7 +214,8 @@ def test_latents_in_bfloat8_b_are_close_to_the_full_pass(device, absorb):
 
 
 @both_dtypes
-def test_appended_latents_stand_for_the_keys_and_values_of_the_layer(device, dtype):
+def test_cached_latents_expand_to_keys(device, dtype):
+    """Appended latents expand to the keys and values of the layer, and to 0 in free slots."""
     weights, x = rounded_weights(TWO_LATENTS, dtype), random_tokens(6, dtype)
     held = mha_tt.upload_weights(weights, TWO_LATENTS, device=device, dtype=dtype)
     project = mha_tt.project_with(held, TWO_LATENTS)
@@ -222,7 +233,10 @@ def test_appended_latents_stand_for_the_keys_and_values_of_the_layer(device, dty
 
 @pytest.mark.board
 @both_dtypes
-def test_changed_cache_of_latents_decodes_as_its_sequences_do(device, dtype):
+def test_changed_cache_decodes_correctly(device, dtype):
+    """After cropping, reordering, repeating and growing a cache, a step equals a full pass of each
+    new sequence.
+    """
     module, x = latent_layer(TWO_LATENTS, device, dtype), random_tokens(7, dtype)
     _, cache = feed(module, x[:, :6], [6], module.init_cache(3, 7), dtype)
     changed = cache.crop([4, 5, 5]).reorder([2, 0]).repeat(2).grow(40)
@@ -234,8 +248,11 @@ def test_changed_cache_of_latents_decodes_as_its_sequences_do(device, dtype):
 
 
 @pytest.mark.board
-def test_step_reads_the_latents_with_the_kernel_for_one_token(device, calls):
-    # More heads than fit a core, each as wide as a latent: 40 are taken 32 at a time, the last 8 three times each.
+def test_step_over_latents_uses_step_kernel(device, calls):
+    """A step of 40 heads runs the kernel for one token over 32 heads and the last 8 tripled, and
+    matches one full pass.
+    """
+    # More heads than fit on a core, each as wide as a latent: 40 run as 32, and the last 8 three times each.
     spec = parity.AttentionSpec(24, 40, head_dim=12, value_head_dim=8, latent=Latent(310, 4), qkv_bias=False)
     module, x = latent_layer(spec, device, ttnn.bfloat16), random_tokens(7, ttnn.bfloat16, batch=2)
     _, cache = feed(module, x[:, :6], [6], module.init_cache(2, 40), ttnn.bfloat16)
@@ -248,7 +265,10 @@ def test_step_reads_the_latents_with_the_kernel_for_one_token(device, calls):
 
 
 @pytest.mark.board
-def test_step_over_latents_of_a_width_that_its_kernel_gets_wrong_equals_the_full_pass(device, calls):
+def test_bad_step_width_uses_prompt_kernel(device, calls):
+    """For latents 576 wide, which the step kernel computes wrongly, steps use the prompt kernel and
+    match one full pass.
+    """
     rope = parity.Rope(500.0, rotary_dim=64, rotated="last")
     spec = parity.AttentionSpec(24, 20, head_dim=72, value_head_dim=8, latent=Latent(512, 64), rope=rope)
     x = random_tokens(6, ttnn.bfloat16)
@@ -260,7 +280,8 @@ def test_step_over_latents_of_a_width_that_its_kernel_gets_wrong_equals_the_full
 
 
 @both_dtypes
-def test_weights_of_heads_are_made_once_for_each_load(device, dtype):
+def test_kv_b_weights_are_made_once_per_load(device, dtype):
+    """Weights of heads are kept between steps, and made again after load_weights."""
     module, x = latent_layer(TWO_LATENTS, device, dtype), random_tokens(4, dtype)
     _, cache = feed(module, x[:, :2], [1, 1], module.init_cache(3, 4), dtype)
     kept = module._kv_b()
@@ -276,7 +297,8 @@ def test_weights_of_heads_are_made_once_for_each_load(device, dtype):
 
 
 @pytest.mark.board
-def test_attention_weights_are_dropped_in_training(device):
+def test_dropout_is_active_in_training(device):
+    """In training mode, dropout of attention weights changes the output of every token."""
     spec, x = (
         parity.AttentionSpec(24, 2, head_dim=12, latent=Latent(33, 5), dropout=0.5),
         random_tokens(4, ttnn.bfloat16),

@@ -11,7 +11,7 @@ import mha_tt
 from mha_tt.masks import MASKED, CausalMask, Mask, on_device
 from mha_tt.scores import LOWEST_BIAS, bias_on_device
 
-# Query 1 of the first sequence sees no key, and nobody sees key 3.
+# Query 1 of the first sequence attends to no key, and no query attends to key 3.
 MASK = np.array(
     [
         [[[0, 0, 0, 1], [1, 1, 1, 1], [0, 1, 0, 1]]],
@@ -22,7 +22,7 @@ MASK = np.array(
 
 
 def with_padding(tensor):
-    """What a tensor on the host holds, its last tiles whole."""
+    """Return the contents of a tensor on the host, including the padding of its tiles."""
     return tensor.to_torch_with_padded_shape().float().numpy()
 
 
@@ -30,13 +30,14 @@ def with_padding(tensor):
 
 
 @pytest.mark.parametrize("ids", [np.zeros((1, 3), np.float32), np.zeros((1, 2), int), [[0, 0, 0]], (), np.array(3)])
-def test_other_segments_are_refused(ids):
+def test_invalid_segment_ids_raise(ids):
+    """Segments of floats, a wrong length, a list, an empty tuple or a scalar raise ValueError."""
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         mha_tt.create_attention_mask(3, segment_ids=ids)
     assert caught.value.argument == "segment_ids"
 
 
-# ---- Recognised ------------------------------------------------------------------------------------------------------
+# ---- Recognizing causal masks ----------------------------------------------------------------------------------------
 
 CAUSAL = {
     "1": mha_tt.create_causal_mask(1),
@@ -60,12 +61,13 @@ NOT_CAUSAL = {
 
 
 @pytest.mark.parametrize("name", CAUSAL)
-def test_device_mask_knows_the_causal_mask(device, name):
+def test_device_mask_recognizes_causal_mask(device, name):
     assert mha_tt.DeviceMask(CAUSAL[name], device=device).is_causal
 
 
 @pytest.mark.parametrize("name", NOT_CAUSAL)
-def test_device_mask_takes_no_other_for_the_causal_mask(device, name):
+def test_other_masks_are_not_causal(device, name):
+    """Masks that differ from the causal mask in any element or shape are not recognized as causal."""
     assert not mha_tt.DeviceMask(NOT_CAUSAL[name], device=device).is_causal
 
 
@@ -74,7 +76,10 @@ def test_device_mask_takes_no_other_for_the_causal_mask(device, name):
 
 @pytest.mark.parametrize("attend", [mha_tt.scaled_dot_product_attention, mha_tt.fused.scaled_dot_product_attention])
 @pytest.mark.parametrize("told", [{}, {"is_causal": True}], ids=str)
-def test_segments_are_hidden_as_by_their_mask(device, attend, told):
+def test_segments_match_equivalent_mask(device, attend, told):
+    """Attention with segments equals attention with their mask bit for bit, and NaN stays within
+    its segment.
+    """
     rng, ids = np.random.default_rng(0), np.array([[0] * 9 + [1] * 24 + [2] * 7, [4] * 30 + [3] * 10])
     arrays = [rng.standard_normal((2, 2, 40, 32)).astype(np.float32) for _ in range(3)]
     arrays[2][0, :, 12] = np.nan  # of the second segment
@@ -89,32 +94,40 @@ def test_segments_are_hidden_as_by_their_mask(device, attend, told):
 
 @pytest.mark.parametrize(("shape", "expected"), [((4,), (1, 1, 1, 4)), ((3, 4), (1, 1, 3, 4)), ((2, 1, 3, 4),) * 2])
 def test_device_mask_has_four_axes(device, shape, expected):
+    """The shape of a device mask is extended to four axes."""
     assert mha_tt.DeviceMask(np.zeros(shape, bool), device=device).shape == expected
 
 
-def test_hidden_is_one_at_masked_keys_and_nowhere_in_an_empty_row(device):
+def test_hidden_form_spares_empty_rows(device):
+    """The form `hidden` is 1 at masked keys, and 0 in rows without a visible key."""
     hidden = mha_tt.download(mha_tt.DeviceMask(MASK, device=device).hidden)
     expected = MASK.astype(np.float32)
     expected[0, 0, 1] = 0.0
     np.testing.assert_array_equal(hidden, expected)
 
 
-def test_keep_is_zero_in_an_empty_row(device):
+def test_keep_is_zero_in_empty_rows(device):
+    """The form `keep` is 0 in rows without a visible key, and 1 in all others."""
     keep = mha_tt.download(mha_tt.DeviceMask(MASK, device=device).keep)
     assert keep[..., 0].tolist() == [[[1, 0, 1]], [[1, 1, 1]]]
 
 
 @pytest.mark.parametrize("name", CAUSAL)
-def test_keep_is_absent_where_every_row_has_a_key(device, name):
+def test_keep_is_absent_without_empty_rows(device, name):
+    """The form `keep` is None if every row has a visible key."""
     assert mha_tt.DeviceMask(CAUSAL[name], device=device).keep is None
 
 
-def test_keep_of_a_mask_without_an_axis_of_keys_is_about_all_keys(device):
+def test_keep_broadcasts_over_all_keys(device):
+    """For a mask of shape (T, 1), `keep` is 0 in rows that hide all keys."""
     keep = mha_tt.download(mha_tt.DeviceMask(np.array([[False], [True]]), device=device).keep)
     assert keep.tolist() == [[[[1], [0]]]]
 
 
-def test_additive_is_the_stand_in_for_infinity_at_masked_keys_and_nowhere_in_an_empty_row(device):
+def test_additive_form_spares_empty_rows(device):
+    """The additive form is about -1e9 at masked keys, and 0 elsewhere and in rows without a visible
+    key.
+    """
     additive = mha_tt.download(mha_tt.DeviceMask(MASK, device=device).additive(3, 4))
     shown = ~MASK
     shown[0, 0, 1] = True
@@ -123,21 +136,24 @@ def test_additive_is_the_stand_in_for_infinity_at_masked_keys_and_nowhere_in_an_
 
 
 @pytest.mark.parametrize("shape", [(4,), (1, 4), (3, 1), (3, 4), (2, 1, 1, 4), (1, 2, 3, 4)], ids=str)
-def test_additive_has_every_query_and_every_key(device, shape):
+def test_additive_form_is_broadcast(device, shape):
+    """The additive form has all queries and keys, even if the mask broadcasts over them."""
     mask = mha_tt.DeviceMask(np.arange(np.prod(shape)).reshape(shape) % 3 == 1, device=device)
     expected = np.broadcast_to(mask.mask & ~mask.mask.all(axis=-1, keepdims=True), (*mask.shape[:2], 3, 4))
     np.testing.assert_array_equal(mha_tt.download(mask.additive(3, 4)) < 0.0, expected, strict=True)
 
 
 @pytest.mark.parametrize(("seq_len_q", "seq_len_k"), [(3, 4), (32, 33), (33, 32), (1, 65), (40, 1)])
-def test_tiles_of_the_additive_form_hide_what_lies_beyond_the_last_key(device, host_tensors, seq_len_q, seq_len_k):
+def test_additive_tiles_hide_padding(device, host_tensors, seq_len_q, seq_len_k):
+    """Tiles of the additive form contain the masked value beyond the last key."""
     mask = mha_tt.DeviceMask(mha_tt.create_causal_mask(seq_len_q, seq_len_k), device=device)
     mask.additive(seq_len_q, seq_len_k)
     (tensor,) = host_tensors
     assert (with_padding(tensor)[..., :seq_len_q, seq_len_k:] <= 0.99 * MASKED).all()
 
 
-def test_masked_keys_are_hidden_alike_within_the_mask_and_beyond_it(device, host_tensors):
+def test_padding_equals_masked_value(device, host_tensors):
+    """The additive form has the same value at masked keys and in the padding of its tile."""
     mha_tt.DeviceMask(np.array([[False, True, False]]), device=device).additive(1, 3)
     (tensor,) = host_tensors
     first, second, third, *beyond = with_padding(tensor)[0, 0, 0]
@@ -145,7 +161,8 @@ def test_masked_keys_are_hidden_alike_within_the_mask_and_beyond_it(device, host
     assert set(beyond) == {second}
 
 
-def test_the_stand_in_for_infinity_survives_beside_zero_in_every_dtype():
+def test_masked_value_survives_any_dtype():
+    """In one block, 0 and the masked value remain 0 and about -1e9 in all three dtypes."""
     pairs = np.array([[0.0, MASKED]], np.float32)
     kept = [
         ttnn.Tensor(pairs, dtype, None, ttnn.TILE_LAYOUT).to_torch().float().tolist()[0]
@@ -156,30 +173,35 @@ def test_the_stand_in_for_infinity_survives_beside_zero_in_every_dtype():
 
 
 @pytest.mark.parametrize("form", ["hidden", "keep"])
-def test_form_is_uploaded_once(device, uploads, form):
+def test_device_mask_form_is_uploaded_once(device, uploads, form):
+    """Repeated use of `hidden` or `keep` uploads one array."""
     mask = mha_tt.DeviceMask(MASK, device=device)
     assert getattr(mask, form) is getattr(mask, form)
     assert len(uploads) == 1
 
 
-def test_additive_is_uploaded_once_for_the_same_lengths(device, uploads):
+def test_additive_form_is_uploaded_once(device, uploads):
+    """Repeated use of the additive form for the same lengths uploads one array."""
     mask = mha_tt.DeviceMask(np.array([True, False, False]), device=device)
     assert mask.additive(5, 3) is mask.additive(5, 3)
     assert len(uploads) == 1
 
 
-def test_additive_is_made_anew_for_other_lengths(device):
+def test_additive_form_follows_lengths(device):
+    """The additive form is made again for other lengths."""
     mask = mha_tt.DeviceMask(np.array([True, False, False]), device=device)
     shapes = [tuple(mask.additive(seq_len_q, 3).shape) for seq_len_q in (5, 2)]
     assert shapes == [(1, 1, 5, 3), (1, 1, 2, 3)]
 
 
-def test_device_mask_uploads_nothing_before_it_is_needed(device, uploads):
+def test_device_mask_uploads_lazily(device, uploads):
+    """Creating a device mask uploads nothing."""
     mha_tt.DeviceMask(MASK, device=device)
     assert uploads == []
 
 
-def test_changing_the_array_afterwards_changes_no_form_that_is_uploaded(device):
+def test_device_mask_ignores_later_changes(device):
+    """Changing the array does not change a form that has been uploaded."""
     array = MASK.copy()
     mask = mha_tt.DeviceMask(array, device=device)
     before = mha_tt.download(mask.hidden)
@@ -187,37 +209,41 @@ def test_changing_the_array_afterwards_changes_no_form_that_is_uploaded(device):
     np.testing.assert_array_equal(mha_tt.download(mask.hidden), before)
 
 
-def test_on_device_leaves_a_device_mask_as_it_is(device):
+def test_on_device_returns_same_device_mask(device):
     mask = mha_tt.DeviceMask(MASK, device=device)
     assert on_device(mask, device) is mask
 
 
-def test_on_device_leaves_no_mask_as_it_is(device):
+def test_on_device_returns_none_for_none(device):
     assert on_device(None, device) is None
 
 
-# ---- The causal mask that is made late -------------------------------------------------------------------------------
+# ---- The lazy causal mask --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seq_len", [1, 5, 33])
-def test_late_causal_mask_has_the_additive_form_of_its_table(device, seq_len):
+def test_lazy_causal_mask_matches_its_table(device, seq_len):
+    """The additive form of a lazy causal mask equals that of its table."""
     table = mha_tt.DeviceMask(mha_tt.create_causal_mask(seq_len), device=device)
     late, expected = (mask.additive(seq_len, seq_len) for mask in (CausalMask(seq_len, device=device), table))
     assert np.array_equal(mha_tt.download(late), mha_tt.download(expected))
 
 
-def test_late_causal_mask_joins_an_infinite_bias(device):
+def test_lazy_causal_mask_joins_bias(device):
+    """A lazy causal mask and the infinite elements of a bias are combined into one mask."""
     joined = Mask(CausalMask(2, device=device)).with_bias(BIAS)
     assert joined.mask.reshape(2, 2).tolist() == [[False, True], [False, False]]
 
 
-def test_late_causal_mask_of_very_many_tokens_takes_no_memory(device):
+def test_lazy_causal_mask_allocates_no_table(device):
+    """A lazy causal mask of 2^20 tokens, whose table would have 2^40 elements, can be created."""
     mask = CausalMask(2**20, device=device)  # its table would have 2^40 elements
     assert (mask.is_causal, mask.shape, mask.keep) == (True, (1, 1, 2**20, 2**20), None)
 
 
 @pytest.mark.parametrize(("seq_len", "error"), [(-1, ValueError), (2.0, TypeError)])
-def test_late_causal_mask_refuses_a_length(device, seq_len, error):
+def test_lazy_causal_mask_rejects_bad_length(device, seq_len, error):
+    """A lazy causal mask rejects a negative or float length."""
     with refuses("seq_len", seq_len=seq_len).of(error):
         CausalMask(seq_len, device=device)
 
@@ -228,24 +254,28 @@ BIAS = np.array([[0.5, -np.inf], [1e-3, float(np.finfo(np.float32).min)]], np.fl
 
 
 def test_infinite_bias_becomes_a_mask():
+    """Elements of -inf in a bias become a mask; the lowest finite number does not."""
     assert Mask().with_bias(BIAS).mask.tolist() == [[False, True], [False, False]]
 
 
 @pytest.mark.parametrize("mask", [None, MASK], ids=["no-mask", "mask"])
 @pytest.mark.parametrize("bias", [None, np.zeros((3, 4), np.float32)], ids=["no-bias", "finite"])
-def test_mask_stays_itself_where_no_bias_is_infinite(mask, bias):
+def test_mask_is_kept_without_infinite_bias(mask, bias):
+    """Without infinite elements in the bias, the mask object is returned unchanged."""
     assert Mask(mask).with_bias(bias).mask is mask
 
 
 @pytest.mark.parametrize("on", ["host", "device"])
 def test_infinite_bias_joins_the_mask(device, on):
+    """Elements of -inf in a bias are combined with a mask on the host or the device."""
     mask = np.array([[True, False], [False, False]])
     mask = mha_tt.DeviceMask(mask, device=device) if on == "device" else mask
     assert Mask(mask).with_bias(BIAS).mask.reshape(2, 2).tolist() == [[True, True], [False, False]]
 
 
 @pytest.mark.parametrize("need_weights", [False, True], ids=["fused", "plain"])
-def test_a_call_joins_an_infinite_bias_once(device, monkeypatch, need_weights):
+def test_call_joins_infinite_bias_once(device, monkeypatch, need_weights):
+    """A call with a mask and an infinite bias creates one device mask."""
     made, init = [], mha_tt.DeviceMask.__init__
     monkeypatch.setattr(mha_tt.DeviceMask, "__init__", lambda mask, *of, **more: made.append(init(mask, *of, **more)))
     heads = [mha_tt.upload(np.ones((1, 1, 2, 32)), device=device) for _ in range(3)]
@@ -255,7 +285,8 @@ def test_a_call_joins_an_infinite_bias_once(device, monkeypatch, need_weights):
 
 
 @pytest.mark.parametrize("on", ["host", "device"])
-def test_bias_on_the_device_is_never_so_low_that_a_masked_key_weighs_as_much(device, on):
+def test_device_bias_is_above_masked_value(device, on):
+    """A bias on the device is clipped from below, so that a masked key weighs less than any other."""
     bias = mha_tt.upload(BIAS, device=device, dtype=ttnn.float32) if on == "device" else BIAS
     held = mha_tt.download(bias_on_device(bias, device, ttnn.float32))
     np.testing.assert_array_equal(held, np.maximum(BIAS, np.float32(LOWEST_BIAS))[None, None])
@@ -263,7 +294,7 @@ def test_bias_on_the_device_is_never_so_low_that_a_masked_key_weighs_as_much(dev
 
 @pytest.mark.parametrize("on", ["host", "device"])
 @pytest.mark.parametrize("dtype", [ttnn.float32, ttnn.bfloat16], ids=["float32", "bfloat16"])
-def test_bias_on_the_device_has_the_dtype_asked_for(device, on, dtype):
+def test_device_bias_has_requested_dtype(device, on, dtype):
     bias = np.ones((3, 4), np.float64)
     bias = mha_tt.upload(bias, device=device, dtype=ttnn.bfloat16) if on == "device" else bias
     assert bias_on_device(bias, device, dtype).dtype == dtype
@@ -284,7 +315,8 @@ LARGE = {
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_mask_is_made_in_little_more_memory_than_it_takes(name):
+def test_mask_creation_needs_little_memory(name):
+    """Creating a mask allocates at most 1.5 times its size."""
     tracemalloc.start()
     try:
         mask = LARGE[name]()
@@ -307,11 +339,12 @@ def test_mask_is_made_in_little_more_memory_than_it_takes(name):
         ("create_cache_mask", ([], 2, 4), (0, 1, 2, 4)),
     ],
 )
-def test_mask_of_nothing(function, args, shape):
+def test_empty_masks_have_empty_shapes(function, args, shape):
+    """Masks without sequences, queries or keys have the expected empty shape and dtype bool."""
     mask = getattr(mha_tt, function)(*args)
     assert (mask.shape, mask.dtype) == (shape, bool)
 
 
 @pytest.mark.parametrize("lengths", [(0, 3), (3, 0), (0, 0)])
-def test_window_of_nothing(lengths):
+def test_empty_window_mask_has_empty_shape(lengths):
     assert mha_tt.create_sliding_window_mask(*lengths, window_size=2).shape == lengths

@@ -54,7 +54,7 @@ every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 every_path = pytest.mark.parametrize("path", PATHS)
 both_forms = pytest.mark.parametrize("form", ["plain", "fused"])
 
-# Query 1 of the first sequence sees no key, and nobody sees key 3.
+# Query 1 of the first sequence attends to no key, and no query attends to key 3.
 MASK = np.array(
     [
         [[[0, 0, 0, 1], [1, 1, 1, 1], [0, 1, 0, 1]]],
@@ -66,18 +66,18 @@ EMPTY = (0, 1)  # the empty row of an output (B, T, E)
 
 
 def draw(rng, dtype, *shape):
-    """Random numbers that a tensor of that dtype holds exactly."""
+    """Return random numbers that the dtype represents exactly."""
     return rounded(rng.standard_normal(shape), dtype)
 
 
 def crossed(dtype, spec=SPEC):
-    """Two sequences of three queries, and four keys each: what `MASK` is for."""
+    """Return two sequences of three queries and four keys, as in `MASK`."""
     rng = np.random.default_rng(1)
     return {"query": draw(rng, dtype, 2, 3, spec.d_in), "key": draw(rng, dtype, 2, 4, spec.d_kv)}
 
 
 def attended(path, spec, device, dtype, inputs, *, weights=None, **options):
-    """Output and attention weights of a layer on one of the paths, from NumPy to NumPy."""
+    """Return output and attention weights of a layer on one of the paths, as NumPy arrays."""
     options["need_weights"] = path.endswith("plain")
     weights = rounded_weights(spec, dtype) if weights is None else weights
     inputs = {name: mha_tt.upload(x, device=device, dtype=dtype) for name, x in inputs.items()}
@@ -92,7 +92,7 @@ def attended(path, spec, device, dtype, inputs, *, weights=None, **options):
 
 
 def split_attended(form, device, dtype, query, key, value, **options):
-    """Context of split heads, of whole tiles of features on the device, from NumPy to NumPy."""
+    """Return the context of split heads, padded to whole tiles on the device, as a NumPy array."""
     head_dim, function = query.shape[3], mha_tt if form == "plain" else mha_tt.fused
     spec = parity.AttentionSpec(query.shape[1] * head_dim, query.shape[1], num_kv_heads=key.shape[1])
     width = [(0, 0)] * 3 + [(0, mha_tt.padded_head_dim(head_dim) - head_dim)]
@@ -102,16 +102,17 @@ def split_attended(form, device, dtype, query, key, value, **options):
 
 
 def dtype_of(form):
-    """The widest dtype that a form takes."""
+    """Return the widest dtype that a form supports."""
     return ttnn.float32 if form == "plain" else ttnn.bfloat16
 
 
-# ---- On paper --------------------------------------------------------------------------------------------------------
+# ---- By hand ---------------------------------------------------------------------------------------------------------
 
 
 @both_dtypes
 @pytest.mark.parametrize("head_dim", [2, 12, 16, 32, 48, 64])
-def test_split_heads_moves_every_head_before_the_tokens(device, rng, head_dim, dtype):
+def test_split_heads_moves_heads_first(device, rng, head_dim, dtype):
+    """For head widths of 2 to 64, the result equals NumPy's reshape and transpose."""
     x = draw(rng, dtype, 2, 5, 3 * head_dim)
     heads = mha_tt.split_heads(mha_tt.upload(x, device=device, dtype=dtype), 3)
     assert np.array_equal(mha_tt.download(heads), x.reshape(2, 5, 3, head_dim).swapaxes(1, 2))
@@ -120,7 +121,8 @@ def test_split_heads_moves_every_head_before_the_tokens(device, rng, head_dim, d
 @pytest.mark.board
 @both_dtypes
 @pytest.mark.parametrize("head_dim", [2, 12, 16, 32, 48, 64])
-def test_combine_heads_undoes_split_heads(device, rng, head_dim, dtype):
+def test_combine_heads_inverts_split_heads(device, rng, head_dim, dtype):
+    """Split heads of any width are combined to the original bits."""
     x = draw(rng, dtype, 2, 33, 3 * head_dim)
     heads = mha_tt.split_heads(mha_tt.upload(x, device=device, dtype=dtype), 3)
     assert np.array_equal(mha_tt.download(mha_tt.combine_heads(heads)), x)
@@ -128,7 +130,8 @@ def test_combine_heads_undoes_split_heads(device, rng, head_dim, dtype):
 
 @both_dtypes
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 6])
-def test_query_head_uses_the_key_head_of_its_group(device, rng, num_kv_heads, dtype):
+def test_repeated_key_heads_follow_groups(device, rng, num_kv_heads, dtype):
+    """repeat_kv_heads gives each query head the key head of its group."""
     x = draw(rng, dtype, 2, num_kv_heads, 5, 32)
     repeated = mha_tt.download(mha_tt.repeat_kv_heads(mha_tt.upload(x, device=device, dtype=dtype), 6))
     assert np.array_equal(repeated, x[:, np.arange(6) // (6 // num_kv_heads)])
@@ -165,12 +168,13 @@ def test_temperature_counts_with_rope(device, dtype):
 
 
 @both_dtypes
-def test_scores_are_float32(device, dtype):
+def test_attention_scores_are_float32(device, dtype):
+    """Scores are float32 for every dtype of the heads."""
     ones = mha_tt.upload(np.ones((1, 1, 1, 4)), device=device, dtype=dtype)
     assert mha_tt.attention_scores(ones, ones).dtype == ttnn.float32
 
 
-# ---- Against float64 -------------------------------------------------------------------------------------------------
+# ---- Compared with float64 -------------------------------------------------------------------------------------------
 
 
 @sample(12)
@@ -178,7 +182,10 @@ def test_scores_are_float32(device, dtype):
 @both_dtypes
 @both_forms
 @every_spec
-def test_self_attention_is_the_formula_and_a_module_the_function(device, rng, spec, form, dtype):
+def test_self_attention_matches_formula(device, rng, spec, form, dtype):
+    """Output and attention weights under a random mask match the formula, and the module equals the
+    function bit for bit.
+    """
     weights, x = rounded_weights(spec, dtype), draw(rng, dtype, 2, 5, spec.d_in)
     mask = rng.random((2, 1, 5, 5)) < 0.4
     mask[0, :, 3] = True
@@ -193,7 +200,8 @@ def test_self_attention_is_the_formula_and_a_module_the_function(device, rng, sp
 
 @both_dtypes
 @every_path
-def test_cross_attention_of_another_width_and_length_is_the_formula(device, path, dtype):
+def test_cross_attention_matches_formula(device, path, dtype):
+    """Cross-attention to keys of another width and length matches the formula on every path."""
     weights, inputs = rounded_weights(CROSS, dtype), crossed(dtype, CROSS)
     output, _ = attended(path, CROSS, device, dtype, inputs, weights=weights, mask=MASK)
     assert_close(output, layer(CROSS, weights, **inputs, mask=MASK)[0], dtype)
@@ -202,7 +210,8 @@ def test_cross_attention_of_another_width_and_length_is_the_formula(device, path
 @both_dtypes
 @every_path
 @pytest.mark.parametrize("fused_qkv", [False, True], ids=["three", "packed"])
-def test_values_may_come_from_elsewhere(device, rng, fused_qkv, path, dtype):
+def test_separate_values_match_formula(device, rng, fused_qkv, path, dtype):
+    """Values other than the keys, with packed or separate projections, match the formula."""
     spec = parity.AttentionSpec(8, 2, fused_qkv=fused_qkv)
     weights, inputs = rounded_weights(spec, dtype), crossed(dtype, spec)
     inputs["value"] = draw(rng, dtype, *inputs["key"].shape)
@@ -214,7 +223,8 @@ def test_values_may_come_from_elsewhere(device, rng, fused_qkv, path, dtype):
 @both_dtypes
 @both_forms
 @pytest.mark.parametrize("head_dim", [2, 12, 16, 48, 80])
-def test_head_of_any_width_is_the_formula(device, rng, head_dim, form, dtype):
+def test_any_head_width_matches_formula(device, rng, head_dim, form, dtype):
+    """Heads of 2 to 80 features match the formula."""
     spec = parity.AttentionSpec(20, 4, num_kv_heads=2, head_dim=head_dim)
     weights, x = rounded_weights(spec, dtype), draw(rng, dtype, 2, 7, 20)
     output, _ = attended(f"module-{form}", spec, device, dtype, {"query": x}, weights=weights)
@@ -240,7 +250,8 @@ MASKS = {
 @both_forms
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("seq_len_q", "seq_len_k"), LENGTHS)
-def test_any_lengths_under_any_mask_are_the_formula(device, rng, seq_len_q, seq_len_k, mask, form):
+def test_any_length_and_mask_match_formula(device, rng, seq_len_q, seq_len_k, mask, form):
+    """Lengths within, at and beyond tiles match the formula under every kind of mask."""
     dtype = dtype_of(form)
     query, key, value = (
         draw(rng, dtype, 2, heads, length, 8) for heads, length in ((4, seq_len_q), (2, seq_len_k), (2, seq_len_k))
@@ -249,7 +260,7 @@ def test_any_lengths_under_any_mask_are_the_formula(device, rng, seq_len_q, seq_
     context = split_attended(form, device, dtype, query, key, value, mask=mask)
     expected, _ = attend(query, key, value, mask=False if mask is None else mask)
     assert context.shape == expected.shape
-    # Of the largest value, for the context of a mask that hides everything is 0.
+    # Relative to the largest value, because a mask that hides everything makes the context 0.
     assert np.abs(context - expected).max() <= TOLERANCES[dtype] * np.abs(value).max()
 
 
@@ -268,7 +279,10 @@ TOLD = {
 @pytest.mark.parametrize("biased", [False, True], ids=["plain", "beside-a-bias"])
 @pytest.mark.parametrize("told", TOLD.values(), ids=TOLD)
 @pytest.mark.parametrize(("seq_len_q", "seq_len_k"), [(5, 5), (7, 5), (5, 40)], ids=["square", "tall", "wide"])
-def test_what_is_told_is_hidden_as_by_its_mask(device, rng, seq_len_q, seq_len_k, told, biased, masked, form):
+def test_causal_and_lengths_match_formula(device, rng, seq_len_q, seq_len_k, told, biased, masked, form):
+    """is_causal and padding lengths, alone or with a mask or a bias, match the formula with the
+    equivalent mask.
+    """
     dtype = dtype_of(form)
     shapes = ((4, seq_len_q), (2, seq_len_k), (2, seq_len_k))
     query, key, value = (draw(rng, dtype, 2, heads, length, 8) for heads, length in shapes)
@@ -277,12 +291,13 @@ def test_what_is_told_is_hidden_as_by_its_mask(device, rng, seq_len_q, seq_len_k
     context = split_attended(form, device, dtype, query, key, value, mask=mask, bias=bias, **told)
     hidden = mha_tt.create_attention_mask(seq_len_q, seq_len_k, **told) | (False if mask is None else mask)
     expected, _ = attend(query, key, value, mask=hidden, bias=0.0 if bias is None else bias)
-    # Of the largest value, for the context of a mask that hides everything is 0.
+    # Relative to the largest value, because a mask that hides everything makes the context 0.
     assert np.abs(context - expected).max() <= TOLERANCES[dtype] * np.abs(value).max()
 
 
 @both_forms
-def test_telling_what_is_causal_and_padded_gives_the_bits_of_its_mask(device, rng, form):
+def test_causal_and_lengths_equal_their_mask(device, rng, form):
+    """is_causal with padding lengths gives the bits of the equivalent mask."""
     dtype, told = dtype_of(form), TOLD["causal-padding"]
     query, key, value = (draw(rng, dtype, 2, 2, 5, 8) for _ in range(3))
     mask = mha_tt.create_attention_mask(5, 5, **told)
@@ -291,7 +306,8 @@ def test_telling_what_is_causal_and_padded_gives_the_bits_of_its_mask(device, rn
 
 
 @both_dtypes
-def test_core_of_projected_inputs_is_the_formula(device, rng, dtype):
+def test_core_matches_formula(device, rng, dtype):
+    """The function of projected inputs matches the formula, with its attention weights."""
     query, key, value = draw(rng, dtype, 2, 3, 8), draw(rng, dtype, 2, 4, 8), draw(rng, dtype, 2, 4, 8)
     tensors = (mha_tt.upload(x, device=device, dtype=dtype) for x in (query, key, value))
     output, attn_weights = mha_tt.multi_head_attention_core(*tensors, 2, MASK)
@@ -304,7 +320,8 @@ def test_core_of_projected_inputs_is_the_formula(device, rng, dtype):
 @both_dtypes
 @both_forms
 @pytest.mark.parametrize("rope", [None, parity.Rope(100.0)], ids=["no-rope", "rope"])
-def test_one_packed_projection_equals_three(device, rng, rope, form, dtype):
+def test_packed_projection_matches_three(device, rng, rope, form, dtype):
+    """A layer with packed projections matches one with three, with and without RoPE."""
     spec = parity.AttentionSpec(24, 4, num_kv_heads=2, rope=rope)
     inputs = {"query": draw(rng, dtype, 2, 5, 24)}
     apart, _ = attended(f"module-{form}", spec, device, dtype, inputs)
@@ -342,7 +359,10 @@ SELF = {
 @pytest.mark.parametrize(
     "spec", [SPECS["mha"], SPECS["gqa-rope"], SPECS["fused-qkv"]], ids=["mha", "gqa-rope", "packed"]
 )
-def test_self_attention_module_builds_its_mask(device, rng, spec, name, dtype):
+def test_self_attention_builds_its_mask(device, rng, spec, name, dtype):
+    """The self-attention module with is_causal and lengths matches the formula with the equivalent
+    mask.
+    """
     weights, x = rounded_weights(spec, dtype), draw(rng, dtype, 2, 5, spec.d_in)
     module = module_of("MultiHeadSelfAttention", spec, device, dtype, weights)
     output = module(mha_tt.upload(x, device=device, dtype=dtype), **SELF[name])
@@ -351,7 +371,8 @@ def test_self_attention_module_builds_its_mask(device, rng, spec, name, dtype):
 
 
 @both_dtypes
-def test_causal_module_takes_another_length_the_next_time(device, rng, dtype):
+def test_causal_module_accepts_other_length(device, rng, dtype):
+    """A causal module called with 4 and then 9 tokens matches the formula for 9."""
     module = module_of("MultiHeadSelfAttention", SPEC, device, dtype)
     x = draw(rng, dtype, 2, 9, 8)
     for seq_len in (4, 9):
@@ -393,7 +414,8 @@ def test_device_mask_and_bias_empty_a_row(device, path, dtype):
 @pytest.mark.parametrize(
     "mask", [np.ones((1, 1), bool), np.ones((3, 1), bool), np.ones((2, 1, 1, 4), bool)], ids=np.shape
 )
-def test_mask_that_broadcasts_empties_every_row(device, mask, path, dtype):
+def test_broadcast_mask_can_empty_all_rows(device, mask, path, dtype):
+    """A mask of True that broadcasts over keys, queries or heads makes every row exactly 0."""
     output, _ = attended(path, BARE, device, dtype, crossed(dtype), mask=mask)
     assert not output.any()
 
@@ -401,8 +423,9 @@ def test_mask_that_broadcasts_empties_every_row(device, mask, path, dtype):
 @both_dtypes
 @every_path
 @pytest.mark.parametrize("of", [np.float32, np.float64], ids=["of-float32", "of-float64"])
-def test_lowest_bias_still_weighs_more_than_a_mask(device, of, path, dtype):
-    # Every key of the first query has the lowest finite bias, and two of them are masked: the other two share.
+def test_lowest_bias_outweighs_a_mask(device, of, path, dtype):
+    """Two keys with the lowest finite bias share the weight of a row whose other keys are masked."""
+    # All keys of the first query have the lowest finite bias; two are masked, and the other two share the weight.
     inputs, weights = crossed(dtype), rounded_weights(BARE, dtype)
     bias = np.zeros((3, 4), of)
     bias[0] = np.finfo(of).min
@@ -429,7 +452,7 @@ BIASES = {
 }
 
 
-# Where a bias lies, whether a mask is beside it and its dtype meet; its shape meets only a mask's.
+# The place of a bias, a mask next to it and its dtype are combined; its shape is combined only with a mask.
 @sample(12)
 @both_dtypes
 @both_forms
@@ -441,7 +464,10 @@ BIASES = {
         for masked in (0, 1)
     ],
 )
-def test_bias_of_any_shape_is_added_to_the_scores(device, rng, axes, masked, on, form, dtype):
+def test_bias_of_any_shape_matches_formula(device, rng, axes, masked, on, form, dtype):
+    """A bias of any broadcastable shape, on the host or the device, with or without a mask, matches
+    the formula.
+    """
     bias, inputs, weights = draw(rng, dtype, *BIASES[axes]), crossed(dtype), rounded_weights(BARE, dtype)
     options = {"mask": MASK} if masked else {}
     given = mha_tt.upload(bias, device=device, dtype=dtype) if on == "device" else bias
@@ -450,7 +476,8 @@ def test_bias_of_any_shape_is_added_to_the_scores(device, rng, axes, masked, on,
 
 
 @both_forms
-def test_bias_on_the_device_may_have_another_dtype(device, rng, form):
+def test_bias_on_device_may_have_other_dtype(device, rng, form):
+    """A float32 bias on the device gives a bfloat16 layer the bits of the bias on the host."""
     bias, inputs = draw(rng, ttnn.bfloat16, 3, 4), crossed(ttnn.bfloat16)
     other = mha_tt.upload(bias, device=device, dtype=ttnn.float32)
     output, _ = attended(f"module-{form}", BARE, device, ttnn.bfloat16, inputs, bias=other)
@@ -460,7 +487,8 @@ def test_bias_on_the_device_may_have_another_dtype(device, rng, form):
 
 @pytest.mark.board
 @both_forms
-def test_infinite_bias_on_the_device_hides_its_keys(device, form):
+def test_infinite_bias_on_device_hides_keys(device, form):
+    """Elements of -inf in a bias on the device hide their keys as in the formula."""
     bias = np.array([[0.0, -np.inf, 0.5, -np.inf]], np.float32)
     inputs, weights = crossed(ttnn.bfloat16), rounded_weights(BARE, ttnn.bfloat16)
     given = mha_tt.upload(bias, device=device)
@@ -468,8 +496,9 @@ def test_infinite_bias_on_the_device_hides_its_keys(device, form):
     assert_close(output, layer(BARE, weights, **inputs, bias=bias)[0], ttnn.bfloat16)
 
 
-def test_causal_mask_beside_a_bias_is_not_lost(device, rng):
-    # Without a bias the kernel is told in a word that the mask is causal.
+def test_causal_mask_and_bias_match_formula(device, rng):
+    """A causal mask and a bias together match the formula on the fused path."""
+    # Without a bias, the kernel gets a flag instead of the causal mask.
     query, key, value = (draw(rng, ttnn.bfloat16, 1, 2, 40, 8) for _ in range(3))
     bias, mask = draw(rng, ttnn.bfloat16, 40, 40), mha_tt.create_causal_mask(40)
     context = split_attended("fused", device, ttnn.bfloat16, query, key, value, bias=bias, mask=mask)
@@ -481,7 +510,8 @@ def test_causal_mask_beside_a_bias_is_not_lost(device, rng):
 
 @both_dtypes
 @both_forms
-def test_mask_on_the_device_is_the_mask(device, form, dtype):
+def test_mask_on_device_equals_mask_on_host(device, form, dtype):
+    """A DeviceMask gives the bits of its array."""
     on_host, _ = attended(f"module-{form}", SPEC, device, dtype, crossed(dtype), mask=MASK)
     mask = mha_tt.DeviceMask(MASK, device=device)
     on_device, _ = attended(f"module-{form}", SPEC, device, dtype, crossed(dtype), mask=mask)
@@ -497,7 +527,8 @@ narrow_specs = pytest.mark.parametrize("spec", NARROW.values(), ids=NARROW)
 @pytest.mark.board
 @both_forms
 @narrow_specs
-def test_bfloat8_b_weights_are_bfloat16_weights_of_the_same_values(device, rng, spec, form):
+def test_bfloat8_b_weights_equal_bfloat16(device, rng, spec, form):
+    """A layer with bfloat8_b weights returns the bits of a bfloat16 layer with the same values."""
     narrow = module_of("MultiHeadAttention", spec, device, weight_dtype=ttnn.bfloat8_b)
     wide = module_of("MultiHeadAttention", spec, device, weights=parity.weights_of(narrow))
     x = mha_tt.upload(rng.standard_normal((2, 5, spec.d_in)), device=device)
@@ -505,7 +536,8 @@ def test_bfloat8_b_weights_are_bfloat16_weights_of_the_same_values(device, rng, 
     assert np.array_equal(*outputs)
 
 
-def test_bfloat8_b_weights_are_not_those_given(device):  # the control of the test above
+def test_bfloat8_b_rounds_given_weights(device):  # the control of the test above
+    """Control: bfloat8_b weights differ from the given ones."""
     narrow = module_of("MultiHeadAttention", SPEC, device, weight_dtype=ttnn.bfloat8_b)
     given = rounded_weights(SPEC, ttnn.bfloat16)["q_proj.weight"]
     assert not np.array_equal(parity.weights_of(narrow)["q_proj.weight"].astype(np.float32), given)
@@ -514,7 +546,8 @@ def test_bfloat8_b_weights_are_not_those_given(device):  # the control of the te
 @pytest.mark.board
 @both_forms
 @narrow_specs
-def test_bfloat8_b_activations_are_close_to_the_formula(device, rng, spec, form):
+def test_bfloat8_b_inputs_match_formula(device, rng, spec, form):
+    """Layers with inputs in bfloat8_b match the formula within the tolerance of that dtype."""
     module = module_of("MultiHeadAttention", spec, device, ttnn.bfloat8_b)
     weights = {name: weight.astype(np.float32) for name, weight in parity.weights_of(module).items()}
     x, mask = draw(rng, ttnn.bfloat8_b, 2, 5, spec.d_in), mha_tt.create_attention_mask(5, key_padding_lengths=[3, 0])
@@ -527,7 +560,7 @@ def test_bfloat8_b_activations_are_close_to_the_formula(device, rng, spec, form)
 
 
 def dropping(device, dtype=ttnn.bfloat16, seed=0, **rates):
-    """A module in training with the random weights of `SPEC`, its dropout drawn from the seed."""
+    """Return a module in training mode with the random weights of `SPEC` and dropout from the seed."""
     spec = replace(SPEC, **rates)
     module = mha_tt.MultiHeadAttention(spec, device=device, dtype=dtype, rng=np.random.default_rng(seed))
     module.load_weights(parity.random_weights(SPEC))
@@ -541,7 +574,10 @@ def output_of(module, x, **options):
 
 @pytest.mark.board
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
-def test_dropout_drops_at_its_rate_and_scales_the_others(device, rate):
+def test_dropout_rate_and_scale_are_correct(device, rate):
+    """The share of dropped elements is within 5 deviations of the rate, and others are scaled by 1
+    / (1 - rate).
+    """
     ones = mha_tt.upload(np.ones((1, 2, 64, 64)), device=device)
     dropped = mha_tt.download(mha_tt.apply_dropout(ones, rate, seed=7))
     deviation = math.sqrt(rate * (1 - rate) / dropped.size)
@@ -549,26 +585,30 @@ def test_dropout_drops_at_its_rate_and_scales_the_others(device, rate):
     assert dropped[dropped != 0.0] == pytest.approx(1.0 / (1.0 - rate), rel=2**-7)
 
 
-def test_dropout_of_rate_zero_is_the_tensor_itself(device):
+def test_zero_dropout_returns_same_tensor(device):
+    """Dropout with rate 0 returns the same tensor object."""
     ones = mha_tt.upload(np.ones((1, 2, 4, 4)), device=device, dtype=ttnn.float32)
     assert mha_tt.apply_dropout(ones, 0.0) is ones
 
 
 @pytest.mark.board
-def test_output_dropout_drops_outputs_at_its_rate(device, rng):
+def test_output_dropout_rate_is_correct(device, rng):
+    """The share of outputs that are 0 is within 5 deviations of the rate."""
     module = dropping(device, output_dropout=0.25)
     dropped = output_of(module, rng.standard_normal((4, 64, 8))) == 0.0
     assert abs(dropped.mean() - 0.25) <= 5 * math.sqrt(0.25 * 0.75 / dropped.size)
 
 
 @pytest.mark.board
-def test_training_may_be_switched_on_again(device, rng):
+def test_training_can_be_switched_on_again(device, rng):
+    """After eval() and train(), dropout gives the bits of a new layer."""
     module, x = dropping(device, dropout=0.5), rng.standard_normal((2, 5, 8))
     assert np.array_equal(output_of(module.eval().train(), x), output_of(dropping(device, dropout=0.5), x))
 
 
 @pytest.mark.parametrize("rates", [{"dropout": 0.5}, {"output_dropout": 0.5}], ids=str)
-def test_float32_cannot_be_dropped_at_random(device, rng, rates):
+def test_random_dropout_in_float32_raises(device, rng, rates):
+    """Random dropout in float32 raises an error that names the dtype."""
     with refuses_type("the module", dtype=...):
         output_of(dropping(device, ttnn.float32, **rates), rng.standard_normal((2, 5, 8)))
 
@@ -588,7 +628,8 @@ def test_function_drops_by_its_seed(device, rng, rates):
 @both_dtypes
 @pytest.mark.parametrize("path", ["function-plain", "function-fused"])
 @pytest.mark.parametrize("shape", [(2, 2, 3, 4), (3, 4), (4,)], ids=str)
-def test_given_dropout_is_the_formula(device, rng, shape, path, dtype):
+def test_given_dropout_matches_formula(device, rng, shape, path, dtype):
+    """With dropout_keep of any broadcastable shape, output and weights match the formula."""
     spec, keep = replace(SPEC, dropout=0.25), rng.random(shape) < 0.7
     inputs, weights = crossed(dtype), rounded_weights(spec, dtype)
     options = {"training": True, "dropout_keep": keep}
@@ -606,7 +647,7 @@ READS = {"ttnn.from_device", "ttnn.to_torch", "ttnn.to_dtype"}
 
 @pytest.fixture
 def no_downloads(device, monkeypatch):
-    """Reading a tensor back fails the test."""
+    """Fail the test if a tensor is read back."""
 
     def refuse(tensor):
         pytest.fail("a tensor was read back")
@@ -621,7 +662,8 @@ def no_downloads(device, monkeypatch):
 @pytest.mark.parametrize(
     "spec", [SPECS["mha"], SPECS["gqa-rope"], SPECS["fused-qkv"]], ids=["mha", "gqa-rope", "packed"]
 )
-def test_causal_forward_pass_moves_nothing_once_it_has_run(device, calls, uploads, spec, dtype):
+def test_second_causal_call_moves_nothing(device, calls, uploads, spec, dtype):
+    """The second causal call of a module uploads nothing and reads nothing back."""
     module = module_of("MultiHeadSelfAttention", spec, device, dtype)
     x = mha_tt.upload(np.ones((2, 5, spec.d_in)), device=device, dtype=dtype)
     module(x, is_causal=True)
@@ -635,7 +677,8 @@ def test_causal_forward_pass_moves_nothing_once_it_has_run(device, calls, upload
 @pytest.mark.usefixtures("no_downloads")
 @both_dtypes
 @both_forms
-def test_forward_pass_uploads_a_device_mask_once(device, uploads, form, dtype):
+def test_device_mask_is_uploaded_once(device, uploads, form, dtype):
+    """The second call with the same DeviceMask uploads nothing, and no call reads anything back."""
     module = module_of("MultiHeadAttention", SPEC, device, dtype)
     query, key = (mha_tt.upload(x, device=device, dtype=dtype) for x in crossed(dtype).values())
     mask = mha_tt.DeviceMask(MASK, device=device)
@@ -645,7 +688,10 @@ def test_forward_pass_uploads_a_device_mask_once(device, uploads, form, dtype):
     assert uploads == []
 
 
-def test_causal_mask_is_never_uploaded_on_the_fused_path(device, calls, uploads):
+def test_fused_path_uploads_no_causal_mask(device, calls, uploads):
+    """A causal mask is recognized: the kernel gets is_causal instead of a mask, and nothing is
+    uploaded.
+    """
     module = module_of("MultiHeadAttention", SPEC, device)
     x = mha_tt.upload(np.ones((2, 40, 8)), device=device)
     uploads.clear()
@@ -654,13 +700,15 @@ def test_causal_mask_is_never_uploaded_on_the_fused_path(device, calls, uploads)
     assert (call.keywords["is_causal"], call.keywords["attn_mask"], uploads) == (True, None, [])
 
 
-def test_self_attention_projects_packed_weights_once(device, calls):
+def test_packed_self_attention_projects_once(device, calls):
+    """Self-attention with packed weights runs two linear operations, one of them for the output."""
     module = module_of("MultiHeadAttention", SPECS["fused-qkv"], device)
     module(mha_tt.upload(np.ones((2, 5, 24)), device=device))
     assert [call.name for call in calls].count("ttnn.linear") == 2  # in and out
 
 
-def test_inputs_are_left_as_they_were(device, rng):
+def test_inputs_are_not_modified(device, rng):
+    """A call does not modify its input tensor."""
     x = draw(rng, ttnn.bfloat16, 2, 5, 24)
     tensor = mha_tt.upload(x, device=device)
     module_of("MultiHeadAttention", SPECS["gqa-rope"], device)(tensor)
@@ -670,13 +718,15 @@ def test_inputs_are_left_as_they_were(device, rng):
 # ---- Modules ---------------------------------------------------------------------------------------------------------
 
 
-def test_module_shows_its_dtypes(device):
+def test_module_repr_shows_its_dtypes(device):
+    """The repr of a module begins with its spec, dtype and weight_dtype."""
     shown = repr(mha_tt.MultiHeadAttention(SPEC, device=device, weight_dtype=ttnn.bfloat8_b))
     assert shown.startswith("MultiHeadAttention(AttentionSpec(8, 2), dtype=bfloat16, weight_dtype=bfloat8_b, ")
 
 
 @both_forms
-def test_loaded_weights_are_those_of_the_next_call(device, rng, form):
+def test_loaded_weights_apply_to_next_call(device, rng, form):
+    """After load_weights, the output matches the formula with these weights."""
     module = module_of("MultiHeadAttention", SPEC, device, ttnn.float32)
     x = rng.standard_normal((2, 5, 8)).astype(np.float32)
     output_of(module, x, need_weights=form == "plain")
@@ -691,7 +741,8 @@ def test_loaded_weights_are_those_of_the_next_call(device, rng, form):
 
 @pytest.mark.board
 @pytest.mark.parametrize(("dtype", "heads"), [(ttnn.float32, 64), (ttnn.bfloat16, 96)], ids=["float32", "bfloat16"])
-def test_wide_heads_are_combined(device, dtype, heads):
+def test_wide_heads_are_combined_exactly(device, dtype, heads):
+    """64 float32 or 96 bfloat16 heads of 128 features are combined to the exact values."""
     x = np.random.default_rng(0).integers(-9, 9, (1, heads, 3, 128))
     combined = mha_tt.combine_heads(mha_tt.upload(x.astype(np.float32), device=device, dtype=dtype))
     assert np.array_equal(mha_tt.download(combined), x.swapaxes(1, 2).reshape(1, 3, -1))
@@ -702,7 +753,8 @@ def test_wide_heads_are_combined(device, dtype, heads):
     [([[5]], ValueError), ([5, 6, 7], ValueError), ([[0, 1, 2]] * 3, ValueError), ([[0.0, 1.0, 2.0]], TypeError)],
     ids=["one", "rank 1", "batch", "float"],
 )
-def test_projection_refuses_positions(device, positions, error):
+def test_invalid_projected_positions_raise(device, positions, error):
+    """Positions of a wrong length, rank, batch or dtype raise an error in project_qkv."""
     spec = parity.AttentionSpec(8, 2, rope=parity.Rope(1e4))
     held = mha_tt.upload_weights(parity.random_weights(spec), spec, device=device)
     x = mha_tt.upload(np.ones((2, 3, 8)), device=device)
@@ -710,7 +762,8 @@ def test_projection_refuses_positions(device, positions, error):
         mha_tt.project_qkv(mha_tt.project_with(held), x, x, x, spec, np.array(positions))
 
 
-def test_rotations_of_other_positions_are_refused(device):
+def test_rotations_of_wrong_positions_raise(device):
+    """A Rotation whose positions do not fit the tokens raises an error."""
     spec = parity.AttentionSpec(8, 2, rope=parity.Rope(1e4))
     held = mha_tt.upload_weights(parity.random_weights(spec), spec, device=device)
     rotations = mha_tt.Rotation(np.array([[0]]), spec.rope, head_dim=4, padded=64, device=device)
@@ -731,7 +784,8 @@ def test_rotation_without_use_is_ignored(device, path, has_key):
 
 
 @pytest.mark.parametrize("seq_len", [1, 5, 40])
-def test_causal_mask_made_late_is_the_causal_mask(device, seq_len):
+def test_lazy_causal_mask_equals_table(device, seq_len):
+    """A lazy causal mask has the shape, flags and hidden form of its table."""
     late, early = (
         mha_tt.masks.CausalMask(seq_len, device=device),
         mha_tt.DeviceMask(mha_tt.create_causal_mask(seq_len), device=device),
@@ -743,13 +797,14 @@ def test_causal_mask_made_late_is_the_causal_mask(device, seq_len):
     assert np.array_equal(mha_tt.download(late.hidden), mha_tt.download(early.hidden))
 
 
-# ---- Nothing ---------------------------------------------------------------------------------------------------------
+# ---- Empty inputs ----------------------------------------------------------------------------------------------------
 
 
 @both_dtypes
 @pytest.mark.parametrize("spec", [{}, {"fused_qkv": True}, {"rope": parity.Rope(100.0)}, {"out_proj": False}], ids=str)
 @pytest.mark.parametrize("shape", [(2, 0, 24), (0, 3, 24)])
-def test_self_attention_of_nothing_gives_nothing(device, shape, spec, dtype):
+def test_self_attention_accepts_empty_input(device, shape, spec, dtype):
+    """Self-attention without tokens or sequences has an output of the same size."""
     module = module_of("MultiHeadSelfAttention", parity.AttentionSpec(24, 4, **spec), device, dtype)
     x = mha_tt.upload(np.ones(shape), device=device, dtype=dtype)
     for told in ({}, {"is_causal": True}, {"key_padding_lengths": [0] * shape[0]}):

@@ -1,4 +1,4 @@
-"""Boards that do not exist: what they leave behind, what they compute, and the traps that they catch."""
+"""Mock boards: the files they leave behind, the values they compute, and the ttnn errors they detect."""
 
 import os
 import subprocess
@@ -69,17 +69,21 @@ DECODE = """
 
 
 def files_below(folder):
-    """The folders and files that lie two levels deep in a folder."""
+    """Return the folders and files in a folder, down to two levels."""
     return sorted(str(path.relative_to(folder)) for path in [*folder.glob("*"), *folder.glob("*/*")])
 
 
-def test_boards_are_those_described():
+def test_all_mock_boards_are_tested():
+    """The table of this file lists exactly the boards of mha_tt.mock."""
     assert mock.BOARDS.keys() == BOARDS.keys()
 
 
 @pytest.mark.costly("a process has one board for good")
 @pytest.mark.thorough
-def test_boards_open_and_multiply_and_may_be_opened_again(run_python, tmp_path):
+def test_every_board_opens_and_multiplies(run_python, tmp_path):
+    """Every board opens twice in one process, reports its architecture, grid and chips, and
+    multiplies; only a cache folder remains.
+    """
     result = run_python(USE)
     expected = [(f"{architecture} {grid} {chips}", "True") for architecture, grid, chips in BOARDS.values()]
     assert result.stdout.splitlines() == [line for board in expected for line in 2 * board], result.stderr
@@ -87,40 +91,47 @@ def test_boards_open_and_multiply_and_may_be_opened_again(run_python, tmp_path):
     assert files_below(tmp_path / "work") == []
 
 
-def test_unknown_board_is_refused():
+def test_unknown_board_name_raises():
+    """mock.use rejects a name that is not a board's."""
     with refuses("board", board="n151"):
         mock.use("n151")
 
 
 @pytest.mark.board
-def test_second_board_is_refused(opened_device):
+def test_second_board_in_process_raises(opened_device):
+    """A process that has used one board cannot use another one."""
     other = next(name for name in BOARDS if name != USED)
     with pytest.raises(RuntimeError, match=f"'{other}' after '{USED}'"):
         mock.use(other)
 
 
-def test_cache_folder_with_a_blank_in_its_path_is_refused(monkeypatch, tmp_path):
+def test_cache_folder_with_space_raises(monkeypatch, tmp_path):
+    """mock.use rejects a cache folder whose path contains a space, and creates no files."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "my cache"))
     with refuses("the cache folder"):
         mock.use(USED)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_same_board_may_be_used_again(opened_device):
+def test_same_board_can_be_used_again(opened_device):
+    """Using the current board again changes no environment variable."""
     before = dict(os.environ)
     mock.use(USED)
     assert dict(os.environ) == before
 
 
-# ---- What they leave behind ------------------------------------------------------------------------------------------
+# ---- Files left behind -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.costly("four processes with one home")
 @pytest.mark.thorough
-def test_four_processes_may_begin_at_once_with_an_empty_folder_and_leave_one_of_the_home(run_python, tmp_path):
+def test_four_processes_can_start_at_once(run_python, tmp_path):
+    """Four processes decode at once with an empty cache folder and leave nothing but
+    ~/.cache/mha_tt.
+    """
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(run_python, [DECODE] * 4))
-    for result in results:  # without values a layer runs, and has nothing to read
+    for result in results:  # without values a layer runs, but cannot be read
         shapes, refusal = result.stdout.splitlines()
         assert shapes == "(2, 1, 32) [6, 6]"
         assert "a mock one" in refusal
@@ -129,7 +140,8 @@ def test_four_processes_may_begin_at_once_with_an_empty_folder_and_leave_one_of_
 
 
 @pytest.mark.costly("the environment of a process")
-def test_files_lie_in_the_cache_folder_where_there_is_one(run_python, tmp_path):
+def test_files_are_in_xdg_cache_home(run_python, tmp_path):
+    """With XDG_CACHE_HOME, all files of a mock board are in its folder mha_tt."""
     assert run_python(DECODE, XDG_CACHE_HOME=str(tmp_path / "cache")).returncode == 0
     assert files_below(tmp_path / "home") == []
     assert files_below(tmp_path / "work") == []
@@ -137,23 +149,26 @@ def test_files_lie_in_the_cache_folder_where_there_is_one(run_python, tmp_path):
 
 
 @pytest.mark.costly("the compiler is a program")
-def test_compiler_says_that_it_is_none(opened_device):
-    # Its version is part of the key of ttnn's cache: with the version of a real one, a card would be given its kernels.
+def test_compiler_version_identifies_mock(opened_device):
+    """The compiler reports the version of a mock compiler."""
+    # Its version is part of the key of ttnn's cache. With a real version, cards would load the mock's kernels.
     compiler = os.path.join(os.environ["TT_METAL_RUNTIME_ROOT"], "runtime/sfpi/compiler/bin/riscv-tt-elf-g++")
     result = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True)
     assert result.stdout == "riscv-tt-elf-g++ (mha_tt mock)\n"
 
 
-def test_kernels_lie_apart_from_those_of_a_card(opened_device):
+def test_kernel_cache_is_separate_from_cards(opened_device):
+    """Mock boards store kernels below their own root, instead of next to those of cards."""
     folder = os.environ["TT_METAL_CACHE"]
     assert folder.startswith(os.environ["TT_METAL_RUNTIME_ROOT"])
-    assert folder.endswith("/")  # without it ttnn glues its key to the name
+    assert folder.endswith("/")  # otherwise ttnn appends its key to the folder's name
 
 
 # ---- Values ----------------------------------------------------------------------------------------------------------
 
 
-def test_code_of_torch_and_ttnn_alone_gets_its_values(device):
+def test_code_of_torch_and_ttnn_gets_values(device):
+    """Code that calls only torch and ttnn gets the values of slices, sums, products and softmax."""
     x = torch.randn(2, 40, 70, generator=torch.Generator().manual_seed(0))
     tensor = ttnn.from_torch(x, dtype=ttnn.float32, layout=ttnn.TILE_LAYOUT, device=device)
     y = ttnn.to_torch(ttnn.softmax(tensor[:, 3:] * 2.0 + 1.0, dim=-1))
@@ -161,13 +176,15 @@ def test_code_of_torch_and_ttnn_alone_gets_its_values(device):
 
 
 @both_dtypes
-def test_value_is_rounded_as_its_tensor_holds_it(device, rng, dtype):
+def test_values_are_rounded_to_tensor_dtype(device, rng, dtype):
+    """A value is rounded to the dtype of its tensor after every operation."""
     x = rng.standard_normal((5, 40)).astype(np.float32)
     tripled = ttnn.multiply(mha_tt.upload(x, device=device, dtype=dtype), 3.0)
     assert np.array_equal(mha_tt.download(tripled), rounded(3.0 * rounded(x, dtype), dtype))
 
 
-def test_value_is_rounded_to_blocks(device, rng):
+def test_values_are_rounded_to_blocks(device, rng):
+    """A value cast to bfloat8_b is rounded to blocks with shared exponents."""
     x = rng.standard_normal((5, 40)).astype(np.float32)
     narrow = ttnn.typecast(mha_tt.upload(x, device=device, dtype=ttnn.bfloat16), ttnn.bfloat8_b)
     assert np.array_equal(mha_tt.download(narrow), rounded(rounded(x, ttnn.bfloat16), ttnn.bfloat8_b))
@@ -175,24 +192,28 @@ def test_value_is_rounded_to_blocks(device, rng):
 
 @pytest.mark.board
 def test_board_itself_computes_nothing(device, opened_device):  # the control of the tests above
+    """Without the shadow, the tensor on the mock board contains only zeros."""
     tensor = ttnn.add(mha_tt.upload(np.ones((5, 40)), device=device), 1.0)
     assert ttnn._ttnn.operations.core.to_dtype(tensor.cpu(), ttnn.float32).to_numpy().max() == 0.0
 
 
-def test_operations_are_noted_in_their_order(opened_device):
+def test_operations_are_recorded_in_order(opened_device):
+    """A shadow lists the names of operations in the order of their calls."""
     with mock.shadow() as values:
         x = mha_tt.upload(np.ones((2, 3)), device=opened_device)
         ttnn.softmax(x + x, dim=-1)
     assert values.operations == ["ttnn.to_device", "ttnn.add", "ttnn.softmax"]
 
 
-def test_shadow_gives_a_value_by_its_tensor(opened_device):
+def test_shadow_looks_up_value_by_tensor(opened_device):
+    """Indexing a shadow with a tensor returns the value of the tensor."""
     with mock.shadow() as values:
         x = mha_tt.upload(np.array([[1.0, 2.0]]), device=opened_device)
         assert values[ttnn.multiply(x, 2.0)].tolist() == [[2.0, 4.0]]
 
 
-def test_shadow_within_a_shadow_is_the_same(opened_device):
+def test_nested_shadow_is_the_outer_one(opened_device):
+    """A shadow inside another one is the same object, and values remain after the inner one ends."""
     with mock.shadow() as outer:
         x = mha_tt.upload(np.array([[1.0, 2.0]]), device=opened_device)
         with mock.shadow() as inner:
@@ -201,7 +222,8 @@ def test_shadow_within_a_shadow_is_the_same(opened_device):
         assert mha_tt.download(y).tolist() == [[2.0, 4.0]]
 
 
-def test_value_of_a_deallocated_tensor_is_let_go(opened_device):
+def test_deallocated_tensor_has_no_value(opened_device):
+    """The shadow forgets the value of a tensor that is deallocated."""
     with mock.shadow() as values:
         x = mha_tt.upload(np.ones((2, 3)), device=opened_device)
         ttnn.deallocate(x)
@@ -209,13 +231,15 @@ def test_value_of_a_deallocated_tensor_is_let_go(opened_device):
             values[x]
 
 
-def test_tensor_from_before_the_shadow_has_no_value(opened_device):
+def test_tensor_from_before_shadow_raises(opened_device):
+    """An operation on a tensor made before the shadow raises KeyError with the tensor's shape."""
     x = mha_tt.upload(np.ones((2, 3)), device=opened_device)
     with mock.shadow(), pytest.raises(KeyError, match=r"\(2, 3\)"):
         ttnn.multiply(x, 2.0)
 
 
-def test_graph_is_captured_where_one_is_asked_for(device):
+def test_graph_capture_works_under_shadow(device):
+    """Under a shadow, ttnn captures graphs twice in a row, and values are still computed."""
     x = mha_tt.upload(np.ones((2, 3)), device=device)
     for _ in range(2):
         ttnn.graph.begin_graph_capture()
@@ -227,7 +251,8 @@ def test_graph_is_captured_where_one_is_asked_for(device):
 
 
 @pytest.mark.costly("two processes with one cache")
-def test_kernel_that_was_compiled_once_is_not_compiled_by_another_process(run_python):
+def test_compiled_kernel_is_reused(run_python):
+    """A kernel compiled by one process is not compiled again by the next."""
     program = """
         import resource, sys
 
@@ -242,7 +267,10 @@ def test_kernel_that_was_compiled_once_is_not_compiled_by_another_process(run_py
     assert [run_python(program).stdout for _ in range(2)] == ["True\n", "False\n"]
 
 
-def test_shadow_leaves_everything_as_it_was(opened_device):
+def test_shadow_restores_ttnn_on_exit(opened_device):
+    """After an interrupted shadow, ttnn's settings and graph functions are restored, and values are
+    gone.
+    """
     graph = vars(ttnn.graph).copy()
     fast = ttnn.CONFIG.enable_fast_runtime_mode
     with pytest.raises(KeyboardInterrupt), mock.shadow():
@@ -260,18 +288,21 @@ def test_shadow_leaves_everything_as_it_was(opened_device):
 
 @pytest.fixture
 def own_goldens():
-    """Takes back what a test registers."""
+    """Remove golden functions that a test registers."""
     with patch.dict(GOLDENS):
         yield
 
 
-def test_operation_without_a_golden_function_says_how_to_give_it_one(device):
+def test_operation_without_golden_raises(device):
+    """An operation without a golden function raises an error that mentions mha_tt.mock.golden."""
     x = mha_tt.upload(np.ones((1, 2, 32, 64)), device=device)
     with pytest.raises(NotImplementedError, match=r"rotate_half has no golden function; mha_tt\.mock\.golden\("):
         ttnn.experimental.rotate_half(x)
 
 
-def test_golden_function_may_be_given(device, own_goldens, rng):
+def test_golden_function_can_be_registered(device, own_goldens, rng):
+    """A registered golden function computes the values of its operation."""
+
     @mock.golden("ttnn.experimental.rotate_half")
     def rotate_half(x):
         first, second = x.chunk(2, dim=-1)
@@ -282,26 +313,32 @@ def test_golden_function_may_be_given(device, own_goldens, rng):
     assert np.array_equal(mha_tt.download(rotated), np.concatenate([-x[..., 32:], x[..., :32]], axis=3))
 
 
-def test_given_golden_function_comes_before_the_one_of_ttnn(device, own_goldens):
+def test_registered_golden_takes_precedence(device, own_goldens):
+    """A registered golden function is used instead of ttnn's own."""
     mock.golden("ttnn.relu")(lambda x, **_: x + 41.0)
     assert mha_tt.download(ttnn.relu(mha_tt.upload(np.ones((2, 3)), device=device))).tolist() == [[42.0] * 3] * 2
 
 
-def test_golden_function_of_another_shape_is_reported(device, own_goldens):
+def test_golden_of_wrong_shape_raises(device, own_goldens):
+    """A golden function whose result has a different shape from the device's tensor raises an
+    error.
+    """
     mock.golden("ttnn.relu")(lambda x, **_: x[:1])
     with pytest.raises(AssertionError, match=r"ttnn\.relu gives \(2, 3\), its golden function \(1, 3\)"):
         ttnn.relu(mha_tt.upload(np.ones((2, 3)), device=device))
 
 
-def test_linear_takes_a_bias_of_two(device):
-    # The golden function of ttnn takes one of two elements for a matrix.
+def test_linear_accepts_bias_of_two(device):
+    """ttnn.linear adds a bias of two features to two output features."""
+    # ttnn's golden function treats a bias of two elements as a matrix.
     x, weight, bias = (mha_tt.upload(np.ones(shape), device=device) for shape in ((3, 4), (4, 2), (1, 2)))
     assert mha_tt.download(ttnn.linear(x, weight, bias=bias)).tolist() == [[5.0] * 2] * 3
 
 
 @pytest.mark.board
 @pytest.mark.parametrize("slots", [[3, 0], [3, -1], [-1, -1]], ids=str)
-def test_rows_are_written_to_a_slot_of_each_sequence_or_to_none(device, rng, slots):
+def test_rows_are_written_to_given_slots(device, rng, slots):
+    """write_rows writes one row per sequence to its slot, and nothing for slot -1."""
     cache = mha_tt.init_cache(2, 3, 32, 32, device=device)
     keys, values = rounded(rng.standard_normal((2, 1, 2, 3, 32)), ttnn.bfloat16)
     write_rows(cache, [mha_tt.upload(x, device=device) for x in (keys, values)], np.array(slots))
@@ -314,7 +351,8 @@ def test_rows_are_written_to_a_slot_of_each_sequence_or_to_none(device, rng, slo
 
 @pytest.mark.board
 @pytest.mark.parametrize("num_kv_heads", [0, 1])
-def test_heads_of_whole_tiles_are_created(device, rng, num_kv_heads):
+def test_nlp_create_qkv_heads_splits_heads(device, rng, num_kv_heads):
+    """nlp_create_qkv_heads splits heads of whole tiles into queries, keys and values."""
     x = rounded(rng.standard_normal((2, 1, 5, (2 + 2 * num_kv_heads) * 32)), ttnn.bfloat16)
     heads, keys, values = ttnn.experimental.nlp_create_qkv_heads(
         mha_tt.upload(x, device=device), num_heads=2, num_kv_heads=num_kv_heads, transpose_k_heads=False
@@ -326,7 +364,7 @@ def test_heads_of_whole_tiles_are_created(device, rng, num_kv_heads):
         assert np.array_equal(mha_tt.download(values), expected[:, 3:])
 
 
-# ---- Traps: what ttnn takes without a word and gets wrong ------------------------------------------------------------
+# ---- Traps: calls that ttnn accepts silently and computes wrong ------------------------------------------------------
 
 SHOWN = np.zeros((1, 1, 40, 40))
 
@@ -357,7 +395,8 @@ def attend_under(mask, device):
 
 @pytest.mark.board
 @pytest.mark.parametrize("name", FILLED_WITH_ZERO)
-def test_mask_whose_last_tiles_hide_nothing_is_caught(device, name):
+def test_mask_padding_of_zero_raises(device, name):
+    """A mask whose last tiles are padded with 0, however it was made, raises an error."""
     with pytest.raises(AssertionError, match=r"mask.* got 0"):
         attend_under(FILLED_WITH_ZERO[name](device), device)
 
@@ -368,7 +407,10 @@ def attend_within(window_size, seq_len, device, **told):
 
 
 @pytest.mark.board
-def test_window_both_ways_over_keys_that_are_not_whole_tiles_is_caught(device):
+def test_two_sided_window_needs_whole_tiles(device):
+    """A window in both directions raises an error unless the keys fill whole tiles; a causal one
+    never does.
+    """
     with pytest.raises(AssertionError, match=r"keys .*window"):
         attend_within(3, 40, device, is_causal=False)
     for seq_len, told in ((64, {"is_causal": False}), (40, {}), (40, {"is_causal": True})):
@@ -382,7 +424,10 @@ def test_window_both_ways_over_keys_that_are_not_whole_tiles_is_caught(device):
         *((160, False, False), (256, False, False), (288, False, True)),
     ],
 )
-def test_step_of_heads_that_its_kernel_gets_wrong_is_caught(device, width, sums, is_caught):
+def test_step_with_miscomputed_width_raises(device, width, sums, is_caught):
+    """A step with a head width that its kernel computes wrongly raises an error, and all other
+    widths run.
+    """
     query, slots = (mha_tt.upload(np.ones(shape), device=device) for shape in ((1, 1, 2, width), (1, 1, 32, width)))
     config = ttnn.init_device_compute_kernel_config(
         device.arch(), math_fidelity=ttnn.MathFidelity.HiFi4, fp32_dest_acc_en=sums
@@ -395,19 +440,22 @@ def test_step_of_heads_that_its_kernel_gets_wrong_is_caught(device, width, sums,
 
 @pytest.mark.board
 @pytest.mark.parametrize("name", FILLED)
-def test_mask_whose_last_tiles_hide_their_filling_is_taken(device, name):
+def test_masked_padding_is_accepted(device, name):
+    """A mask whose last tiles are padded with -1e9, however it was made, is accepted."""
     assert mha_tt.download(attend_under(FILLED[name](device), device)).max() == 1.0
 
 
 @pytest.mark.board
-def test_mask_of_whole_tiles_needs_no_filling(device):
+def test_mask_of_whole_tiles_is_accepted(device):
+    """A mask of 64 x 64 needs no padding value."""
     x, mask = (mha_tt.upload(np.ones(shape), device=device) for shape in ((1, 1, 64, 32), (1, 1, 64, 64)))
     context = ttnn.transformer.scaled_dot_product_attention(x, x, x, attn_mask=mask, is_causal=False)
     assert mha_tt.download(context).max() == 1.0
 
 
 @pytest.mark.board
-def test_rows_of_more_heads_than_are_read_are_caught(device):
+def test_rows_of_more_than_32_heads_raise(device):
+    """Writing rows of 33 heads, more than the operation reads, raises an error."""
     cache, new = (mha_tt.upload(np.ones(shape), device=device) for shape in ((2, 33, 32, 32), (1, 2, 33, 32)))
     held = mha_tt.KVCache(cache, cache, np.zeros(2, np.int32), 32)
     with pytest.raises(AssertionError, match=r"paged_update_cache .* got 33"):
@@ -416,7 +464,8 @@ def test_rows_of_more_heads_than_are_read_are_caught(device):
 
 @pytest.mark.board
 @pytest.mark.parametrize("slots", [[32, 0], [0, 40]], ids=str)
-def test_row_beyond_the_cache_is_caught(device, slots):
+def test_row_beyond_cache_raises(device, slots):
+    """Writing a row to slot 32 or 40 of a cache of 32 slots raises an error."""
     cache = mha_tt.init_cache(2, 1, 32, 32, device=device)
     new = mha_tt.upload(np.ones((1, 2, 1, 32)), device=device)
     with pytest.raises(AssertionError, match=f"paged_update_cache .* got {max(slots)}"):
@@ -424,22 +473,25 @@ def test_row_beyond_the_cache_is_caught(device, slots):
 
 
 @pytest.mark.board
-def test_row_of_all_sequences_beyond_the_cache_is_caught(device):
+def test_update_cache_beyond_capacity_raises(device):
+    """ttnn.update_cache at slot 32 of a cache of 32 slots raises an error."""
     cache, new = (mha_tt.upload(np.ones(shape), device=device) for shape in ((2, 1, 32, 32), (1, 1, 2, 32)))
     with pytest.raises(AssertionError, match=r"update_cache .* got 32"):
         ttnn.update_cache(cache, new, 32)
 
 
 @pytest.mark.board
-def test_tiles_beyond_the_slots_of_a_cache_are_caught(device):
-    # The tile itself is there, and its last 24 rows are beyond the 40 slots.
+def test_fill_cache_beyond_capacity_raises(device):
+    """ttnn.fill_cache with a tile that reaches beyond the 40 slots of a cache raises an error."""
+    # The tile exists, but its last 24 rows are beyond the 40 slots.
     cache, new = (mha_tt.upload(np.ones(shape), device=device) for shape in ((2, 1, 40, 32), (1, 1, 32, 32)))
     with pytest.raises(AssertionError, match=r"fill_cache .* got 32 at 32"):
         ttnn.fill_cache(cache, new, 0, update_idx=32)
 
 
 @pytest.mark.board
-def test_heads_that_ttnn_would_widen_are_caught(device):
+def test_heads_narrower_than_a_tile_raise(device):
+    """nlp_create_qkv_heads with heads of 16 features, which ttnn would widen, raises an error."""
     x = mha_tt.upload(np.ones((1, 1, 5, 64)), device=device)
     with pytest.raises(AssertionError, match=r"head_dim .*nlp_create_qkv_heads, got 16"):
         ttnn.experimental.nlp_create_qkv_heads(x, num_heads=4, num_kv_heads=0, transpose_k_heads=False)

@@ -1,8 +1,8 @@
-"""The control: what is broken on purpose in `mha_tt` is seen by `parity`, at the stage where it is broken.
+"""Control: `parity` detects code that is deliberately broken in `mha_tt`, at the stage where it is broken.
 
-A mutation wraps a function, of `mha_tt` or of ttnn, or is a known bug, injected as in the other siblings. They run
-in bfloat16, for nothing takes the fused path in float32. Where the padding of a head is not 0, or one of the traps of
-`mha_tt.mock` is sprung, the case fails as a whole.
+A mutation wraps a function of `mha_tt` or ttnn, or is a known bug, injected as in `mha_jax` and `mha_torch`. Mutations
+run in bfloat16, because no call in float32 uses the fused path. If the padding of a head is not 0, or a call is one of
+the traps of `mha_tt.mock`, the case fails as a whole.
 """
 
 from collections.abc import Callable
@@ -63,19 +63,20 @@ EVERY_CASE = {**CASES, **{case.name: case for case in MORE_CASES}}
 
 
 Override = Callable[..., Any]
-"""What takes the place of a function: called with what stood there before, and its inputs."""
+"""Replacement of a function: called with the original function and its inputs."""
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """What is broken, and what must show it.
+    """A mutation, and the case and stage that must detect it.
 
     Attributes:
         case: name of a case that must fail.
-        stage: the stage to start looking at.
+        stage: the stage that must be reported as the first difference.
         broken: the override, or the name of a known bug.
-        holders: who holds the function that it overrides: modules or classes, and its name there.
-        dtype: in which it must fail: the one of the wider budget, and of both paths, but where only float32 is broken.
+        holders: modules or classes that hold the overridden function, and its name there.
+        dtype: dtype in which the case must fail: bfloat16, which has the wider budget and both paths, unless only
+            float32 is broken.
     """
 
     case: str
@@ -86,7 +87,7 @@ class Mutation:
 
 
 def one(case: str, stage: str, function: Callable[..., Any], broken: Override, dtype: str = "bfloat16") -> Mutation:
-    """A function that is broken for everyone who holds it."""
+    """Return a mutation of a function in all modules that hold it."""
     name = function.__name__
     modules = (mha_tt, caches, cache_mha, device, fused, heads, latent, layout, masks, mha, norms, projections, stages)
     modules += (functional, mask_arrays, step, temperature, weights)
@@ -95,7 +96,7 @@ def one(case: str, stage: str, function: Callable[..., Any], broken: Override, d
 
 
 def at(case: str, stage: str, holder: Any, name: str, broken: Override, dtype: str = "bfloat16") -> Mutation:
-    """A function that is broken in one place."""
+    """Return a mutation of a function in one place."""
     return Mutation(case, stage, broken, ((holder, name),), dtype)
 
 
@@ -103,12 +104,12 @@ def at(case: str, stage: str, holder: Any, name: str, broken: Override, dtype: s
 
 
 def without_spec(original, kernel, q, k, v, visible, scores):
-    """The features that pad a head are counted as features."""
+    """Count the padding of a head as features."""
     return original(kernel, q, k, v, visible, replace(scores, spec=None))
 
 
 def step_without_spec(original, q, keys, values, last_positions, spec=None, **options):
-    """The same in a step."""
+    """Count the padding of a head as features in a step."""
     return original(q, keys, values, last_positions, None, **options)
 
 
@@ -141,13 +142,13 @@ def tiled(repeat_kv_heads, x, num_heads):
 
 
 def keys_left_alone():
-    """Of queries and keys, which are rotated by turns, only the first."""
+    """Return an override that rotates queries but not keys, which are rotated in turns."""
     turns = cycle([True, False])
     return lambda original, rotation, x: original(rotation, x) if next(turns) else x
 
 
 def of_first_only(function):
-    """Called for the first of two, queries and keys, and then the second stays as it is."""
+    """Return an override that changes queries and leaves keys, which follow them, unchanged."""
     turns = cycle([True, False])
 
     def override(original, x, *inputs, **options):
@@ -157,7 +158,7 @@ def of_first_only(function):
 
 
 def of_interleaved_pairs(rotate, rotation, x):
-    """The features in an order in which half-split pairs are interleaved ones, and back."""
+    """Rotate features reordered so that half-split pairs are interleaved, and restore their order."""
     size, padded = CASES["rope"].spec.head_dim, x.shape[3]
     slots, order = head_slots(size, rope=Rope()), np.zeros((1, 1, padded, padded))
     order[..., slots[[*range(0, size, 2), *range(1, size, 2)]], slots] = 1
@@ -187,7 +188,7 @@ def padding_of_ones(cached_layer, layer, x, *rest, new_lengths, **options):
 
 
 def refilled(tokens: Callable[[Any, int, int], Any]) -> Override:
-    """The tiles of new tokens written once more, with others: `tokens(x, first, last)` for x[:, :, first:last]."""
+    """Return an override that rewrites tiles of new tokens: `tokens(x, first, last)` for x[:, :, first:last]."""
 
     def append_checked(original, cache, new, added):
         before, after = cache.lengths, original(cache, new, added)
@@ -203,7 +204,7 @@ def refilled(tokens: Callable[[Any, int, int], Any]) -> Override:
 
 
 def attending_to(hides: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Override:
-    """Some slots hidden from new tokens: `hides(slots, before)`."""
+    """Return an override that hides some slots from new tokens: `hides(slots, before)`."""
 
     def attend_to_slots(original, layer, q, cache, before, mask, scores):
         hidden = hides(np.arange(cache.capacity), before[:, None, None, None])
@@ -214,12 +215,12 @@ def attending_to(hides: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Overr
 
 
 def integers(x: np.ndarray | ttnn.Tensor) -> np.ndarray:
-    """Those of an array, or of a tensor on the device."""
+    """Return the integers of an array or of a tensor on the device."""
     return x if isinstance(x, np.ndarray) else mha_tt.download(x).astype(np.int32)
 
 
 def written_to(change: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Override:
-    """Rows written into other slots, those that are written at all: `change(slots, lengths)`."""
+    """Return an override that writes rows to other slots, `change(slots, lengths)`, if it writes them at all."""
 
     def write_rows(original, cache, new, slots):
         slots = integers(slots)
@@ -229,7 +230,7 @@ def written_to(change: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Overri
 
 
 def seeing_up_to(change: Callable[[np.ndarray], np.ndarray]) -> Override:
-    """Other last positions, wherever those are: `change(last_positions)`."""
+    """Return an override of last positions on the host or the device: `change(last_positions)`."""
 
     def attend_to_cache(original, query, keys, values, last, *rest, **options):
         return original(query, keys, values, change(integers(last)), *rest, **options)
@@ -338,7 +339,7 @@ MUTATIONS = {
     "RoPE of a step one position late": one(
         "decode-gqa-rope", "step1.module.output", cache_mha.cached_layer, steps_one_late
     ),
-    # ---- Features of today's layers
+    # ---- Features of current layers
     "temperature one position late": one(
         "temperature", "q", temperature.apply_temperature, lambda f, x, positions, *rest: f(x, positions + 1, *rest)
     ),
@@ -501,12 +502,12 @@ MUTATIONS = {
 
 @pytest.fixture(autouse=True)
 def undiagnosed(monkeypatch):
-    """Only the stage is asked for: the search for a cause takes longer than the case, and has tests of its own."""
+    """Skip the search for a cause: it takes longer than the case, and has its own tests."""
     monkeypatch.setattr("parity.running.run.DIAGNOSED", 0)
 
 
 def override(monkeypatch: pytest.MonkeyPatch, mutation: Mutation) -> None:
-    """Put a mutation's override in the place of what is held."""
+    """Replace the held functions by the override of a mutation."""
     broken, original = mutation.broken, getattr(*mutation.holders[0])
 
     def replacement(*inputs: Any, **options: Any) -> Any:  # a function, so that a class makes a method of it
@@ -517,18 +518,20 @@ def override(monkeypatch: pytest.MonkeyPatch, mutation: Mutation) -> None:
 
 
 def first_difference(case: str, dtype: str) -> Any:
-    """The stage to start looking at, or None."""
+    """Return the first difference of a case, or None."""
     return next(iter(run_cases([EVERY_CASE[case]], ["tt"], [dtype]).first_differences()), None)
 
 
 @pytest.mark.parametrize("case", [case.name for case in MORE_CASES])  # those of CASES pass in test_parity
-def test_case_passes_while_nothing_is_broken(opened_device, case):
+def test_additional_cases_pass_unmutated(opened_device, case):
+    """Additional cases pass in bfloat16 as long as no mutation is active."""
     assert first_difference(case, "bfloat16") is None
 
 
 @sample(name=list(MUTATIONS)[::4])
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_what_is_broken_is_reported_at_its_stage(opened_device, monkeypatch, name):
+def test_mutation_is_reported_at_its_stage(opened_device, monkeypatch, name):
+    """Each mutation makes its case fail, and the first difference is at the expected stage."""
     mutation, dtype = MUTATIONS[name], MUTATIONS[name].dtype
     if isinstance(mutation.broken, str):
         with inject(mutation.broken, make_problem(CASES[mutation.case], dtype), "tt"):

@@ -1,4 +1,4 @@
-"""Norms of queries, keys and values: on paper, and in the heads that a device holds."""
+"""Norms of queries, keys and values: the formula, and padded heads on a device."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.board
 
 
 def exact(x, norm, weight=None, bias=None):
-    """The norm in float64, straight from its formula."""
+    """Return the norm in float64, from its formula."""
     x = np.asarray(x, np.float64)
     x = x - x.mean(axis=-1, keepdims=True) if norm.kind == "layer" else x
     y = x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + norm.eps)
@@ -32,7 +32,8 @@ def exact(x, norm, weight=None, bias=None):
     ],
     ids=str,
 )
-def test_features_that_pad_a_head_count_for_nothing(device, rng, norm, rope):
+def test_padding_of_heads_is_not_normalized(device, rng, norm, rope):
+    """The norm of a padded head matches the formula over its features, and its padding remains 0."""
     heads, size = 3, 12
     slots, padded = mha_tt.head_slots(size, rope=rope), mha_tt.padded_head_dim(size, rope=rope is not None)
     x = rng.standard_normal((2, heads, 5, size)).astype(np.float32) + 1
@@ -51,7 +52,8 @@ def test_features_that_pad_a_head_count_for_nothing(device, rng, norm, rope):
     assert not np.delete(found, slots, axis=-1).any()
 
 
-def test_nothing_is_normalised_to_nothing(device):
+def test_norm_of_empty_tensor_is_empty(device):
+    """The norm of a tensor without sequences has the same shape."""
     empty = mha_tt.device.zeros((0, 2, 3, 32), ttnn.bfloat16, device)
     assert tuple(mha_tt.apply_norm(empty, Norm(weight=None)).shape) == (0, 2, 3, 32)
 

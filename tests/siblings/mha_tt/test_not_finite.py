@@ -1,6 +1,6 @@
-"""NaN and infinity: never lost to the rows that see them, and kept from those that may not.
+"""NaN and infinity reach the rows that attend to them, and no others.
 
-On a mock board, where golden functions follow IEEE 754. A card differs: `docs/reference/ttnn.md`.
+These tests need a mock board, whose golden functions follow IEEE 754; cards differ (`docs/reference/ttnn.md`).
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ from mha_spec import AttentionSpec
 from parity.backends import tt as backend
 
 B, N, K, T, H = 2, 4, 2, 40, 32
-TOKEN = 5  # of the first sequence, in the first key/value head, where something is not finite
+TOKEN = 5  # of the first sequence, non-finite in the first key/value head
 
 PATHS = {
     "plain": (mha_tt.scaled_dot_product_attention, ttnn.float32),
@@ -26,12 +26,12 @@ every_path = pytest.mark.parametrize(("attend", "dtype"), PATHS.values(), ids=PA
 
 CAUSAL = mha_tt.create_causal_mask(T)
 WINDOW = mha_tt.create_sliding_window_mask(T, window_size=3)
-HEADS = np.arange(T) % np.arange(2, 2 + N)[:, None, None] == 1  # (N, 1, T): another in every head
+HEADS = np.arange(T) % np.arange(2, 2 + N)[:, None, None] == 1  # (N, 1, T): different in every head
 RANDOM = np.random.default_rng(3).random((B, 1, T, T)) < 0.5
 RANDOM[0, 0, 7] = True  # a row without a key
 
 OPTIONS = {
-    # name: (options, the mask that they mean)
+    # name: (options, equivalent mask)
     "nothing": ({}, np.zeros((1, 1), bool)),
     "causal": ({"is_causal": True}, CAUSAL),
     "causal-mask": ({"mask": CAUSAL}, CAUSAL),
@@ -68,9 +68,10 @@ def run(device, attend, dtype, inputs, **options):
 @every_path
 @every_option
 @pytest.mark.parametrize(("name", "value"), [("key", np.nan), ("value", np.inf)])
-def test_key_that_is_not_finite_reaches_the_rows_that_see_it_and_no_others(
-    device, name, value, options, mask, attend, dtype
-):
+def test_non_finite_key_spoils_only_its_rows(device, name, value, options, mask, attend, dtype):
+    """NaN in a key or infinity in a value reaches exactly the rows that attend to it; other rows
+    keep their bits.
+    """
     inputs = [heads(dtype, seed) for seed in range(3)]
     clean = run(device, attend, dtype, inputs, **options)
     inputs[1 if name == "key" else 2][0, 0, TOKEN, 3] = value
@@ -87,7 +88,10 @@ def test_key_that_is_not_finite_reaches_the_rows_that_see_it_and_no_others(
 @every_path
 @every_option
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
-def test_query_that_is_not_finite_spoils_its_row_unless_it_has_no_key(device, value, options, mask, attend, dtype):
+def test_non_finite_query_spoils_its_row(device, value, options, mask, attend, dtype):
+    """NaN or infinity in a query spoils its row, unless the row has no key: then it is 0; others
+    keep their bits.
+    """
     inputs = [heads(dtype, seed) for seed in range(3)]
     clean = run(device, attend, dtype, inputs, **options)
     inputs[0][0, :, :8, 3] = value
@@ -100,7 +104,10 @@ def test_query_that_is_not_finite_spoils_its_row_unless_it_has_no_key(device, va
     assert not context[is_empty].any()
 
 
-def test_softmax_of_nothing_but_minus_infinity_is_nan_and_gives_a_masked_key_nothing(device):
+def test_softmax_of_infinite_scores_is_nan(device):
+    """A row whose visible scores are all -inf is NaN; in another row, a score of -inf and a masked
+    key have weight 0.
+    """
     scores = mha_tt.upload(np.array([[[[-np.inf, -np.inf, 1.0], [-np.inf, 0.0, 1.0]]]]), device=device)
     attn_weights = mha_tt.download(mha_tt.masked_softmax(scores, np.array([False, False, True])))[0, 0]
     assert np.isnan(attn_weights[0]).all()
@@ -127,7 +134,8 @@ def apply(module, x, **options):
 @both_dtypes
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("need_weights", [False, True])
-def test_causal_layer_is_spoilt_from_the_token_on(device, need_weights, value, dtype):
+def test_causal_nan_spoils_only_later_tokens(device, need_weights, value, dtype):
+    """A NaN or infinite token spoils its own output and all later ones, and no bit of earlier ones."""
     module = module_of("MultiHeadAttention", SPEC, device, dtype)
     options = {"is_causal": True, "need_weights": need_weights}
     clean, output = (apply(module, x, **options) for x in (tokens(dtype), tokens(dtype, 3, value)))
@@ -138,7 +146,8 @@ def test_causal_layer_is_spoilt_from_the_token_on(device, need_weights, value, d
 
 
 @both_dtypes
-def test_padding_that_is_not_finite_changes_no_real_token(device, dtype):
+def test_non_finite_padding_has_no_effect(device, dtype):
+    """NaN in padding changes no bit of a real token."""
     module = module_of("MultiHeadSelfAttention", SPEC, device, dtype)
     for is_causal in (False, True):
         options = {"key_padding_lengths": [4, 6], "is_causal": is_causal}
@@ -148,7 +157,8 @@ def test_padding_that_is_not_finite_changes_no_real_token(device, dtype):
 
 
 @both_dtypes
-def test_weights_that_became_nan_give_nan(device, dtype):
+def test_nan_weights_yield_nan_outputs(device, dtype):
+    """NaN in the projection of queries makes every output NaN."""
     module = module_of("MultiHeadSelfAttention", SPEC, device, dtype)
     name = "q_proj.weight"
     module.weights[name] = mha_tt.upload(np.full(tuple(module.weights[name].shape), np.nan), device=device, dtype=dtype)
@@ -160,9 +170,12 @@ def test_weights_that_became_nan_give_nan(device, dtype):
 
 
 @both_dtypes
-@pytest.mark.parametrize("chunks", [[2, 4], [3, 1, 1, 1]], ids=str)  # it comes in a chunk, or by itself before steps
+@pytest.mark.parametrize("chunks", [[2, 4], [3, 1, 1, 1]], ids=str)  # as part of a chunk, or as a step before others
 @pytest.mark.parametrize("growing", [False, True], ids=["static", "growing"])
-def test_cached_token_that_is_nan_spoils_itself_and_what_comes_after_it(device, growing, chunks, dtype):
+def test_cached_nan_spoils_only_later_tokens(device, growing, chunks, dtype):
+    """A NaN token in a static or growing cache spoils its own output and all later ones, and no bit
+    of others.
+    """
     module = module_of("MultiHeadAttentionWithCache", SPEC, device, dtype)
     outputs = []
     for x in (tokens(dtype), tokens(dtype, 3)):
@@ -181,19 +194,21 @@ def test_cached_token_that_is_nan_spoils_itself_and_what_comes_after_it(device, 
     assert np.array_equal(outputs[1][~is_spoilt], outputs[0][~is_spoilt])
 
 
-# ---- What it costs where nothing is hidden ---------------------------------------------------------------------------
+# ---- Costs without hidden keys ---------------------------------------------------------------------------------------
 
 LOOKS = {"ttnn.isfinite", "ttnn.cumsum"}
 
 
 @pytest.mark.parametrize("options", [{}, {"key_padding_lengths": [T, T]}, {"mask": np.zeros((T, T), bool)}], ids=str)
-def test_nothing_is_looked_for_where_nothing_is_hidden(device, calls, options):
+def test_unmasked_call_skips_nan_search(device, calls, options):
+    """If no key is hidden, the fused path does not search for non-finite values."""
     inputs = [heads(ttnn.bfloat16, seed) for seed in range(3)]
     run(device, mha_tt.fused.scaled_dot_product_attention, ttnn.bfloat16, inputs, **options)
     assert not LOOKS & {call.name for call in calls}
 
 
-def test_nothing_is_looked_for_in_a_step(device, calls):
+def test_step_skips_nan_search(device, calls):
+    """A step does not search for non-finite values."""
     module = module_of("MultiHeadAttentionWithCache", SPEC, device)
     _, cache = module(mha_tt.upload(tokens(ttnn.bfloat16), device=device), module.init_cache(2, 8))
     calls.clear()
@@ -203,22 +218,26 @@ def test_nothing_is_looked_for_in_a_step(device, calls):
 
 @pytest.mark.board
 @pytest.mark.parametrize("lengths", [[5, 40], [0, 40]], ids=str)
-def test_padding_alone_is_cut_off_without_a_look_at_the_rest(device, calls, lengths):
+def test_padding_is_cut_without_nan_search(device, calls, lengths):
+    """With padding lengths only, padding is set to 0 without a search for non-finite values."""
     inputs = [heads(ttnn.bfloat16, seed) for seed in range(3)]
     run(device, mha_tt.fused.scaled_dot_product_attention, ttnn.bfloat16, inputs, key_padding_lengths=lengths)
     names = [call.name for call in calls]
     assert (names.count("ttnn.where"), names.count("ttnn.isfinite")) == (
         3 + (0 in lengths),
         0,
-    )  # one is for rows that the kernel lost
+    )  # one of them is for rows that the kernel loses
 
 
-# ---- What is read back -----------------------------------------------------------------------------------------------
+# ---- Reading heads back ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lost", [np.nan, np.inf])
-def test_what_pads_a_head_is_refused_but_where_the_head_is_lost(lost):
-    """Kernels make a token that is NaN infinite where a product leaves it so, and the padding of its heads, too."""
+def test_padding_of_finite_heads_must_be_0(lost):
+    """Reading heads raises an error for non-zero padding, except in tokens that are NaN or infinite.
+
+    Kernels may turn a NaN token, and the padding of its heads, into infinity.
+    """
     shapes = backend.Padded(backend, AttentionSpec(48, 4))
     padded = np.zeros((1, 4, 3, 32), np.float32)
     padded[:, :, 1] = lost

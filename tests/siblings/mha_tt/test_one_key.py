@@ -1,6 +1,6 @@
-"""One key, one query, or one of each: rows without a key are 0 there too, whatever hides keys, on every path.
+"""One key, one query, or one of each: rows without a key are 0 on every path, whatever hides their keys.
 
-Tiles have 32 rows and columns: of a matrix of one element, all others are padding.
+Tiles have 32 rows and columns, so all other elements of a matrix with one element are padding.
 """
 
 import numpy as np
@@ -26,7 +26,7 @@ OF_SOME_HEADS = np.array([False, True, True, False]).reshape(1, 4, 1, 1)
 
 
 def hidings(num_queries, num_keys):
-    """Every way to hide keys: fields of the layer, keywords of a call, and where a key is hidden."""
+    """Return all ways of hiding keys: fields of the layer, keywords of a call, and the hidden keys."""
     queries, keys = np.arange(num_queries)[:, None], np.arange(num_keys)
     segments = np.zeros((BATCH, num_queries), int), np.array([[0], [1]]).repeat(num_keys, axis=1)
     bias = np.where(OF_SECOND, -np.inf, 0.5) + np.zeros((num_queries, num_keys))
@@ -49,7 +49,7 @@ def hidings(num_queries, num_keys):
 
 
 def expected_scores(fields, bias, num_queries, num_keys):
-    """What is added to the products, (N, T, S)."""
+    """Return the numbers added to the products, (N, T, S)."""
     bias = np.where(np.isneginf(bias), 0.0, bias)
     if "alibi" not in fields:
         return bias
@@ -59,7 +59,10 @@ def expected_scores(fields, bias, num_queries, num_keys):
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("path", PATHS)
-def test_formulas_hold_with_one_key_or_query(device, path, size):
+def test_one_key_or_query_matches_formula(device, path, size):
+    """With one key, one query or one of each, all ways of hiding keys match the formula on both
+    paths, and rows without a key are exactly 0.
+    """
     (attention, dtype), (num_queries, num_keys) = PATHS[path], SIZES[size]
     rng = np.random.default_rng(2)
     shapes = [(BATCH, NUM_HEADS, num_queries, HEAD_DIM), *[(BATCH, NUM_KV_HEADS, num_keys, HEAD_DIM)] * 2]
@@ -91,7 +94,8 @@ LATENT = AttentionSpec(
 @pytest.mark.parametrize("dtype", [ttnn.float32, ttnn.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.parametrize("kind", ["MultiHeadAttention", "MultiHeadSelfAttention"])
-def test_sequence_without_a_token_in_a_layer(device, kind, dtype, need_weights):
+def test_layer_without_keys_matches_formula(device, kind, dtype, need_weights):
+    """A sequence whose single key is padding gets the output of the formula."""
     weights = rounded_weights(PLAIN, dtype)
     module = module_of(kind, PLAIN, device, dtype, weights)
     x, memory = (
@@ -113,7 +117,10 @@ def test_sequence_without_a_token_in_a_layer(device, kind, dtype, need_weights):
     ids=["kv", "latent"],
 )
 @pytest.mark.parametrize("hides", ["mask", "bias", "ragged"])
-def test_first_token_in_a_cache_that_is_hidden(device, kind, spec, dtype, hides):
+def test_hidden_first_token_matches_formula(device, kind, spec, dtype, hides):
+    """The first token of a cache, if a mask or bias hides it, matches the formula; a sequence
+    without a token outputs 0.
+    """
     weights = rounded_weights(spec, dtype)
     module = module_of(kind, spec, device, dtype, weights)
     x = rounded(np.random.default_rng(0).standard_normal((2, 1, 64)), dtype)

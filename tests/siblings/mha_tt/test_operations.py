@@ -1,4 +1,4 @@
-"""Operations held against their golden functions, one by one; on a mock board what is wrong is injected."""
+"""Operations compared with their golden functions one by one; on a mock board, wrong values are injected."""
 
 import re
 from pathlib import Path
@@ -19,7 +19,7 @@ SPEC = parity.AttentionSpec(64, 4, num_kv_heads=2, rope=parity.Rope(10000.0))
 
 @pytest.fixture
 def layer(device):
-    """A layer with a cache, asked for a prompt and two steps."""
+    """Return a function that runs a layer with a cache on a prompt and two steps."""
     module = module_of("MultiHeadAttentionWithCache", SPEC, device)
 
     def run():
@@ -32,7 +32,7 @@ def layer(device):
 
 
 def broken(monkeypatch, name, change):
-    """Makes a device give something else for an operation."""
+    """Make the device return changed values for an operation."""
     original = Shadow.__call__
 
     def call(self, operation, arguments, keywords, result):
@@ -44,7 +44,10 @@ def broken(monkeypatch, name, change):
     monkeypatch.setattr(Shadow, "__call__", call)
 
 
-def test_a_right_program_passes(layer):
+def test_correct_program_passes(layer):
+    """A correct layer passes: more than 60 operations are compared with their golden functions, and
+    none is left out.
+    """
     with parity.assert_operations() as operations:
         layer()
     assert operations.judged > 60
@@ -60,14 +63,16 @@ def test_a_right_program_passes(layer):
         ("ttnn.plus_one", lambda x: x + 1),
     ],
 )
-def test_the_first_operation_that_is_off_is_named_with_its_place(monkeypatch, layer, name, change):
+def test_first_wrong_operation_is_located(monkeypatch, layer, name, change):
+    """The first operation that differs is reported with its number, name, shapes and source line."""
     broken(monkeypatch, name, change)
     place = rf"operation \d+, {re.escape(name)} of \(.*\), .*mha_tt.*\.py:\d+:"
     with pytest.raises(AssertionError, match=place), parity.assert_operations():
         layer()
 
 
-def test_the_place_is_a_line_of_the_program(monkeypatch, device):
+def test_reported_place_is_line_of_program(monkeypatch, device):
+    """The reported line number is the line of the program that calls the operation."""
     broken(monkeypatch, "ttnn.softmax", lambda x: x + 0.1)
     x = mha_tt.upload(np.ones((1, 1, 32, 32)), device=device)
 
@@ -81,8 +86,8 @@ def test_the_place_is_a_line_of_the_program(monkeypatch, device):
     assert "softmax: actual differs from expected (bfloat16)" in text
 
 
-def test_what_follows_a_wrong_operation_is_not_blamed(monkeypatch, device):
-    """It is judged by what went into it."""
+def test_operations_after_wrong_one_pass(monkeypatch, device):
+    """An operation is compared for the inputs that it got, so those after a wrong one pass."""
     x = mha_tt.upload(np.ones((1, 1, 32, 32)), device=device)
     broken(monkeypatch, "ttnn.add", lambda x: x * 2)
     wrong = ttnn.add(x, x)
@@ -91,7 +96,10 @@ def test_what_follows_a_wrong_operation_is_not_blamed(monkeypatch, device):
     assert operations.judged == 1
 
 
-def test_what_cannot_be_judged_is_told(monkeypatch, device):
+def test_unchecked_operations_are_reported(monkeypatch, device):
+    """Operations without a budget or a golden function are listed with the reason, and are not
+    counted.
+    """
     x = mha_tt.upload(np.ones((1, 1, 32, 32)), device=device)
     with parity.assert_operations() as operations:
         ttnn.typecast(x, ttnn.bfloat8_b)
@@ -104,7 +112,8 @@ def test_what_cannot_be_judged_is_told(monkeypatch, device):
     assert operations.judged == 0
 
 
-def test_the_fast_mode_comes_back(device):
+def test_fast_mode_is_restored(device):
+    """ttnn's fast runtime mode is restored after an exception."""
     before = ttnn.CONFIG.enable_fast_runtime_mode
     with pytest.raises(ZeroDivisionError), parity.assert_operations():
         1 / 0  # noqa: B018

@@ -1,4 +1,4 @@
-"""Somebody's own attention in ttnn, asked and diagnosed as one in torch or JAX is; with injected bugs."""
+"""Users' own attention in ttnn, examined and diagnosed as in torch or JAX; with injected bugs."""
 
 import json
 import re
@@ -75,7 +75,7 @@ class Layer:
 
 @pytest.fixture(autouse=True)
 def own(tmp_path, monkeypatch, opened_device):
-    """A folder with a module of the user's, in which the command runs; no shadow is on."""
+    """Create a folder with a user's module, in which the command runs; no shadow is active."""
     (tmp_path / "own_tt.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -91,7 +91,8 @@ def words(function, *questions, **declared):
 
 
 @pytest.mark.board
-def test_a_function_is_examined_and_exits_0(own, capsys):
+def test_conformance_of_function_exits_0(own, capsys):
+    """`conformance` examines a ttnn function, answers every question and exits with 0."""
     assert main(["conformance", "own_tt:attention", "--framework", "ttnn", "--json", "c.json"]) == 0
     assert "no broken guarantees" in capsys.readouterr().out
     (subject,) = json.loads((own / "c.json").read_text())["subjects"]
@@ -121,7 +122,8 @@ def test_a_function_is_examined_and_exits_0(own, capsys):
 
 
 @pytest.mark.board
-def test_a_layer_keeps_its_weights_from_call_to_call():
+def test_layer_keeps_weights_between_calls():
+    """A layer that keeps its weights on the device from call to call is examined correctly."""
     import own_tt
 
     assert words(own_tt.Layer, "attends", "causal", "empty row", "other sequence", "NaN seen") == [
@@ -133,7 +135,8 @@ def test_a_layer_keeps_its_weights_from_call_to_call():
     ]
 
 
-def test_planted_bugs_are_seen():
+def test_injected_bugs_are_detected():
+    """Answers show an inverted mask, a missing scale, a leak and weights that were not used."""
     import own_tt
 
     assert words(own_tt.shows, "mask", mask_true="hides") == ["True shows, declared: hides"]
@@ -143,7 +146,8 @@ def test_planted_bugs_are_seen():
     assert words(own_tt.with_others_weights, "weights") == ["not those used"]
 
 
-def test_the_order_of_axes_is_found_out():
+def test_axis_order_is_detected():
+    """A function with tokens before heads gives the same answers."""
     import own_tt
 
     def swapped(query, key, value):
@@ -153,7 +157,8 @@ def test_the_order_of_axes_is_found_out():
     assert words(swapped, "scale", "grouped heads") == ["1/sqrt(H)", "repeat"]
 
 
-def test_dtypes_that_ttnn_has_not_are_refused(capsys):
+def test_unsupported_dtypes_raise(capsys):
+    """bfloat16 and float32 are examined; `--dtypes float16` exits with 2 and names the dtype."""
     import own_tt
 
     found = examine(own_tt.attention, ["attends"], ["bfloat16", "float32"], framework="ttnn")
@@ -162,13 +167,17 @@ def test_dtypes_that_ttnn_has_not_are_refused(capsys):
     assert refuses("a dtype", "float16").is_printed_in(capsys.readouterr().err)
 
 
-def test_the_framework_is_seen_where_a_module_has_no_other():
+def test_framework_is_inferred_from_module():
+    """A module that imports only ttnn is examined as ttnn without `framework`."""
     import own_tt
 
     assert examine(own_tt.attention, ["scale"]).framework == "ttnn"
 
 
-def test_an_operation_that_is_not_there_is_no_refusal():
+def test_missing_operation_raises_its_error():
+    """A call of an operation that ttnn does not have raises its AttributeError, instead of an
+    answer.
+    """
     import own_tt
 
     with refuses("not_there", "AttributeError: module 'ttnn' has no attribute 'nothing'"):
@@ -229,7 +238,7 @@ def port(x):
 
 @pytest.fixture
 def diagnosed(own, capsys):
-    """What the command says of a port with a fault in it."""
+    """Return a function that runs the command on a port with a bug."""
     weights = parity.make_problem(parity.Case("own", SPEC, ""), "bfloat16").weights
     parity.save(str(own / "layer.safetensors"), weights, SPEC)
 
@@ -243,7 +252,8 @@ def diagnosed(own, capsys):
 
 
 @pytest.mark.board
-def test_a_port_without_a_fault_is_right(diagnosed):
+def test_correct_port_has_no_differences(diagnosed):
+    """`diagnose` of a correct port exits with 0, and recommends a comparison in float32."""
     status, printed = diagnosed("none")
     assert (status, printed.err) == (0, "")
     assert "nothing differs by more than rounding\n" in printed.out
@@ -251,14 +261,15 @@ def test_a_port_without_a_fault_is_right(diagnosed):
 
 
 @pytest.mark.parametrize("fault", ["rope-interleaved", "mask-flipped", "scale-missing"])
-def test_a_planted_bug_is_named(diagnosed, fault):
+def test_injected_bug_is_named(diagnosed, fault):
+    """`diagnose` of a port with a bug exits with 1 and names the bug."""
     status, printed = diagnosed(fault)
     assert status == 1
     assert re.search(rf"^Likely bug: {fault}\b", printed.out, re.MULTILINE)
 
 
-def test_what_a_card_gives_is_diagnosed_by_its_arithmetic(diagnosed, monkeypatch):
-    """The bfloat16 of a card is allowed more than that of a mock board."""
+def test_diagnosis_uses_arithmetic_of_device(diagnosed, monkeypatch):
+    """`diagnose` uses the arithmetic "tensix" on a card and "ieee" on a mock board."""
     given = []
     monkeypatch.setattr(
         "parity.diagnosis.diagnose.diagnose",
@@ -278,7 +289,8 @@ def test_what_a_card_gives_is_diagnosed_by_its_arithmetic(diagnosed, monkeypatch
     assert given[0] == ("ieee" if IS_MOCK else "tensix")
 
 
-def test_a_function_that_gives_no_tensor_is_refused(own, diagnosed, capsys):
+def test_function_without_tensor_raises(own, diagnosed, capsys):
+    """`diagnose` of a function that returns None exits with 2 and names the type."""
     diagnosed("none")
     (own / "giver.py").write_text("def nothing(x):\n    return None\n")
     assert main(["diagnose", "giver:nothing", "--framework", "ttnn", "--weights", "layer.safetensors"]) == 2

@@ -1,4 +1,4 @@
-"""A cache in pages: what it gives is what one without gives, bit for bit, wherever its pages lie."""
+"""Caches in pages: bit-identical to caches without pages, wherever the pages are."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ CAPACITY = 120
 
 
 def made(device, spec, dtype=None, page_size=32):
-    """A module, and an empty cache without pages and one with them."""
+    """Return a module, an empty cache without pages, and one with pages."""
     module = module_of("MultiHeadAttentionWithCache", spec, device)
     return module, module.init_cache(3, CAPACITY, dtype), module.init_cache(3, CAPACITY, dtype, page_size=page_size)
 
@@ -36,7 +36,7 @@ def tokens(device, count, seed=0):
 
 
 def run(module, cache, between=lambda cache: cache, **options):
-    """A prompt, a chunk behind it that begins and ends within pages, and steps: their outputs, and the cache."""
+    """Return the outputs and the cache of a prompt, a chunk that begins and ends within pages, and steps."""
     device, outputs = module.device, []
     for count, new_lengths in ((40, [40, 3, 17]), (50, None), (1, None), (1, [1, 0, 1]), (1, None)):
         output, cache = module(tokens(device, count, len(outputs)), between(cache), new_lengths=new_lengths, **options)
@@ -45,13 +45,14 @@ def run(module, cache, between=lambda cache: cache, **options):
 
 
 def in_slots(cache):
-    """What a cache holds, in slots."""
+    """Return the contents of a cache, in slots."""
     return [mha_tt.download(first_slots(x, 96, cache.pages)) for x in cache.slots.values()]
 
 
 @pytest.mark.board
 @pytest.mark.parametrize(("name", "page_size"), [*((name, 32) for name in LAYERS), ("many heads", 64)])
-def test_pages_give_what_slots_give(device, name, page_size):
+def test_pages_match_slots(device, name, page_size):
+    """Outputs, lengths and contents of a cache in pages equal those of one in slots, bit for bit."""
     module, slots, pages = made(device, LAYERS[name], page_size=page_size)
     expected, slots = run(module, slots)
     found, pages = run(module, pages)
@@ -61,18 +62,21 @@ def test_pages_give_what_slots_give(device, name, page_size):
 
 
 @pytest.mark.board
-def test_pages_of_blocks_give_what_slots_of_blocks_give(device):
+def test_bfloat8_b_pages_match_slots(device):
+    """Outputs with a bfloat8_b cache in pages equal those of one in slots, bit for bit."""
     module, slots, pages = made(device, LAYERS["many heads"], ttnn.bfloat8_b)
     assert all(map(np.array_equal, run(module, pages)[0], run(module, slots)[0]))
 
 
-def test_a_mask_is_one_of_slots(device):
+def test_mask_over_pages_is_indexed_by_slot(device):
+    """A mask applies to the slots of a cache in pages, wherever the pages are."""
     mask = np.random.default_rng(1).random((1, 1, 1, CAPACITY)) < 0.3
     module, slots, pages = made(device, LAYERS["many heads"])
     assert all(map(np.array_equal, run(module, pages, mask=mask)[0], run(module, slots, mask=mask)[0]))
 
 
-def test_it_is_the_reference_that_pages_agree_with(device):
+def test_pages_match_reference(device):
+    """Outputs with a cache in pages match the formulas within the tolerance of bfloat16."""
     spec = LAYERS["many heads"]
     module, _, cache = made(device, spec)
     x = np.random.default_rng(0).standard_normal((3, 70, 64))
@@ -87,7 +91,8 @@ def test_it_is_the_reference_that_pages_agree_with(device):
 
 @pytest.mark.board
 @pytest.mark.parametrize("name", ["no RoPE", "many heads"])
-def test_a_step_costs_as_much_and_uploads_nothing(device, calls, uploads, monkeypatch, name):
+def test_step_over_pages_costs_no_more(device, calls, uploads, monkeypatch, name):
+    """A step over pages runs the same operations as one over slots, and uploads or reads nothing."""
     module, *caches = made(device, LAYERS[name])
     token, names = tokens(device, 1), []
     for cache in caches:
@@ -111,7 +116,8 @@ BETWEEN = {
 
 
 @pytest.mark.parametrize("name", BETWEEN)
-def test_a_cache_that_was_changed_is_one_without_pages_that_was(device, name):
+def test_changed_pages_match_changed_slots(device, name):
+    """After reordering, cropping, growing or repeating once, a cache in pages equals one in slots."""
     module, slots, pages = made(device, LAYERS["many heads"])
     expected, slots = run(module, slots, BETWEEN[name])
     found, pages = run(module, pages, BETWEEN[name])
@@ -120,7 +126,8 @@ def test_a_cache_that_was_changed_is_one_without_pages_that_was(device, name):
     assert all(map(np.array_equal, in_slots(pages), in_slots(slots)))
 
 
-def test_a_cropped_cache_holds_nothing_beyond(device):
+def test_cropped_pages_hold_nothing_beyond(device):
+    """A reordered and cropped cache has no values beyond the lengths of its sequences."""
     module, _, pages = made(device, LAYERS["no RoPE"])
     _, cache = module(tokens(device, 90), pages)
     cache = cache.reorder([1, 2, 0]).crop([5, 0, 70])
@@ -128,8 +135,10 @@ def test_a_cropped_cache_holds_nothing_beyond(device):
         assert [int(row.any(axis=(0, 2)).sum()) for row in x] == [5, 0, 70]
 
 
-def test_a_wrong_table_is_seen(device):
-    """The control: with the pages of two sequences exchanged the outputs are others."""
+def test_swapped_pages_change_outputs(device):
+    """Control: exchanging the pages of two sequences changes their outputs, but not that of the
+    third.
+    """
     module, _, pages = made(device, LAYERS["many heads"])
     _, cache = module(tokens(device, 40), pages)
     other = replace(cache, page_table=cache.reorder([1, 0, 2]).page_table)
@@ -139,7 +148,8 @@ def test_a_wrong_table_is_seen(device):
     assert np.array_equal(right[2], wrong[2])
 
 
-def test_what_pages_cannot_do_is_refused(device):
+def test_unsupported_page_operations_raise(device):
+    """Operations that pages do not support raise an error that names the argument."""
     module, slots, pages = made(device, LAYERS["no RoPE"])
     key = mha_tt.upload(np.ones((3, 2, 1, 32)), device=device)
     with refuses("indices", indices=[0, 0, 2]):

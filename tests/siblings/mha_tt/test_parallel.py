@@ -1,6 +1,6 @@
-"""Heads divided over the chips of mock boards: equal to the undivided layer, and what is wrong is seen.
+"""Heads divided over the chips of mock boards: they match the undivided layer, and injected bugs are detected.
 
-helpers/programs/chips.py computes the results, once for each board, in a process of its own.
+helpers/programs/chips.py computes the results, in one process for each board.
 """
 
 import fcntl
@@ -22,7 +22,7 @@ every_board = pytest.mark.parametrize("board", JUDGED)
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What a board's process found, which one worker starts for all."""
+    """Return a function of the results of a board's process, which one worker starts for all."""
     folder = tmp_path_factory.getbasetemp()
     folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
 
@@ -44,7 +44,8 @@ def found(tmp_path_factory):
 
 @sample(board=["n300"])
 @every_board
-def test_divided_heads_are_within_the_budget_of_the_undivided_layer(found, board):
+def test_divided_heads_match_undivided_layer(found, board):
+    """All stages of layers with divided heads are within the budget of the undivided layer."""
     judged = found(board)["judged"]
     assert len(judged) == sum(map(len, JUDGED[board].values()))
     for stages, failed, _ in judged.values():
@@ -54,7 +55,8 @@ def test_divided_heads_are_within_the_budget_of_the_undivided_layer(found, board
 
 @sample(board=["n300"])
 @every_board
-def test_chips_send_one_sum_and_nothing_else(found, board):
+def test_chips_send_exactly_one_sum(found, board):
+    """Each program sends one all-reduce, and none without an output projection."""
     sent = [each for _, _, of_cases in found(board)["judged"].values() for each in of_cases]
     assert {program for _, program, *_ in sent} > {"fused.forward", "step"}
     assert all(counted == ideal for *_, counted, ideal in sent)
@@ -69,14 +71,16 @@ def test_chips_send_one_sum_and_nothing_else(found, board):
         ("the bias of out_proj on every chip", "output", ""),
     ],
 )
-def test_a_bug_of_dividing_fails(found, bug, first, reason):  # the control of the tests above
+def test_wrong_division_fails_at_its_stage(found, bug, first, reason):  # the control of the tests above
+    """Control: each injected bug of dividing heads fails first at its stage."""
     failed = found("n300")["controls"][bug]
     stage, told = next(iter(failed.items()))
     assert stage.split()[-1] == first
     assert told.startswith(reason)
 
 
-def test_a_sum_too_many_is_counted(found):
+def test_redundant_sum_is_counted(found):
+    """Control: an additional all-reduce leaves results correct, and is counted."""
     _, failed, sent = found("n300")["controls"]["a sum too many"]
     assert failed == {}
     assert [counted for _, _, counted, _ in sent] == [{"all-reduce": 2}] * 2
@@ -84,7 +88,8 @@ def test_a_sum_too_many_is_counted(found):
 
 @sample(board=["n300"])
 @every_board
-def test_collectives_give_what_golden_functions_of_the_framework_say(found, board):
+def test_collectives_match_golden_functions(found, board):
+    """Collectives on each chip return the values of ttnn's own golden functions."""
     told = {name: facts for name, facts in found(board).items() if name.endswith("as ttnn says")}
     assert told
     for facts in told.values():
@@ -92,14 +97,18 @@ def test_collectives_give_what_golden_functions_of_the_framework_say(found, boar
         assert all(facts.values()), facts
 
 
-def test_a_product_by_rows_is_a_part_without_its_sum(found):
+def test_row_parallel_product_needs_its_sum(found):
+    """A product with divided rows is off by more than 0.1 without its sum, and by less than 1e-6
+    with it.
+    """
     without, summed, said = found("n300")["by rows"]
     assert without > 0.1
     assert summed < 1e-6
     assert refuses("tensor", where="ValueError").is_printed_in(said)
 
 
-def test_weights_come_out_of_divided_layers_and_go_into_them_bit_for_bit(found):
+def test_divided_weights_round_trip(found):
+    """Weights are read from divided layers and loaded into them bit for bit."""
     assert found("n300")["carried"] == [True, True]
 
 
@@ -118,11 +127,13 @@ def test_weights_come_out_of_divided_layers_and_go_into_them_bit_for_bit(found):
         ("bias of all heads", refuses("bias", {"bias.shape": (1, 8, 5, 5)})),
     ],
 )
-def test_what_would_be_wrong_is_refused_by_name(found, name, refusal):
+def test_unsupported_divisions_raise_by_name(found, name, refusal):
+    """Layers and calls that cannot be divided raise an error that names the argument."""
     kind, _, said = found("n300")["refused"][name].partition(": ")
     assert refusal.is_printed_in(said)
     assert kind == refusal.kind.__name__
 
 
-def test_an_operation_whose_values_are_not_known_is_refused_by_name(found):
+def test_unknown_mesh_operation_raises(found):
+    """ttnn.all_broadcast, which has no values on a mesh, raises NotImplementedError with its name."""
     assert found("n300")["refused"]["broadcast"].startswith("NotImplementedError: ttnn.all_broadcast ")

@@ -22,13 +22,13 @@ RUN = [run for run in RUNS if run not in SKIPPED] + [
 ]
 
 RECORDED = {path.stem for path in backend.RECORDINGS.rglob("*.npz")}
-"""Cases that test_recorded_cases.py judges on the board of the recordings."""
+"""Cases that test_recorded_cases.py compares on the board of the recordings."""
 
 
 def params():
-    """Each case on each mock board in one dtype, the other one on the other board: golden functions know no boards.
+    """Return the cases, each in one dtype on each mock board: golden functions do not depend on boards.
 
-    In make test those that are not recorded; with the recordings, every case.
+    `make test` runs the cases without recordings; with the recordings, every case runs.
     """
     if not IS_MOCK:
         return [pytest.param(case, dtype, id=f"{case.name}-{dtype}") for case, dtype in RUN]
@@ -50,7 +50,8 @@ def params():
 
 
 @pytest.mark.parametrize(("case", "dtype"), params())
-def test_every_stage_of_the_case_passes(opened_device, case, dtype):
+def test_every_stage_of_case_passes(opened_device, case, dtype):
+    """All stages of the case, and its module as users call it, are within tolerance."""
     report = run_cases([case], ["tt"], [dtype])
     assert report.comparisons
     assert report.failed == [], "\n".join(map(str, report.first_differences()))
@@ -60,7 +61,7 @@ ROPE = Rope(10000.0)
 
 
 def cached(prompt, spec, **sizes):
-    """A prompt and two steps."""
+    """Return a case of a prompt and two steps."""
     return Case("", spec, "", seq_len=prompt + 2, chunks=(prompt, 1, 1), capacity=prompt + 30, **sizes)
 
 
@@ -76,25 +77,33 @@ SHAPES["1024-tokens"] = Case("", AttentionSpec(128, 2), "", batch=1, seq_len=102
 SHAPES["1024-cached"] = cached(1024, AttentionSpec(128, 2, rope=ROPE), batch=1)
 
 
-# A size is in one dtype without a cache, and in the other with one.
+# Each size runs in one dtype without a cache, and in the other one with a cache.
 @sample(where=lambda name, dtype: (name, dtype) in [("heads-of-48", "float32"), ("heads-of-96-cached", "bfloat16")])
 @pytest.mark.parametrize(("name", "dtype"), list(zip(SHAPES, cycle(DTYPES), strict=False)))
-def test_shapes_that_no_case_has_pass(opened_device, name, dtype):
+def test_uncommon_shapes_pass(opened_device, name, dtype):
+    """Batches of 32, other head widths and 1024 tokens, with and without caches, are within
+    tolerance.
+    """
     report = run_cases([replace(SHAPES[name], name=name)], ["tt"], [dtype])
     assert report.comparisons
     assert report.failed == [], "\n".join(map(str, report.first_differences()))
 
 
 def test_only_float16_is_skipped():
+    """Cases are skipped only in float16, which ttnn does not have."""
     assert {dtype for _, dtype in SKIPPED} == {"float16"}
 
 
 def test_every_other_case_runs():
+    """All cases run in both dtypes, except those with a fixed one; 12 more random cases are
+    included.
+    """
     of_dtype = sum(case.dtype is not None for case in CASES.values())
     assert len(SKIPPED) == of_dtype
     assert len(RUN) == 2 * (len(CASES) - of_dtype + len(MORE_SEEDS))
 
 
-def test_a_device_is_one_processs():
+def test_parallel_jobs_on_device_raise():
+    """`jobs=2` raises an error, because a device belongs to one process."""
     with refuses("jobs", jobs=2):
         run_cases([CASES["textbook"]], ["tt"], jobs=2)

@@ -1,6 +1,6 @@
 """Cases with recordings of a computing board replay them, and each recording is current.
 
-On another board than theirs there is nothing to replay: conftest.py collects these tests on that board alone.
+Other boards have nothing to replay: conftest.py collects these tests only on the board of the recordings.
 """
 
 import re
@@ -25,7 +25,10 @@ EVERY = sorted(tt.RECORDINGS.rglob("*.npz"))
 
 
 @pytest.mark.parametrize("path", EVERY, ids=[path.stem for path in EVERY])
-def test_recording_is_current_and_within_tolerance(path):
+def test_recording_is_current_and_accurate(path):
+    """Each recording is replayed by its case without a difference, and all its stages are within
+    tolerance.
+    """
     name, _, dtype = path.stem.rpartition("-")
     assert tt.recording_path(name, dtype) == path, "no case replays it"
     reference = Reference(make_problem(CASES[name], dtype))
@@ -38,6 +41,9 @@ def test_recording_is_current_and_within_tolerance(path):
 
 
 def test_run_reports_source_of_its_values():
+    """A run warns whether values come from a recording or, for another program, from golden
+    functions.
+    """
     case, weights = CASES["full"], random_weights(CASES["full"].spec, seed=9)
     values = "tt ran without its hardware: in 1 case its values come from"
     (told,) = run_cases([case], ["tt"]).warnings

@@ -43,13 +43,15 @@ def kept(device, monkeypatch):
     return keep(device, monkeypatch)
 
 
-def test_same_program_replays_recorded_values(device, kept):
+def test_same_program_replays_recording(device, kept):
+    """A replay of the same program returns the recorded values."""
     with recording.replayed(kept) as replay:
         assert np.array_equal(program(device), 2 * X + 1)
     assert replay.differs == ""
 
 
-def test_upload_differing_by_rounding_is_same_program(device, kept):
+def test_upload_within_rounding_is_unchanged(device, kept):
+    """An upload that differs by a factor of 1 + 1e-7 is replayed as the same program."""
     with recording.replayed(kept) as replay:
         assert np.array_equal(program(device, x=X * (1 + 1e-7)), 2 * X + 1)
     assert replay.differs == ""
@@ -69,7 +71,8 @@ OTHERS = {
 
 
 @pytest.mark.parametrize(("options", "told"), OTHERS.values(), ids=list(OTHERS))
-def test_different_program_returns_golden_values_and_is_reported(device, kept, options, told):
+def test_different_program_is_reported(device, kept, options, told):
+    """A different program gets golden values, and the replay names the first step that differs."""
     with recording.replayed(kept) as replay:
         found = program(device, **options)
     expected = options.get("x", X) * options.get("factor", 2.0) ** options.get("times", 1)
@@ -77,8 +80,10 @@ def test_different_program_returns_golden_values_and_is_reported(device, kept, o
     assert re.match(told, replay.differs)
 
 
-def test_same_operations_on_other_tensors_are_different_program(device, monkeypatch):
-    """The tensors have the same shapes, as when keys are written instead of values."""
+def test_operations_on_other_tensors_differ(device, monkeypatch):
+    """Operations on other tensors of the same shape, as in keys written for values, are a different
+    program.
+    """
     twice = keep(device, monkeypatch, times=2)
     with recording.replayed(twice) as replay:
         assert np.array_equal(program(device, times=2, is_of_first=True), 2 * X)
@@ -86,12 +91,14 @@ def test_same_operations_on_other_tensors_are_different_program(device, monkeypa
 
 
 def test_program_that_ends_early_is_reported(device, kept):
+    """A program that ends before the recording is reported with the missing step."""
     with recording.replayed(kept) as replay:
         mha_tt.upload(X, device=device, dtype=ttnn.float32)
     assert replay.differs.startswith("step 3 is the end and was 'ttnn.multiply")
 
 
 def test_recording_round_trips_through_file(tmp_path, kept):
+    """A saved recording is loaded with the same lines, sums, arrays and origin."""
     made = replace(kept, made_on="a simulated board")
     made.save(tmp_path / "a.npz")
     found = Recording.load(tmp_path / "a.npz")

@@ -1,4 +1,4 @@
-"""Rotary position embedding: on paper, against float64, and in the heads that a device holds."""
+"""Rotary position embedding: compared by hand, with float64, and in padded heads on a device."""
 
 import math
 
@@ -16,22 +16,23 @@ from parity.core.reference.rope import amplitude, axes, frequencies, pairs
 
 
 def rotated(device, x, positions, theta=10000.0, *, dtype=ttnn.float32, **options):
-    """`apply_rope` of NumPy features (B, N, T, H)."""
+    """Return the result of `apply_rope` for NumPy features (B, N, T, H)."""
     x = mha_tt.upload(x, device=device, dtype=dtype)
     return mha_tt.download(mha_tt.apply_rope(x, np.array(positions), parity.Rope(theta), **options))
 
 
 def padded_heads(x):
-    """Heads as the device holds them, their halves beginning at a tile."""
+    """Return heads padded as on the device, with each half beginning at a tile."""
     padded = np.zeros((*x.shape[:3], mha_tt.padded_head_dim(x.shape[3], rope=True)), x.dtype)
     padded[..., mha_tt.head_slots(x.shape[3], rope=parity.Rope())] = x
     return padded
 
 
-# ---- On paper --------------------------------------------------------------------------------------------------------
+# ---- By hand ---------------------------------------------------------------------------------------------------------
 
 
-def test_frequencies_fall_from_one_by_powers_of_theta():
+def test_frequencies_are_powers_of_theta():
+    """Frequencies of 6 features are 1, theta^(-1/3) and theta^(-2/3)."""
     # theta ** (-2 i / H) for i = 0, 1, 2 and H = 6: 1, 1000 ** (-1/3), 1000 ** (-2/3).
     found = parity.Rope(1000.0).frequencies(6)
     assert found.dtype == np.float32
@@ -39,25 +40,28 @@ def test_frequencies_fall_from_one_by_powers_of_theta():
     assert found == pytest.approx([1.0, 0.1, 0.01], rel=2e-7)
 
 
-# ---- Against float64 -------------------------------------------------------------------------------------------------
+# ---- Compared with float64 -------------------------------------------------------------------------------------------
 
 
 @both_dtypes
 @pytest.mark.parametrize("head_dim", [2, 12, 16, 48, 64, 80])
-def test_rotation_is_the_definition(device, rng, head_dim, dtype):
+def test_rotation_matches_float64(device, rng, head_dim, dtype):
+    """Rotated heads of 2 to 80 features match the formula in float64."""
     x, positions = rounded(rng.standard_normal((2, 3, 5, head_dim)), dtype), np.arange(5)[None]
     assert_close(rotated(device, x, positions, 500.0, dtype=dtype), rotate(x, positions, 500.0), dtype)
 
 
 @pytest.mark.parametrize("position", [63, 5000, 131071, 2**24 + 1])
-def test_rotation_is_as_close_at_far_positions(device, rng, position):
-    # The angles are taken in float64: in float32 those of the last position would be off by whole radians.
+def test_far_positions_are_accurate(device, rng, position):
+    """Rotations of positions up to 2^24 + 1 are within the usual tolerance."""
+    # Angles are computed in float64: in float32, those of the last position would be off by whole radians.
     x = rng.standard_normal((1, 2, 1, 8)).astype(np.float32)
     assert_close(rotated(device, x, [[position]], 500000.0), rotate(x, [[position]], 500000.0), ttnn.float32)
 
 
 @pytest.mark.parametrize("position", [1, 1000, 131071])
-def test_rotation_keeps_the_length(device, rng, position):
+def test_rotation_preserves_norm(device, rng, position):
+    """The norm of a head is the same before and after its rotation."""
     x = rng.standard_normal((1, 2, 1, 8)).astype(np.float32)
     y = rotated(device, x, [[position]])
     expected = pytest.approx(np.linalg.norm(x, axis=-1), rel=2 * TOLERANCES[ttnn.float32])
@@ -71,13 +75,15 @@ def test_rows_of_positions_are_the_formula(device, rng, dtype):
     assert_close(rotated(device, x, positions, dtype=dtype), rotate(x, positions, 10000.0), dtype)
 
 
-def test_positions_of_one_sequence_serve_all(device, rng):
+def test_one_row_of_positions_is_broadcast(device, rng):
+    """One row of positions is used for all sequences of a batch."""
     x = rng.standard_normal((2, 2, 3, 4)).astype(np.float32)
     assert np.array_equal(rotated(device, x, [[4, 5, 6]]), rotated(device, x, [[4, 5, 6], [4, 5, 6]]))
 
 
 @pytest.mark.parametrize("shift", [1, 64, 5000])
-def test_score_depends_on_the_distance_only(device, rng, shift):
+def test_scores_depend_only_on_distance(device, rng, shift):
+    """Shifting the positions of a query and a key by the same number does not change their product."""
     query, key = rng.standard_normal((2, 1, 1, 1, 8)).astype(np.float32)
     near = rotated(device, query, [[5]]) * rotated(device, key, [[2]])
     far = rotated(device, query, [[5 + shift]]) * rotated(device, key, [[2 + shift]])
@@ -86,24 +92,27 @@ def test_score_depends_on_the_distance_only(device, rng, shift):
 
 
 @both_dtypes
-def test_rotation_keeps_the_dtype(device, dtype):
+def test_rotation_preserves_dtype(device, dtype):
+    """A rotated tensor has the dtype of its input."""
     x = mha_tt.upload(np.ones((1, 1, 1, 4)), device=device, dtype=dtype)
     assert mha_tt.apply_rope(x, np.array([[3]]), parity.Rope()).dtype == dtype
 
 
-def test_narrow_features_are_rounded_once(device, rng):
+def test_bfloat16_features_are_rounded_once(device, rng):
+    """A rotation in bfloat16 equals the float32 one rounded once, even at position 5001."""
     # At position 5001 an angle in bfloat16 would be off by 16 radians.
     x = rounded(rng.standard_normal((1, 2, 1, 8)), ttnn.bfloat16)
     wide = rotated(device, x, [[5001]])
     assert np.array_equal(rotated(device, x, [[5001]], dtype=ttnn.bfloat16), rounded(wide, ttnn.bfloat16))
 
 
-# ---- In the heads that a device holds --------------------------------------------------------------------------------
+# ---- In padded heads -------------------------------------------------------------------------------------------------
 
 
 @both_dtypes
 @pytest.mark.parametrize("head_dim", [2, 12, 16, 48, 64, 80])
-def test_padded_head_is_rotated_as_the_bare_one(device, rng, head_dim, dtype):
+def test_padded_head_rotates_like_bare_one(device, rng, head_dim, dtype):
+    """The features of a padded head are rotated to the same bits as those of a bare head."""
     x, positions = rounded(rng.standard_normal((2, 3, 5, head_dim)), dtype), np.arange(5)[None] + 7
     padded = rotated(device, padded_heads(x), positions, dtype=dtype, head_dim=head_dim)
     bare = rotated(device, x, positions, dtype=dtype)
@@ -111,7 +120,8 @@ def test_padded_head_is_rotated_as_the_bare_one(device, rng, head_dim, dtype):
 
 
 @pytest.mark.parametrize("head_dim", [2, 12, 48, 80])
-def test_features_that_pad_a_head_stay_zero(device, rng, head_dim):
+def test_padding_of_heads_stays_zero_in_rope(device, rng, head_dim):
+    """The padding of a head remains exactly 0."""
     x = rng.standard_normal((2, 3, 5, head_dim)).astype(np.float32)
     padded = rotated(device, padded_heads(x), np.arange(5)[None], head_dim=head_dim)
     assert not np.delete(padded, mha_tt.head_slots(head_dim, rope=parity.Rope()), axis=-1).any()
@@ -133,7 +143,7 @@ KINDS = {
 
 
 def rotated_on_paper(x, positions, rope):
-    """Feature by feature; positions are (axes or 1, B or 1, T)."""
+    """Return rotated features, one by one; positions are (axes or 1, B or 1, T)."""
     lengths = positions.max(axis=(0, 2)) + 1
     found = x.astype(np.float64)
     firsts, seconds = pairs(rope, x.shape[3])
@@ -151,7 +161,10 @@ def rotated_on_paper(x, positions, rope):
 @sample(12)
 @both_dtypes
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_kind_of_rope_rotates_the_heads_that_it_orders(device, rng, kind, dtype):
+def test_rope_kinds_match_formula(device, rng, kind, dtype):
+    """Each kind of RoPE rotates heads in the order of head_slots as the formula does, and keeps
+    padding 0.
+    """
     rope, x = KINDS[kind], rounded(rng.standard_normal((2, 3, 5, 12)), dtype)
     positions = rng.integers(0, 12, (3 if rope.sections else 1, 2, 5))
     padded = np.zeros((2, 3, 5, mha_tt.padded_head_dim(12, rope=True)), x.dtype)
@@ -165,13 +178,15 @@ def test_a_kind_of_rope_rotates_the_heads_that_it_orders(device, rng, kind, dtyp
 
 
 @pytest.mark.parametrize("kind", ["neighbours", "the last features"])
-def test_bare_heads_with_other_pairs_are_refused(device, kind):
+def test_bare_heads_with_other_pairs_raise(device, kind):
+    """Bare heads raise an error without head_dim if RoPE pairs neighbors or the last features."""
     x = mha_tt.upload(np.ones((1, 1, 1, 12)), device=device)
     with refuses("head_dim", head_dim=None, rope=...):
         mha_tt.apply_rope(x, np.array([[0]]), KINDS[kind])
 
 
-def test_positions_on_axes_want_sections(device):
+def test_positions_on_axes_need_sections(device):
+    """Positions on three axes without sections, and on two axes for three sections, raise an error."""
     x = mha_tt.upload(np.ones((1, 1, 3, 12)), device=device)
     with refuses("positions", {"positions.shape": (3, 1, 3)}):
         mha_tt.apply_rope(x, np.zeros((3, 1, 3), np.int32), parity.Rope())
@@ -186,19 +201,21 @@ SPEC = parity.AttentionSpec(8, 2, rope=parity.Rope(100.0))
 
 
 def layer_output(device, x, **options):
-    """The output of a layer with RoPE, its weights always the same."""
+    """Return the output of a layer with RoPE, always with the same weights."""
     module = mha_tt.MultiHeadAttention(SPEC, device=device, dtype=ttnn.float32, rng=np.random.default_rng(0))
     output, _ = module(mha_tt.upload(x, device=device, dtype=ttnn.float32), **options)
     return mha_tt.download(output)
 
 
-def test_layer_uses_the_positions_given(device, rng):
+def test_layer_uses_given_positions(device, rng):
+    """Given positions change the output."""
     x = rng.standard_normal((2, 3, 8))
     given = layer_output(device, x, positions=np.array([[0, 1, 9]]))
     assert np.abs(layer_output(device, x) - given).max() > 1e-3
 
 
-def test_layer_rotates_the_tokens_of_another_length_by_their_own_positions(device, rng):
+def test_layer_adapts_rotations_to_length(device, rng):
+    """A layer called with 3 and then 5 tokens returns the bits of a new layer."""
     # A layer keeps the rotations of the last length.
     x = rng.standard_normal((2, 5, 8)).astype(np.float32)
     module = mha_tt.MultiHeadAttention(SPEC, device=device, dtype=ttnn.float32, rng=np.random.default_rng(0))
@@ -207,7 +224,7 @@ def test_layer_rotates_the_tokens_of_another_length_by_their_own_positions(devic
     assert np.array_equal(mha_tt.download(output), layer_output(device, x))
 
 
-# ---- Refused ---------------------------------------------------------------------------------------------------------
+# ---- Errors ----------------------------------------------------------------------------------------------------------
 
 REFUSALS = {
     "odd head": ((1, 1, 1, 3), [[0]], 1e4, refuses("head_dim", head_dim=3)),
@@ -225,19 +242,22 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_rotation_refuses(device, name):
+def test_invalid_rotation_arguments_raise(device, name):
+    """Odd heads, bad values of theta and positions of a wrong shape or dtype raise an error."""
     shape, positions, theta, refusal = REFUSALS[name]
     with refusal:
         rotated(device, np.ones(shape, np.float32), positions, theta)
 
 
-def test_rotation_refuses_a_list_of_positions(device):
+def test_list_of_positions_raises(device):
+    """Positions in a list instead of an array raise an error."""
     x = mha_tt.upload(np.ones((1, 1, 1, 4)), device=device)
     with refuses_type("positions", "list"):
         mha_tt.apply_rope(x, [[0]], parity.Rope())
 
 
-def test_rotation_refuses_a_number_for_a_rope(device):
+def test_number_instead_of_rope_raises(device):
+    """A number instead of a Rope raises an error."""
     x = mha_tt.upload(np.ones((1, 1, 1, 32), np.float32), device=device)
     with refuses_type("rope", rope=10000.0):
         mha_tt.apply_rope(x, np.array([[0]]), 10000.0)
@@ -247,12 +267,14 @@ def test_rotation_refuses_a_number_for_a_rope(device):
     ("head_dim", "refusal"),
     [(10, refuses("head_dim", head_dim=10)), (0, refuses("head_dim", head_dim=0))],
 )
-def test_rotation_refuses_heads_of_other_features(device, head_dim, refusal):
+def test_wrong_head_dim_raises(device, head_dim, refusal):
+    """A head_dim larger than the heads or 0 raises an error."""
     with refusal:
         rotated(device, np.ones((1, 1, 1, 8), np.float32), [[0]], head_dim=head_dim)
 
 
-def test_rotation_refuses_heads_padded_in_another_way(device):
+def test_heads_padded_without_rope_raise(device):
+    """Heads whose padding does not separate their halves by a tile raise an error."""
     # Six features of eight: the second half would begin at the 32nd.
     with refuses("heads of head_dim=6", "8"):
         rotated(device, np.ones((1, 1, 1, 8), np.float32), [[0]], head_dim=6)
@@ -262,6 +284,7 @@ def test_rotation_refuses_heads_padded_in_another_way(device):
     ("head_dim", "theta", "refusal"),
     [(3, 1e4, refuses("head_dim", head_dim=3)), (4, 0.0, refuses("theta", theta=0.0))],
 )
-def test_frequencies_refuse(head_dim, theta, refusal):
+def test_invalid_frequencies_raise(head_dim, theta, refusal):
+    """An odd head_dim or a theta of 0 raises an error."""
     with refusal:
         parity.Rope(theta).frequencies(head_dim)

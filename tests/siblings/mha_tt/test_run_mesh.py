@@ -1,4 +1,4 @@
-"""`mha-parity run --mesh` on mock boards of several chips, and what is refused. What they compute: test_parallel.py."""
+"""`mha-parity run --mesh` on mock boards of several chips, and its errors; test_parallel.py checks the results."""
 
 import json
 import os
@@ -39,7 +39,10 @@ for more in ([], sys.argv[1:]):  # each a fork, for a process opens chips or a m
 
 @pytest.mark.costly("a process has one board for good")
 @pytest.mark.thorough
-def test_runs_on_one_chip_of_two_and_on_both_say_what_they_judged_and_what_was_sent(tmp_path):
+def test_mesh_run_reports_stages_and_traffic(tmp_path):
+    """Runs on one chip and on both report passed stages; only the latter reports traffic, one all-
+    reduce, and saves it in its trace.
+    """
     report = tmp_path / "report.json"
     mesh = ["--mesh", "tensor=2", "--json", str(report), "--save-traces", str(tmp_path)]
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TT_METAL")}
@@ -63,7 +66,8 @@ def test_runs_on_one_chip_of_two_and_on_both_say_what_they_judged_and_what_was_s
     ]
 
 
-def test_what_a_mesh_of_chips_does_not_divide_is_skipped_by_name():
+def test_indivisible_cases_are_skipped():
+    """Cases that tensor parallelism cannot divide are skipped with the reason."""
     plan = MeshPlan(tensor=2)
     width = replace(CASES["gqa"], spec=AttentionSpec(32, 8, qk_norm=Norm(over="width")))
     assert refuses("q_norm").is_printed_in(tt_mesh.why_skipped(width, "float32", plan))
@@ -82,7 +86,10 @@ def test_what_a_mesh_of_chips_does_not_divide_is_skipped_by_name():
         (["--mesh", "tensor=2", "--virtual-devices", "2"], refuses("--virtual-devices", "tt")),
     ],
 )
-def test_what_chips_cannot_be_is_refused_in_one_line(arguments, refusal, capsys):
+def test_unsupported_meshes_fail_in_one_line(arguments, refusal, capsys):
+    """`run` with a mesh that chips do not support exits with 2 and prints one line that names the
+    mesh.
+    """
     assert main(["run", "--backends", "tt", "--cases", "causal", *arguments]) == 2
     said = capsys.readouterr().err
     assert refusal.is_printed_in(said)

@@ -1,4 +1,4 @@
-"""The kernel of a layer: one of your own takes its place wherever no weights are asked for, and has its own arithmetic.
+"""The kernel of a layer: a custom kernel replaces it in all calls without attention weights, with its own arithmetic.
 
 The default kernel passes what it does not support on to the plain path.
 """
@@ -29,7 +29,7 @@ def tokens(seq_len, seed=1):
 
 
 class Noted:
-    """The plain path as a kernel, which notes what it is called with."""
+    """The plain path as a kernel that records the shapes of its inputs."""
 
     def __init__(self):
         self.shapes = []
@@ -83,8 +83,11 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", list(WAYS))  # a mark keeps what it is given beyond the exit of ttnn
-def test_a_kernel_of_ones_own_takes_the_place_of_the_default(device, calls, way):
+@pytest.mark.parametrize("way", list(WAYS))  # a mark would keep its arguments alive after ttnn exits
+def test_custom_kernel_replaces_default(device, calls, way):
+    """A custom kernel is called once per output in every layer and function, instead of ttnn's
+    kernels, and outputs match the default's.
+    """
     kernel, run = Noted(), WAYS[way]
     found = run(device, kernel)
     assert len(kernel.shapes) == len(found)
@@ -94,20 +97,25 @@ def test_a_kernel_of_ones_own_takes_the_place_of_the_default(device, calls, way)
     assert {KERNEL, KERNEL_OF_STEP} & {call.name for call in calls}
 
 
-def test_latents_are_given_to_a_kernel_as_they_are_in_a_step(device):
+def test_kernel_gets_latents_as_keys(device):
+    """In a step, a kernel receives the cached latents, 96 wide and with one head, as keys and
+    values.
+    """
     kernel = Noted()
     WAYS["latents"](device, kernel)
     assert kernel.shapes[-1] == ((2, 4, 1, 96), (2, 1, 32, 96), (2, 1, 32, 96))
 
 
-def test_attention_weights_come_from_the_plain_path(device):
+def test_attention_weights_skip_the_kernel(device):
+    """With need_weights, the plain path runs and the kernel of the module is not called."""
     module, kernel = module_of("MultiHeadAttention", SPEC, device), Noted()
     module.kernel = kernel
     _, attn_weights = module(mha_tt.upload(tokens(5), device=device), need_weights=True)
     assert (tuple(attn_weights.shape), kernel.shapes) == ((2, 4, 5, 5), [])
 
 
-def test_a_kernel_has_an_arithmetic_of_its_own(device, calls):
+def test_kernel_has_its_own_arithmetic(device, calls):
+    """Attention runs with the arithmetic of the kernel, and projections with the module's."""
     fast, accurate = mha_tt.fast_config(device), mha_tt.accurate_config(device)
     WAYS["cache"](device, fused.FusedAttention(fast))
     found = {
@@ -131,7 +139,8 @@ UNSUPPORTED = {
 
 
 @pytest.mark.parametrize("name", list(UNSUPPORTED))
-def test_what_the_default_kernel_does_not_support_takes_the_plain_path(device, calls, rng, name):
+def test_unsupported_calls_use_plain_path(device, calls, rng, name):
+    """Calls that the default kernel does not support return the bits of the plain path."""
     dtype, *features, changes = UNSUPPORTED[name]
     shapes = [(2, 4, 5, features[0]), (2, 2, 7, features[0]), (2, 2, 7, features[1])]
     q, k, v = (mha_tt.upload(rng.standard_normal(shape), device=device, dtype=dtype) for shape in shapes)

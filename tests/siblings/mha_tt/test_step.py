@@ -1,6 +1,6 @@
-"""Steps: what one token of each sequence costs, and that the places which the device counts by itself are right ones.
+"""Steps: the cost of one token per sequence, and the correctness of places that the device counts by itself.
 
-What a step computes is asked in test_cache_mha and test_latent, too: tokens one by one are one full pass.
+test_cache_mha and test_latent also check the results of steps: token by token, they equal one full pass.
 """
 
 import os
@@ -41,7 +41,7 @@ LAYERS = {
         64, 4, head_dim=48, rope=parity.Rope(rotary_dim=16, rotated="last"), latent=parity.Latent(32, rope_dim=16)
     ),
 }
-OTHERWISE = {  # steps that take another kernel, or factors that the host computes
+OTHERWISE = {  # steps that need another kernel, or factors computed on the host
     "window": parity.AttentionSpec(64, 4, rope=ROPE, window_size=4),
     "soft cap": parity.AttentionSpec(64, 4, rope=ROPE, soft_cap=20.0),
     "temperature": parity.AttentionSpec(64, 4, rope=ROPE, temperature=parity.Temperature(2, 0.5)),
@@ -50,7 +50,7 @@ OTHERWISE = {  # steps that take another kernel, or factors that the host comput
 HOST = {"ttnn.to_device", "ttnn.from_device", "ttnn.to_torch", "ttnn.to_dtype"}
 
 COSTS = {
-    # layer, whether fast: operations of a step; behind it what they were, while each step uploaded its places
+    # layer, whether fast: operations of a step; in comments, the earlier costs with places uploaded in each step
     ("no RoPE", False): 10,  # 24, and 2 uploads
     ("no RoPE", True): 8,  # 24, and 2 uploads
     ("few heads", False): 16,  # 40, and 4 uploads
@@ -68,7 +68,7 @@ COSTS = {
 
 
 def made(device, spec, *, fast=False, seed=0, batch_size=3):
-    """A module in bfloat16, and seven tokens of each of some sequences."""
+    """Return a module in bfloat16, and seven tokens for each sequence of a batch."""
     kind = "MultiHeadLatentAttention" if spec.latent else "MultiHeadAttentionWithCache"
     config = mha_tt.fast_config(device) if fast else None
     module = module_of(kind, spec, device, ttnn.bfloat16, compute_kernel_config=config)
@@ -76,13 +76,13 @@ def made(device, spec, *, fast=False, seed=0, batch_size=3):
 
 
 def begun(module, x, lengths=(3, 1, 2)):
-    """A cache that holds the first tokens of each sequence, as many as `lengths` says."""
+    """Return a cache with the first tokens of each sequence, `lengths` of them."""
     prompt = mha_tt.upload(x[:, : max(lengths)], device=module.device)
     return module(prompt, module.init_cache(len(lengths), 40), new_lengths=lengths)[1]
 
 
 def steps(module, x, cache, between=lambda cache: cache, **options):
-    """The outputs of three tokens, step by step, what is done between them, and the cache that they leave."""
+    """Return the outputs of three steps, with `between` called on the cache before each, and the final cache."""
     outputs = []
     for token in (4, 5, 6):
         output, cache = module(mha_tt.upload(x[:, token : token + 1], device=module.device), between(cache), **options)
@@ -94,14 +94,13 @@ def contents(cache):
     return [mha_tt.download(x) for x in cache.slots.values()]
 
 
-# ---- What a step costs -----------------------------------------------------------------------------------------------
+# ---- Cost of a step --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.board
 @pytest.mark.parametrize(("name", "fast"), COSTS, ids=str)
-def test_a_step_costs_so_many_operations_uploads_nothing_and_reads_nothing_back(
-    device, calls, uploads, monkeypatch, name, fast
-):
+def test_step_cost_without_transfers(device, calls, uploads, monkeypatch, name, fast):
+    """A step runs the expected number of operations, uploads no array and reads no tensor back."""
     module, x = made(device, LAYERS[name], fast=fast)
     token, cache = mha_tt.upload(x[:, :1], device=device), begun(module, x)
     _, cache = module(token, cache)
@@ -117,8 +116,10 @@ def test_a_step_costs_so_many_operations_uploads_nothing_and_reads_nothing_back(
 
 
 @pytest.mark.parametrize(("batch_size", "cost"), [(1, 16), (4, 16), (5, 17), (32, 17)])
-def test_more_than_a_few_sequences_cost_an_operation_more(device, calls, batch_size, cost):
-    """For their tokens share tiles. Each is what it is alone."""
+def test_step_cost_of_more_sequences(device, calls, batch_size, cost):
+    """A step of 1 or 4 sequences costs 16 operations, one of 5 or 32 costs 17, because their tokens
+    share tiles; the first and last sequences match those run alone.
+    """
     module, x = made(device, LAYERS["few heads"], batch_size=batch_size)
     lengths = [(3, 1, 2)[i % 3] for i in range(batch_size)]
     found, cache = steps(module, x, begun(module, x, lengths))
@@ -132,7 +133,8 @@ def test_more_than_a_few_sequences_cost_an_operation_more(device, calls, batch_s
 
 
 @pytest.mark.parametrize("name", ["no RoPE", "few heads", "norms", "latents"])
-def test_only_the_first_step_uploads(device, uploads, name):
+def test_only_first_step_uploads(device, uploads, name):
+    """Only the first step uploads arrays: 1 without RoPE, 5 with it."""
     module, x = made(device, LAYERS[name])
     cache = begun(module, x)
     uploads.clear()
@@ -142,11 +144,12 @@ def test_only_the_first_step_uploads(device, uploads, name):
         uploads.clear()
         _, cache = module(x_t, cache)
         counts.append(len(uploads))
-    # Slots; with RoPE the rows of its table, that, and what turns it into rotations.
+    # Slots; with RoPE also its table, the rows in it and the tensors that turn it into rotations.
     assert counts == [1 if LAYERS[name].rope is None else 5, 0, 0]
 
 
-def test_positions_that_nothing_depends_on_change_no_step(device, uploads):
+def test_unused_positions_change_no_step(device, uploads):
+    """Without RoPE, given positions change neither outputs nor the absence of uploads."""
     module, x = made(device, LAYERS["no RoPE"])
     expected, _ = steps(module, x, begun(module, x))
     found, cache = steps(module, x, begun(module, x), positions=np.array([[9]]))
@@ -157,7 +160,10 @@ def test_positions_that_nothing_depends_on_change_no_step(device, uploads):
     assert not uploads
 
 
-def test_a_module_keeps_the_table_for_the_next_cache_of_as_many_slots(device, uploads):
+def test_rotary_table_serves_next_cache(device, uploads):
+    """A second cache of the same capacity uploads its slots and rows, but not the table of RoPE
+    again.
+    """
     module, x = made(device, LAYERS["few heads"])
     steps(module, x, begun(module, x))
     cache, token = begun(module, x), mha_tt.upload(x[:, :1], device=device)
@@ -166,7 +172,8 @@ def test_a_module_keeps_the_table_for_the_next_cache_of_as_many_slots(device, up
     assert [array.shape for array in uploads] == [(3,), (3, 1)]
 
 
-def test_a_step_leaves_nothing_on_the_device_but_its_output(device):
+def test_step_memory_does_not_grow(device):
+    """After the second step, memory in use stays the same, and no core memory remains allocated."""
     module, x = made(device, LAYERS["few heads"])
     token, cache = mha_tt.upload(x[:, :1], device=device), begun(module, x)
     taken = []
@@ -179,14 +186,16 @@ def test_a_step_leaves_nothing_on_the_device_but_its_output(device):
     assert taken[1][0] == 0
 
 
-# ---- The places that the device counts are those of the cache --------------------------------------------------------
+# ---- Places counted on the device are the places of the cache --------------------------------------------------------
 
 
 @sample(12)
 @pytest.mark.board
 @pytest.mark.parametrize(("name", "fast"), [*((name, False) for name in LAYERS), ("few heads", True), ("packed", True)])
-def test_counted_places_are_those_that_would_be_uploaded(device, name, fast):
-    """And what they lead to is close to what the kernel for prompts gives, which a mask asks for that hides nothing."""
+def test_counted_places_equal_uploaded_ones(device, name, fast):
+    """Places counted on the device give bit-identical steps to uploaded ones, close to those of the
+    prompt kernel.
+    """
     module, x = made(device, LAYERS[name], fast=fast)
     cache = begun(module, x)
     counted, after = steps(module, x, cache.grow(40))
@@ -199,7 +208,8 @@ def test_counted_places_are_those_that_would_be_uploaded(device, name, fast):
 
 
 @pytest.mark.parametrize("name", OTHERWISE)
-def test_what_a_step_cannot_do_by_itself_is_uploaded(device, uploads, name):
+def test_unsupported_step_uploads_places(device, uploads, name):
+    """Layers whose steps need the host have no places on the device and upload in every step."""
     module, x = made(device, OTHERWISE[name])
     _, cache = steps(module, x, begun(module, x))
     assert cache.places is None
@@ -209,7 +219,8 @@ def test_what_a_step_cannot_do_by_itself_is_uploaded(device, uploads, name):
     assert uploads
 
 
-def test_an_old_cache_goes_on_from_where_it_was(device):
+def test_step_from_older_cache_is_repeatable(device):
+    """Two steps from the same older cache give bit-identical outputs and caches."""
     module, x = made(device, LAYERS["few heads"])
     _, cache = module(mha_tt.upload(x[:, :1], device=device), begun(module, x))
     token = mha_tt.upload(x[:, 1:2], device=device)
@@ -235,7 +246,8 @@ BETWEEN = {
 
 
 @pytest.mark.parametrize("name", BETWEEN)
-def test_places_are_those_of_a_cache_that_came_about_otherwise(device, name):
+def test_places_follow_changes_of_cache(device, name):
+    """A step after a change of the cache equals one whose places are uploaded."""
     module, x = made(device, LAYERS["few heads"])
     found, after = steps(module, x, begun(module, x), lambda cache: BETWEEN[name](module, cache))
     expected, cache = steps(module, x, begun(module, x), lambda cache: replace(BETWEEN[name](module, cache)))
@@ -243,7 +255,8 @@ def test_places_are_those_of_a_cache_that_came_about_otherwise(device, name):
     assert after.lengths.tolist() == cache.lengths.tolist()
 
 
-def test_a_cache_in_a_layer_with_other_rotations_gets_their_table(device):
+def test_cache_in_other_layer_uses_its_table(device):
+    """A cache used by a layer with another RoPE theta is rotated by the table of that layer."""
     module, x = made(device, LAYERS["few heads"])
     other, _ = made(device, replace(LAYERS["few heads"], rope=parity.Rope(100.0)))
     _, cache = steps(module, x, begun(module, x))
@@ -254,7 +267,8 @@ def test_a_cache_in_a_layer_with_other_rotations_gets_their_table(device):
     assert not np.array_equal(found, mha_tt.download(module(token, cache)[0]))
 
 
-def test_the_functions_count_as_the_modules_do(device, uploads):
+def test_functions_count_places_like_modules(device, uploads):
+    """A second step of the function uploads nothing and equals the module's step."""
     spec = LAYERS["few heads"]
     module, x = made(device, spec)
     token, cache = mha_tt.upload(x[:, :1], device=device), begun(module, x)
@@ -271,7 +285,8 @@ def test_the_functions_count_as_the_modules_do(device, uploads):
 
 
 @pytest.mark.parametrize("name", ["few heads", "some biases", "sinks, no output projection"])
-def test_what_is_kept_for_steps_is_made_again_for_other_weights(device, name):
+def test_loading_weights_renews_step_tensors(device, name):
+    """After load_weights, steps equal those of a new layer with these weights."""
     spec = LAYERS[name]
     (module, x), (expected, _) = made(device, spec), made(device, spec)
     other = {name: 2.0 * weight for name, weight in parity.random_weights(spec, seed=5).items()}
@@ -284,8 +299,10 @@ def test_what_is_kept_for_steps_is_made_again_for_other_weights(device, name):
     assert not np.array_equal(found, before)
 
 
-def test_sinks_are_made_again_for_another_arithmetic(device):
-    """Which repeats heads or does not, and sinks with them."""
+def test_sinks_follow_arithmetic_of_step(device):
+    """Sinks kept for steps are made again if the arithmetic changes, because only one repeats
+    heads.
+    """
     spec = replace(LAYERS["no RoPE"], sinks=True)
     module, x = made(device, spec)
     token, cache = mha_tt.upload(x[:, :1], device=device), begun(module, x)
@@ -304,14 +321,15 @@ def test_sinks_are_made_again_for_another_arithmetic(device):
 
 
 class Doubled(mha_tt.MultiHeadAttentionWithCache):
-    """A layer of which something is replaced."""
+    """Layer with an overridden projection."""
 
     def project(self, name, x):
         projected = super().project(name, x)
         return ttnn.multiply(projected, 2.0) if name == "v_proj" else projected
 
 
-def test_a_replaced_projection_takes_part(device):
+def test_steps_use_overridden_projection(device):
+    """A step calls an overridden `project`: doubling v_proj there equals doubled weights."""
     spec = replace(LAYERS["few heads"], qkv_bias=False)
     module, x = made(device, spec)
     weights = parity.random_weights(spec)
@@ -324,8 +342,8 @@ def test_a_replaced_projection_takes_part(device):
     assert not np.allclose(found, steps(module, x, begun(module, x))[0], atol=0.1)
 
 
-def test_a_device_that_does_not_count_is_seen(device, monkeypatch):
-    """The control: were the places left where they are, the outputs would be others."""
+def test_places_that_stand_still_are_wrong(device, monkeypatch):
+    """Control: if the device does not advance its places, outputs differ."""
     module, x = made(device, LAYERS["few heads"])
     expected, _ = steps(module, x, begun(module, x))
     monkeypatch.setattr(ttnn, "plus_one", lambda x: x)
@@ -334,8 +352,8 @@ def test_a_device_that_does_not_count_is_seen(device, monkeypatch):
 
 @pytest.mark.parametrize("is_row_each", [True, False], ids=["by a matrix", "side by side"])
 @pytest.mark.parametrize("position", [1, 4097])
-def test_two_terms_of_a_table_are_close_to_the_rotation(device, position, is_row_each):
-    """Within 2^-16 of what a feature is rotated by, for bfloat16 keeps 2^-9."""
+def test_rotary_table_terms_match_rotation(device, position, is_row_each):
+    """The table of RoPE, in two terms, is within 2^-16 of the rotation, where bfloat16 keeps 2^-9."""
     table = RotaryTable(parity.AttentionSpec(128, 2, rope=ROPE), position + 1, device=device)
     row = devices.upload_rows(np.array([[position]]), device=device, dtype=ttnn.uint32)
     rotation = table.rotation(row, is_row_each=is_row_each)
@@ -388,12 +406,14 @@ with mha_tt.open_device(trace_region_size=2**24) as device:
 if not IS_MOCK:  # a mock board has no traces, so no run in CI would have this test
 
     @pytest.mark.costly("a device that replays")
-    def test_a_step_that_is_replayed_is_a_step():
+    def test_replayed_trace_equals_steps():
+        """Replaying the trace of one step 8 times equals 8 steps, bit for bit."""
         surroundings = {name: value for name, value in os.environ.items() if name != "TT_METAL_SLOW_DISPATCH_MODE"}
         result = subprocess.run([sys.executable, "-c", REPLAYED], env=surroundings, capture_output=True, text=True)
         assert "replayed 8" in result.stdout, result.stderr
 
 
-def test_a_trace_on_a_mock_board_is_refused(device, only_mock):
+def test_trace_on_mock_board_raises(device, only_mock):
+    """Capturing a trace on a mock board raises an error that names begin_trace_capture."""
     with pytest.raises(RuntimeError, match="begin_trace_capture"):
         ttnn.begin_trace_capture(device, cq_id=0)

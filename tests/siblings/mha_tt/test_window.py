@@ -39,6 +39,7 @@ NOT_OF_A_WINDOW = {
 
 @pytest.mark.parametrize("window_size", [1, 2, 4])
 def test_device_mask_recognizes_window(device, window_size):
+    """A mask that hides future keys and those beyond a window is recognized with its window size."""
     for mask in (
         mha_tt.create_sliding_window_mask(5, window_size=window_size),
         mha_tt.create_attention_mask(5, is_causal=True, window_size=window_size),
@@ -48,13 +49,15 @@ def test_device_mask_recognizes_window(device, window_size):
 
 
 @pytest.mark.parametrize("name", NOT_OF_A_WINDOW)
-def test_device_mask_recognizes_no_window_in_other_masks(device, name):
+def test_other_masks_are_not_windows(device, name):
+    """Masks that differ from a causal window in any element or shape are not recognized as one."""
     known = mha_tt.DeviceMask(NOT_OF_A_WINDOW[name], device=device)
     assert (known.is_causal, known.window_size) == (False, None)
 
 
 @pytest.mark.parametrize("window_size", [1, 4, 32, 33])
 def test_lazy_window_mask_matches_its_table(device, window_size):
+    """A window mask that is computed when needed equals its table in every form."""
     table = mha_tt.DeviceMask(mha_tt.create_sliding_window_mask(40, window_size=window_size), device=device)
     late = CausalMask(40, window_size, device=device)
     assert (late.shape, late.window_size, late.keep, late.real_keys) == (table.shape, window_size, None, None)
@@ -62,13 +65,15 @@ def test_lazy_window_mask_matches_its_table(device, window_size):
         assert np.array_equal(*(mha_tt.download(form(mask)) for mask in (late, table)))
 
 
-def test_lazy_window_mask_of_many_tokens_allocates_no_table(device):
+def test_lazy_window_mask_allocates_no_table(device):
+    """A window mask of 2^20 tokens, whose table would have 2^40 elements, can be created."""
     mask = CausalMask(2**20, 4096, device=device)  # its table would have 2^40 elements
     assert (mask.is_causal, mask.window_size, mask.shape) == (True, 4096, (1, 1, 2**20, 2**20))
 
 
 @pytest.mark.parametrize("window_size", [5, 6, 100])
-def test_window_over_all_tokens_is_plain_causal(device, window_size):
+def test_window_over_all_tokens_is_causal(device, window_size):
+    """A window of at least the number of tokens is a plain causal mask."""
     assert CausalMask(5, window_size, device=device).window_size is None
     joined = Mask(is_causal=True, span=Span(window_size)).to_bool(5, 5, device)
     assert (joined.is_causal, joined.window_size) == (True, None)
@@ -89,6 +94,9 @@ JOINED = {
 
 @pytest.mark.parametrize("name", list(JOINED))  # a mark would keep its arguments alive after ttnn exits
 def test_kernel_applies_only_a_pure_window(device, name):
+    """The kernel applies the window only of causal self-attention without other masks; all masks
+    are correct.
+    """
     visible, seq_len_k, window_size = JOINED[name]
     joined = visible.to_bool(5, seq_len_k, device)
     assert joined.window_size == window_size
@@ -103,7 +111,10 @@ def test_kernel_applies_only_a_pure_window(device, name):
     ("seq_len", "window_size"),
     [*((160, size) for size in (1, 2, 16, 31, 32, 33, 64, 100)), (100, 1), (100, 33), (100, 64), (64, 32), (64, 33)],
 )
-def test_window_matches_formula_without_a_mask(device, calls, uploads, rng, seq_len, window_size):
+def test_window_needs_no_mask_upload(device, calls, uploads, rng, seq_len, window_size):
+    """The prompt kernel gets the window instead of a mask, nothing is uploaded, and the output
+    matches the formula.
+    """
     arrays = split_heads(seq_len, rng)
     heads = [mha_tt.upload(x, device=device) for x in arrays]
     uploads.clear()
@@ -116,7 +127,8 @@ def test_window_matches_formula_without_a_mask(device, calls, uploads, rng, seq_
 
 
 @pytest.mark.board
-def test_window_with_sinks_matches_plain_path(device, calls, rng):
+def test_window_and_sinks_match_plain_path(device, calls, rng):
+    """With sinks, the prompt kernel applies the window, and the output matches the plain path."""
     heads = [mha_tt.upload(x, device=device) for x in split_heads(100, rng)]
     sinks = mha_tt.upload(np.array([1.0, -2.0, 3.0, 0.0]).reshape(1, 4, 1, 1), device=device, dtype=ttnn.float32)
     told = {"is_causal": True, "sinks": sinks}
@@ -130,7 +142,10 @@ def test_window_with_sinks_matches_plain_path(device, calls, rng):
 @pytest.mark.parametrize(
     "options", [{"bias": np.ones((1, 100), np.float32)}, {"key_padding_lengths": [100, 90]}], ids=["bias", "lengths"]
 )
-def test_window_with_other_mask_or_bias_uses_a_mask(device, calls, rng, options):
+def test_window_with_other_masks_uses_mask(device, calls, rng, options):
+    """With padding lengths or a bias, a window is applied as a mask, and the output matches the
+    formula.
+    """
     arrays = split_heads(100, rng)
     heads = [mha_tt.upload(x, device=device) for x in arrays]
     context, _ = mha_tt.fused.scaled_dot_product_attention(*heads, spec_of(33), is_causal=True, **options)
@@ -145,6 +160,7 @@ def test_window_with_other_mask_or_bias_uses_a_mask(device, calls, rng, options)
 @both_dtypes
 @pytest.mark.parametrize("need_weights", [False, True])
 def test_layer_with_window_matches_formula(device, dtype, need_weights):
+    """Layers and the function with a window match the formula, and each other bit for bit."""
     module = module_of("MultiHeadSelfAttention" if not need_weights else "MultiHeadAttention", SPEC, device, dtype)
     x = rounded(np.random.default_rng(1).standard_normal((2, 40, 24)), dtype)
     told = {"need_weights": True} if need_weights else {}
@@ -159,7 +175,10 @@ def test_layer_with_window_matches_formula(device, dtype, need_weights):
 
 
 @pytest.mark.board
-def test_prompt_of_layer_with_window_uploads_no_mask(device, calls, uploads):
+def test_windowed_prompt_uploads_no_mask(device, calls, uploads):
+    """The prompt of a layer with a window and a cache runs the kernel with the window and uploads
+    no mask.
+    """
     module = module_of("MultiHeadAttentionWithCache", SPEC, device)
     x = mha_tt.upload(np.ones((2, 40, 24)), device=device)
     cache = module.init_cache(2, 64)
@@ -171,7 +190,8 @@ def test_prompt_of_layer_with_window_uploads_no_mask(device, calls, uploads):
 
 
 @pytest.mark.board
-def test_window_builds_no_table_on_the_host(device, uploads, monkeypatch):
+def test_window_builds_no_table_on_host(device, uploads, monkeypatch):
+    """A causal layer with a window runs although the functions that build its table are removed."""
     module = module_of("MultiHeadSelfAttention", SPEC, device)
     x = mha_tt.upload(np.ones((2, 40, 24)), device=device)
     uploads.clear()
@@ -182,7 +202,8 @@ def test_window_builds_no_table_on_the_host(device, uploads, monkeypatch):
 
 
 @pytest.mark.board
-def test_path_that_needs_the_window_table_uploads_it_once(device, uploads):
+def test_window_table_is_uploaded_once(device, uploads):
+    """Two calls that return attention weights upload the table of the window once."""
     module = module_of("MultiHeadAttention", SPEC, device)
     x = mha_tt.upload(np.ones((2, 40, 24)), device=device)
     uploads.clear()
@@ -192,7 +213,8 @@ def test_path_that_needs_the_window_table_uploads_it_once(device, uploads):
 
 
 @pytest.mark.parametrize(("window_size", "expected"), [(None, 3), (5, 3), (3, 3), (2, 2)])
-def test_nested_windows_give_the_narrower_mask(device, window_size, expected):
+def test_narrower_of_two_windows_applies(device, window_size, expected):
+    """A window within another one is the narrower of them, and the same mask if nothing changes."""
     mask = CausalMask(5, 3, device=device)
     within = mask.within(window_size)
     assert within.window_size == expected
@@ -204,7 +226,10 @@ def test_nested_windows_give_the_narrower_mask(device, window_size, expected):
 
 @pytest.mark.parametrize("name", ["key", "value"])
 @pytest.mark.parametrize("window_size", [1, 3, 32, 33])
-def test_nan_in_key_or_value_spoils_only_windows_that_contain_it(device, calls, uploads, rng, window_size, name):
+def test_nan_affects_only_windows_with_it(device, calls, uploads, rng, window_size, name):
+    """NaN in a key or value reaches exactly the queries whose window contains it; other outputs
+    keep their bits.
+    """
     arrays = split_heads(100, rng)
     clean = [mha_tt.upload(x, device=device) for x in arrays]
     for token in (5, 6, 40):
@@ -224,7 +249,8 @@ def test_nan_in_key_or_value_spoils_only_windows_that_contain_it(device, calls, 
 
 
 @both_dtypes
-def test_nan_token_is_forgotten_after_it_leaves_the_window(device, dtype):
+def test_nan_leaves_with_the_window(device, dtype):
+    """A NaN token spoils steps until it leaves the window; all other outputs keep their bits."""
     module = module_of("MultiHeadAttentionWithCache", SPEC, device, dtype)
     x, outputs = rounded(np.random.default_rng(1).standard_normal((1, 12, 24)), dtype), []
     for spoilt in (False, True):
@@ -244,7 +270,8 @@ def test_nan_token_is_forgotten_after_it_leaves_the_window(device, dtype):
 
 @pytest.mark.board
 @pytest.mark.parametrize("num_heads", [16, 20], ids=["few", "many"])
-def test_step_with_sinks_uses_the_step_kernel(device, calls, num_heads):
+def test_step_with_sinks_uses_step_kernel(device, calls, num_heads):
+    """A step with sinks runs only the step kernel, and equals the last token of a full pass."""
     spec = parity.AttentionSpec(64, num_heads, num_kv_heads=4, head_dim=8, sinks=True)
     module = module_of("MultiHeadAttentionWithCache", spec, device)
     x = rounded(np.random.default_rng(1).standard_normal((3, 7, 64)), ttnn.bfloat16)
@@ -258,7 +285,8 @@ def test_step_with_sinks_uses_the_step_kernel(device, calls, num_heads):
 
 @pytest.mark.board
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "width"), [(4, 2, 32), (40, 8, 64), (40, 1, 384)], ids=str)
-def test_sinks_of_a_step_match_plain_path(device, rng, num_heads, num_kv_heads, width):
+def test_step_sinks_match_plain_path(device, rng, num_heads, num_kv_heads, width):
+    """A step over a cache with sinks matches the plain path, for few and many heads."""
     last_positions = np.array([5, 63])
     query = rounded(rng.standard_normal((1, 2, num_heads, width)), ttnn.bfloat16)
     keys, values = (rounded(rng.standard_normal((2, num_kv_heads, 64, width)), ttnn.bfloat16) for _ in "kv")

@@ -1,4 +1,4 @@
-"""Layers written out in TTNN: every case of the run, on a mock board."""
+"""Layers written as TTNN code, for every case, on a mock board."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from parity.core.problem import Problem
 from parity.writing import source_of
 
 FLOAT16 = {name for name, case in CASES.items() if case.dtype == "float16"}
-"""Cases in a dtype that ttnn has not."""
+"""Cases in a dtype that ttnn does not have."""
 
 
 def tt_layer(module: Any, problem: Problem) -> Any:
@@ -37,7 +37,8 @@ TT = Writing(
 
 @sample(64)
 @pytest.mark.parametrize("name", [name for name in WRITTEN if name not in FLOAT16])
-def test_every_case_is_written_and_agrees_with_the_reference(name):
+def test_written_layers_match_reference(name):
+    """The layer written for each case runs in ttnn and matches the reference."""
     problem = problem_of(name)
     module = module_of(source_of(problem.spec, "ttnn", **call_of(problem.case)))
     with mha_tt.mock.shadow():
@@ -45,7 +46,8 @@ def test_every_case_is_written_and_agrees_with_the_reference(name):
         parity.assert_parity(outputs, problem=problem, diagnose=False)
 
 
-def test_a_written_layer_computes_in_bfloat16():
+def test_written_layer_computes_in_bfloat16():
+    """A written layer computes in bfloat16 by default, within its tolerance."""
     spec = AttentionSpec(64, 4, num_kv_heads=2)
     problem = parity.make_problem(parity.Case("bf16", spec, "narrow", seq_len=9, is_causal=True), "bfloat16")
     module = module_of(source_of(spec, "ttnn"))
