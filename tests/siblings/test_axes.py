@@ -35,7 +35,7 @@ def assert_same(sibling, x, options, of_one, axes):
 @pytest.mark.parametrize("shape", [(T, T), (2, T, T), (3, 1, T, T), (2, 1, 1, T, T)], ids=str)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 def test_several_batch_axes_are_one(sibling, rng, is_causal, shape):
-    """A layer takes several batch axes, of its input, masks, biases, lengths and positions."""
+    """A layer accepts several batch axes of its input, masks, biases, lengths and positions."""
     x = rng.standard_normal((*AXES, T, 8)).astype(np.float32)
     mask, bias = rng.random(shape) > 0.5, rng.random(shape).astype(np.float32)
     positions = np.arange(3 * T, dtype=np.int32).reshape(3, T)
@@ -49,6 +49,6 @@ def test_several_batch_axes_are_one(sibling, rng, is_causal, shape):
 @sample(jax=0)  # in jax_and_torch/test_axes.py with gradients
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"key_padding_lengths": 3}], ids=str)
 def test_no_batch_axis_is_a_batch_of_one(sibling, rng, options):
-    """A layer takes a single sequence without a batch axis."""
+    """A layer accepts a single sequence without a batch axis."""
     of_one = {"key_padding_lengths": [3]} if "key_padding_lengths" in options else {}
     assert_same(sibling, rng.standard_normal((T, 8)).astype(np.float32), options, of_one, ())

@@ -67,7 +67,7 @@ def usual(sibling, kind, spec):
 
 
 def converted(sibling, x):
-    """An argument as the implementation takes it: tensors, weights by name, options, and results of functions."""
+    """Return an argument for the implementation: tensors, weights by name, options, and results of functions."""
     if isinstance(x, Ones):
         return x.of(sibling)
     if isinstance(x, dict):
@@ -98,7 +98,7 @@ SLOPES = AttentionSpec(128, 4, alibi=Alibi())
 
 
 def table(name, *shape, dtype=None):
-    """Sinks, or a table of positions, as the stages take it; in the usual dtype or another."""
+    """Return sinks, or a table of positions, as the stages accept it, in the usual dtype or another."""
     return lambda sibling: sibling.stage_weight(name, np.ones(shape, dtype or sibling.kernel_dtype))
 
 

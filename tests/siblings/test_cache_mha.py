@@ -9,7 +9,7 @@ from helpers.siblings import DTYPES, contents_of
 
 from mha_spec import AttentionSpec, Rope
 
-NUM_TOKENS = 6  # and slots: few and always the same shapes, because JAX compiles each operation once a shape
+NUM_TOKENS = 6  # and slots: few and always the same shapes, because JAX compiles each operation per shape
 CHUNKS = [4, 1, 1]
 SPECS = {
     "mha": AttentionSpec(24, 4),
@@ -90,7 +90,7 @@ def test_chunks_equal_one_pass(sibling, spec, dtype, chunks):
 @sample(jax=1)
 @every_dtype
 def test_batch_is_its_sequences(sibling, dtype):
-    """A batch gives what each of its sequences gives alone."""
+    """A batch has the outputs of each of its sequences alone."""
     x, module = random_tokens(dtype=dtype), cached_layer(sibling, dtype=dtype)
     together, _ = feed(sibling, module, x, CHUNKS)
     alone = np.concatenate([feed(sibling, module, sequence[None], CHUNKS)[0] for sequence in x])

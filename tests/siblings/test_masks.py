@@ -85,11 +85,11 @@ LENGTHS = {
     "int32": np.array([2, 0], np.int32),
     "uint8": np.array([2, 0], np.uint8),
 }
-"""Lengths as a caller may have them."""
+"""Types of lengths that callers may pass."""
 
 
 def option(sibling, x):
-    """An argument as the framework takes it, also within a pair."""
+    """Return an argument as the framework accepts it, also within a pair."""
     if isinstance(x, tuple) and isinstance(x[0], np.ndarray):
         return tuple(sibling.option(part) for part in x)
     return sibling.option(x)
@@ -98,7 +98,7 @@ def option(sibling, x):
 @sample(12, jax=1)
 @pytest.mark.parametrize("name", TABLES)
 def test_mask_is_its_table(sibling, name):
-    """Each function that makes a mask gives the table that was written down by hand, in booleans."""
+    """Each function that makes a mask returns the boolean table that was written by hand."""
     function, args, keywords, table = TABLES[name]
     args = [option(sibling, x) for x in args]
     keywords = {key: option(sibling, x) for key, x in keywords.items()}
@@ -109,7 +109,7 @@ def test_mask_is_its_table(sibling, name):
 @sample(jax=1)
 @pytest.mark.parametrize("kind", LENGTHS)
 def test_padding_mask_takes_lengths(sibling, kind):
-    """A padding mask takes lengths of any kind of integers."""
+    """A padding mask accepts lengths of any integer type."""
     mask = sibling.package.create_padding_mask(option(sibling, LENGTHS[kind]), 3)
     assert sibling.numpy(mask)[:, 0, 0].tolist() == [[False, False, True], [True, True, True]]
 
@@ -117,13 +117,13 @@ def test_padding_mask_takes_lengths(sibling, kind):
 @sample(jax=1)
 @pytest.mark.parametrize("kind", LENGTHS)
 def test_attention_mask_takes_lengths(sibling, kind):
-    """An attention mask takes lengths of any kind of integers."""
+    """An attention mask accepts lengths of any integer type."""
     mask = sibling.package.create_attention_mask(1, 3, key_padding_lengths=option(sibling, LENGTHS[kind]))
     assert sibling.numpy(mask)[:, 0, 0].tolist() == [[False, False, True], [True, True, True]]
 
 
 def test_lengths_may_be_those_of_numpy(sibling):
-    """Masks take lengths of NumPy as they are, in its default dtype."""
+    """Functions of masks accept NumPy lengths directly, in NumPy's default dtype."""
     mask = sibling.package.create_padding_mask(np.array([2, 0]), 3)
     assert sibling.numpy(mask)[:, 0, 0].tolist() == [[False, False, True], [True, True, True]]
 

@@ -39,7 +39,7 @@ plain_paths = pytest.mark.parametrize("path", ["function-plain", "module-plain"]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
 both_forms = pytest.mark.parametrize("form", ["plain", "fused"])
 
-# Query 1 of the first sequence sees no key, and key 3 is hidden from all.
+# Query 1 of the first sequence attends to no key, and key 3 is hidden from all.
 MASK = np.array(
     [
         [[[0, 0, 0, 1], [1, 1, 1, 1], [0, 1, 0, 1]]],
@@ -77,7 +77,7 @@ def test_heads_are_neighboring_features(sibling):
 
 
 def test_combining_undoes_splitting(sibling, rng):
-    """`combine_heads` gives the features of `split_heads` back."""
+    """`combine_heads` restores the features that `split_heads` divided."""
     x = rng.standard_normal((2, 3, 12)).astype(np.float32)
     heads = sibling.package.split_heads(sibling.array(x), 4)
     assert np.array_equal(sibling.numpy(sibling.package.combine_heads(heads)), x)
@@ -105,7 +105,7 @@ def test_soft_cap_comes_before_the_bias(sibling):
 
 
 def test_alibi_is_slope_times_distance(sibling):
-    """ALiBi takes the slope of a head times the distance from its scores, counted from an offset if there is one."""
+    """ALiBi subtracts the slope of a head times the distance from its scores, counted from an offset if given."""
     zeros, spec = sibling.array(full((1, 2, 2, 4), 0.0)), AttentionSpec(8, 2, alibi=parity.Alibi())
     scores = sibling.package.attention_scores
     slopes = np.array([2.0**-4, 2.0**-8])[:, None, None]
@@ -166,7 +166,7 @@ def test_relative_products_use_a_distance(sibling):
 
 
 def test_sinks_take_weight_and_give_none(sibling):
-    """A sink takes weight from the keys of its head and adds nothing to their sum."""
+    """A sink takes weight from the keys of its head, whose weights then sum to less than one."""
     scores, sinks = np.array([[[[0.0, 1.0]], [[2.0, 3.0]]]], np.float32), np.array([2.0, -1.0], np.float32)
     hidden = sibling.option(np.array([[[[False, True]]], [[[True, True]]]]))
     softmax, sinks = sibling.package.masked_softmax, sibling.stage_weight("sinks", sinks)
@@ -174,13 +174,13 @@ def test_sinks_take_weight_and_give_none(sibling):
     expected = np.array([1 / (1 + math.e**2), 1 / (1 + math.e**-3)])
     sibling.assert_close(found[0, :, 0, 0], expected, within=8 * EPSILON)
     assert not found[0, ..., 1].any()
-    assert not found[1].any()  # of a row without a key the sink has all
+    assert not found[1].any()  # in a row without a key, the sink has all weight
     seen = sibling.numpy(softmax(sibling.array(scores), None, sinks)).sum(axis=-1)[0, 0]
     sibling.assert_close(seen, np.array([(1 + math.e) / (1 + math.e + math.e**2)]), within=8 * EPSILON)
 
 
 def test_softmax_of_two_keys_is_one_and_e(sibling):
-    """Scores of 0 and 1 give weights that are to each other as 1 to e."""
+    """Scores of 0 and 1 have weights in the ratio of 1 to e."""
     weights = sibling.package.masked_softmax(sibling.array(np.array([[[[0.0, 1.0]]]], np.float32)))
     expected = np.array([1.0, math.e]) / (1.0 + math.e)
     sibling.assert_close(sibling.numpy(weights)[0, 0, 0], expected, within=EPSILON)  # one rounding
@@ -198,7 +198,7 @@ def test_two_keys_weigh_one_and_e(sibling, form):
 
 
 def test_visible_keys_share_all_weight(sibling):
-    """A masked key weighs nothing, and the others share its weight."""
+    """A masked key has a weight of 0, and the others share its weight."""
     mask = sibling.option(np.array([[False, True, False]]))
     weights = sibling.numpy(sibling.package.masked_softmax(sibling.array(full((1, 1, 1, 3), 0.0)), mask))[0, 0, 0]
     assert weights[1] == 0.0
@@ -360,7 +360,7 @@ def test_plain_and_fused_paths_agree(sibling, spec):
 @sample(jax=1)
 @every_spec
 def test_output_has_the_width_of_a_layer(sibling, spec):
-    """The output is as wide as the model, or without an output projection as its heads."""
+    """The output is as wide as the model, or as all heads without an output projection."""
     width = spec.d_model if spec.out_proj else spec.num_heads * spec.head_dim
     assert sibling.attended("module-fused", spec, problem_of(sibling, "fused", spec)).shape == (2, 3, width)
 
@@ -381,7 +381,7 @@ def test_output_has_the_dtype_of_the_input(sibling, path, dtype):
 @every_dtype
 @every_path
 def test_empty_row_gives_zero(sibling, path, dtype):
-    """A query that sees no key gives zero, and the other queries do not."""
+    """The output is zero for a query that attends to no key, and for no other query."""
     context = sibling.attended(path, BARE, problem(BARE, dtype), mask=MASK)
     assert not context[0, 1].any()
     assert (np.delete(context[0], 1, axis=0) != 0.0).all()
@@ -422,7 +422,7 @@ def test_bias_and_mask_empty_a_row_together(sibling, path):
 @sample(jax=1)
 @every_path
 def test_lowest_bias_is_not_a_mask(sibling, path):
-    """A row that sees a single key is that key's, even if its bias is the lowest finite number."""
+    """A row that attends to a single key has its value, even if its bias is the lowest finite number."""
     # Additive masks of other libraries hold finfo.min.
     bias = np.zeros((3, 4), np.float32)
     bias[0, 0] = np.finfo(np.float32).min
@@ -454,7 +454,7 @@ def test_masked_token_may_be_anything(sibling, path, side, sign):
 @pytest.mark.parametrize("side", ["key", "value"])
 @every_path
 def test_visible_token_changes_the_output(sibling, path, side):
-    """Changing a key or value changes the output of the queries that see it: the control of the test above."""
+    """Changing a key or value changes the output of the queries that attend to it: the control of the test above."""
     arrays = problem_of(sibling, path, SPEC)
     arrays["value"] = arrays["key"]
     changed = arrays[side].copy()
@@ -560,7 +560,7 @@ def test_self_attention_ignores_padding(sibling, rng):
 @sample(jax=1)
 @every_hiding
 def test_self_attention_is_attention(sibling, rng, hiding):
-    """Self-attention takes the mask, bias and positions that attention takes, and gives its output."""
+    """Self-attention accepts the mask, bias and positions of attention, and returns its output."""
     spec = AttentionSpec(8, 2, rope=Rope(100.0))
     options = {
         "mask": rng.random((2, 1, 4, 4)) < 0.3,
@@ -590,7 +590,7 @@ NOTHING = {"no-queries": (2, 0, 4), "no-keys": (2, 3, 0), "neither": (2, 0, 0), 
 @pytest.mark.parametrize("is_masked", [False, True], ids=["visible", "masked"])
 @pytest.mark.parametrize("path", ["module-plain", "module-fused"])
 def test_nothing_gives_nothing(sibling, path, sizes, is_causal, is_padded, is_masked):
-    """No query gives no row, and no key a row of the bias of the output projection."""
+    """Without queries the output has no rows; without keys its rows are the bias of the output projection."""
     batch_size, num_queries, num_keys = sizes
     spec, dtype = AttentionSpec(24, 4, num_kv_heads=2), sibling.dtype_of(path)
     weights = {name: x.astype(dtype) for name, x in parity.random_weights(spec).items()}
@@ -659,7 +659,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 @sample(jax=1)
 @every_kind
 def test_module_takes_the_fields_of_its_spec(sibling, kind):
-    """A module takes a spec, or the fields of one."""
+    """A module accepts a spec, or the fields of one."""
     features = {"latent": Latent(6, 2)} if kind == "MultiHeadLatentAttention" else {"num_kv_heads": 2, "rope": Rope()}
     spec = AttentionSpec(16, 4, qkv_bias=False, **features)
     others = {"qkv_bias": False, **features}
@@ -695,7 +695,7 @@ REFUSED = {
 @every_kind
 @pytest.mark.parametrize("name", REFUSED)
 def test_module_rejects_other_fields(sibling, kind, name):
-    """A module raises an error for fields that are no spec's, or do not fit."""
+    """A module raises an error for fields that a spec does not have, or that do not fit."""
     arguments, keywords, refusal = REFUSED[name]
     with refusal:
         sibling.made(kind, *arguments, **keywords)
@@ -736,7 +736,7 @@ def test_weights_depend_on_the_seed(sibling):
 @pytest.mark.parametrize("has_key", [False, True], ids=["self", "cross"])
 @every_path
 def test_positions_without_use_are_ignored(sibling, path, has_key):
-    """A layer takes positions even if nothing depends on them."""
+    """A layer accepts positions even if nothing depends on them."""
     arrays = {name: x for name, x in problem_of(sibling, path, SPEC).items() if has_key or name != "key"}
     expected = sibling.attended(path, SPEC, arrays)
     found = sibling.attended(path, SPEC, arrays, positions=np.array([[7, 3, 5]], np.int32))
@@ -750,7 +750,7 @@ every_rate = pytest.mark.parametrize("rates", RATES.values(), ids=RATES)
 
 
 def dropped(sibling, rates, seed=0, calls=1, **options):
-    """Outputs of a module in training that drops at those rates, in one call after the other."""
+    """Return the outputs of successive calls of a module in training, with dropout at these rates."""
     dtype = sibling.kernel_dtype
     module = sibling.filled("MultiHeadAttention", SPEC.replace(**rates), seed=seed, dtype=dtype)
     query = sibling.array(problem(SPEC, dtype)["query"])

@@ -34,7 +34,7 @@ every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))
     ids=["none", "unexpected", "shape", "bias", "heads", "kind"],
 )
 def test_norm_rejects_other_parameters(sibling, norm, parameters, refusal):
-    """Parameters that a norm does not have, or in another shape, raise an error."""
+    """Parameters that a norm does not have, or of the wrong shape, raise an error."""
     x = sibling.array(np.ones(HEADS, np.float32))
     parameters = [sibling.stage_weight("norm", parameter) for parameter in parameters]
     with refusal:

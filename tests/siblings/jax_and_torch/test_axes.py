@@ -68,7 +68,10 @@ def assert_gives_the_bits_of_one_axis(sibling, function, x, options, of_one):
 @sample(jax=1)
 @pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.parametrize("shape", [(T, T), (2, T, T), (3, 1, T, T), (2, 1, 1, T, T), (2, 3, 2, T, T)])
-def test_several_axes_have_one_gradient(sibling, shape, need_weights):
+def test_several_batch_axes_match_one(sibling, shape, need_weights):
+    """Self-attention with two batch axes matches one merged axis bit for bit in output, attention
+    weights and gradient; a mask and a bias have 2 to 5 axes.
+    """
     layer, mask, bias = sibling.module("MultiHeadAttention", SPEC), hides(*shape), numbers(*shape)
     lengths = np.array([[5, 0, 2], [4, 1, 5]], np.int32)
     positions = np.arange(3 * 3 * T, dtype=np.int32).reshape(3, 1, 3, T)
@@ -81,7 +84,10 @@ def test_several_axes_have_one_gradient(sibling, shape, need_weights):
 
 @sample(jax=1)
 @pytest.mark.parametrize("need_weights", [False, True])
-def test_no_axis_has_the_gradient_of_one(sibling, need_weights):
+def test_no_batch_axis_matches_one(sibling, need_weights):
+    """Self-attention without a batch axis matches one axis of size 1 bit for bit in output,
+    attention weights and gradient.
+    """
     layer = sibling.module("MultiHeadAttention", AttentionSpec(8, 2, rope=Rope()))
     positions = np.arange(2, 2 + T, dtype=np.int32)
     options = {"mask": hides(2, T, T), "key_padding_lengths": 4, "positions": positions, "need_weights": need_weights}
@@ -89,7 +95,10 @@ def test_no_axis_has_the_gradient_of_one(sibling, need_weights):
     assert_gives_the_bits_of_one_axis(sibling, layer, numbers(T, 8), options, of_one)
 
 
-def test_functions_accept_keys_and_dropout_with_batch_axes(sibling):
+def test_functions_accept_batch_axes(sibling):
+    """`multi_head_attention` with keys and a dropout mask of two batch axes matches
+    one merged axis bit for bit.
+    """
     weights = sibling.weights_of(sibling.module("MultiHeadAttention", CROSS))
     key, keep = numbers(*AXES, S, 6), hides(3, 2, T, S)
 
@@ -103,6 +112,9 @@ def test_functions_accept_keys_and_dropout_with_batch_axes(sibling):
 
 
 def test_self_attention_accepts_batch_axes(sibling):
+    """Causal self-attention with lengths and no or three batch axes
+    matches one axis bit for bit.
+    """
     layer = sibling.module("MultiHeadSelfAttention", AttentionSpec(8, 2))
     for axes, lengths in [((), np.int32(3)), ((2, 1, 2), np.array([[[1, 2]], [[3, 4]]], np.int32))]:
         x = numbers(*axes, T, 8)
@@ -126,20 +138,26 @@ def test_self_attention_accepts_batch_axes(sibling):
     ],
 )
 def test_mismatched_batch_axes_raise(sibling, name, wrong):
+    """An argument whose batch axes do not match those of the queries raises an
+    error with its name and shape.
+    """
     layer = sibling.module("MultiHeadAttention", CROSS)
     given = {"query": numbers(*AXES, T, 8), "key": numbers(*AXES, S, 6), name: wrong}
     with refuses(name, {f"{name}.shape": wrong.shape}):
         layer(**{name: sibling.array(x) for name, x in given.items()})
 
 
-def test_section_positions_with_too_few_batch_axes_raise(sibling):
-    """The shape (3, 1, T) could mean three sections or broadcast batch axes."""
+def test_ambiguous_section_positions_raise(sibling):
+    """With two batch axes and three sections, positions of shape (3, 1, T) raise an error: they
+    could be three sections or broadcast batch axes.
+    """
     layer = sibling.module("MultiHeadSelfAttention", SPEC)
     with refuses("positions", {"positions.ndim": 3}):
         layer(sibling.array(numbers(3, 2, T, 8)), positions=sibling.array(np.zeros((3, 1, T), np.int32)))
 
 
 def test_segments_accept_batch_axes(sibling):
+    """Self-attention with segments and two batch axes matches one merged axis bit for bit."""
     layer, x = sibling.module("MultiHeadSelfAttention", AttentionSpec(8, 2)), numbers(*AXES, T, 8)
     ids = np.arange(2 * 3 * T, dtype=np.int32).reshape(*AXES, T) // 3
     found = layer(sibling.array(x), segment_ids=sibling.array(ids))
@@ -147,7 +165,10 @@ def test_segments_accept_batch_axes(sibling):
     np.testing.assert_array_equal(sibling.numpy(found).reshape(6, T, 8), sibling.numpy(expected))
 
 
-def test_compiled_layer_accepts_other_batch_sizes():
+def test_compiled_layer_accepts_batch_sizes():
+    """In PyTorch, one compiled layer accepts inputs with two batch axes whose
+    first size is 2 and then 4.
+    """
     layer = mha_torch.MultiHeadAttention(AttentionSpec(8, 2))
     compiled = torch.compile(layer, fullgraph=True, backend="eager")
     for size in (2, 4):

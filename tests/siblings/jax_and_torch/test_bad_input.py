@@ -1,4 +1,4 @@
-"""Bad input is refused before any work, by every public function, with the argument's name and the rule."""
+"""Invalid input raises an error with the argument's name and the rule, before any work, in every function."""
 
 import math
 
@@ -34,7 +34,7 @@ def lengths(*values):
 
 
 def converted(sibling, x):
-    """NumPy arrays as the framework's; dicts of them, by canonical name, as its weights; and what a function makes."""
+    """Return arrays of the framework, weights of it for a dict by canonical name, and the result of a function."""
     if isinstance(x, np.ndarray):
         return sibling.array(x)
     if callable(x):
@@ -146,7 +146,10 @@ KINDS = ("MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWith
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_spec_refuses_the_configuration(name):
+def test_invalid_spec_raises(name):
+    """An invalid field of a specification, or a combination of fields,
+    raises an error with its name.
+    """
     keywords, refusal = CONFIGS[name]
     with refusal:
         AttentionSpec(**{"d_model": 8, "num_heads": 2, **keywords})
@@ -163,7 +166,8 @@ THETAS = {
 
 
 @pytest.mark.parametrize("name", THETAS)
-def test_rope_refuses_theta(name):
+def test_invalid_theta_raises(name):
+    """A theta that is not a positive finite number raises an error."""
     theta, refusal = THETAS[name]
     with refusal:
         Rope(theta)
@@ -171,7 +175,8 @@ def test_rope_refuses_theta(name):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("spec", [8, None, {"d_model": 8, "num_heads": 2}], ids=repr)
-def test_module_refuses_what_is_not_a_spec(sibling, kind, spec):
+def test_module_requires_a_spec(sibling, kind, spec):
+    """A module raises an error for a number, None or a dict as its specification."""
     keywords = {"rngs": nnx.Rngs(0)} if sibling.name == "jax" else {}
     with refuses_type("spec", spec=spec):
         getattr(sibling.package, kind)(spec, **keywords)
@@ -179,13 +184,14 @@ def test_module_refuses_what_is_not_a_spec(sibling, kind, spec):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [np.int8, np.int32, np.bool_, np.complex64], ids=lambda dtype: dtype.__name__)
-def test_module_refuses_weights_that_are_not_floating_point(sibling, kind, dtype):
+def test_module_requires_float_weights(sibling, kind, dtype):
+    """A module raises an error for a dtype of integers, booleans or complex numbers."""
     keyword = {"jax": "param_dtype", "torch": "dtype"}[sibling.name]
     with refuses_type(keyword, {keyword: ...}):
         sibling.module(kind, AttentionSpec(8, 2), **{keyword: sibling.array(np.zeros(1, dtype)).dtype})
 
 
-# ---- What only JAX and PyTorch reject --------------------------------------------------------------------------------
+# ---- Input that is invalid only in JAX and PyTorch -------------------------------------------------------------------
 
 SPEC = AttentionSpec(8, 2)
 HEADS = {name: ones(2, 2, 3, 4) for name in ("query", "key", "value")}
@@ -199,8 +205,8 @@ every_need = pytest.mark.parametrize("need_weights", [False, True], ids=["fused"
 
 
 @both_functions
-def test_bias_has_the_dtype_of_heads(sibling, function):
-    """A bias in another dtype than the heads raises an error; ttnn takes one of any dtype."""
+def test_mixed_bias_dtype_raises(sibling, function):
+    """A bias in another dtype than the heads raises an error; ttnn accepts any dtype."""
     refusal = refuses_type("bias", {"bias.dtype": ..., "query.dtype": ...})
     refused(sibling, function, (), {**HEADS, "bias": halves(3, 3)}, refusal)
 
@@ -216,7 +222,7 @@ MIXED_LAYERS = {
 
 @every_need
 @pytest.mark.parametrize("name", MIXED_LAYERS)
-def test_function_has_one_dtype(sibling, name, need_weights):
+def test_function_requires_one_dtype(sibling, name, need_weights):
     """Inputs or a bias in another dtype than the weights raise an error in the function of a layer."""
     keywords, refusal = MIXED_LAYERS[name]
     options = {"weights": parity.random_weights(CROSS), "spec": CROSS, "need_weights": need_weights}
@@ -225,7 +231,7 @@ def test_function_has_one_dtype(sibling, name, need_weights):
 
 @every_need
 @pytest.mark.parametrize("name", MIXED_LAYERS)
-def test_module_has_one_dtype(sibling, name, need_weights):
+def test_module_requires_one_dtype(sibling, name, need_weights):
     """Inputs or a bias in another dtype than the weights raise an error in a module."""
     keywords, refusal = MIXED_LAYERS[name]
     module = sibling.module("MultiHeadAttention", CROSS)
@@ -245,14 +251,14 @@ MIXED_CACHES = {
 
 
 @pytest.mark.parametrize("name", MIXED_CACHES)
-def test_cached_function_has_one_dtype(sibling, name):
+def test_cached_function_requires_one_dtype(sibling, name):
     """Tokens or a cache in another dtype than the weights raise an error in the function."""
     keywords, refusal = MIXED_CACHES[name]
     refused(sibling, "multi_head_attention_with_static_cache", (), {**TOKENS, "cache": cache, **keywords}, refusal)
 
 
 @pytest.mark.parametrize("name", MIXED_CACHES)
-def test_cached_module_has_one_dtype(sibling, name):
+def test_cached_module_requires_one_dtype(sibling, name):
     """Tokens or a cache in another dtype than the weights raise an error in a module."""
     keywords, refusal = MIXED_CACHES[name]
     module = sibling.module("MultiHeadAttentionWithCache", SPEC)
@@ -262,11 +268,11 @@ def test_cached_module_has_one_dtype(sibling, name):
 
 
 def cache(sibling):
-    """Two sequences of up to four tokens, two heads of four features."""
+    """Return a cache for two sequences of up to four tokens, with two heads of four features."""
     return sibling.package.init_cache(2, 2, 4, 4)
 
 
-def test_cache_holds_no_booleans(sibling):
+def test_boolean_cache_raises(sibling):
     """A cache of booleans raises an error."""
     keywords = {"batch_size": 2, "num_kv_heads": 2, "capacity": 4, "head_dim": 4, "dtype": sibling.dtype(np.bool_)}
     refused(sibling, "init_cache", (), keywords, refuses_type("dtype", dtype=...))
@@ -290,14 +296,14 @@ every_function = pytest.mark.parametrize("function", FUNCTIONS)
 
 @every_function
 @pytest.mark.parametrize("name", MIXED_WEIGHTS)
-def test_weights_have_one_dtype(sibling, name, function):
-    """Weights of several dtypes raise an error in every function; ttnn takes a dtype for each."""
+def test_mixed_weight_dtypes_raise(sibling, name, function):
+    """Weights of several dtypes raise an error in every function; ttnn has a dtype for each."""
     weights, refusal = MIXED_WEIGHTS[name]
     function, keywords = FUNCTIONS[function]
     refused(sibling, function, (), {**keywords, "weights": weights, "spec": LAYER_SPEC}, refusal)
 
 
-# An empty mask has no use in JAX and PyTorch, and is one of ttnn's.
+# An empty mask is invalid in JAX and PyTorch, but not in ttnn.
 EMPTY_MASKS = {
     "causal": ("create_causal_mask", (0,), {}, refuses("seq_len_q", seq_len_q=0)),
     "causal keys": ("create_causal_mask", (2, 0), {}, refuses("seq_len_k", seq_len_k=0)),
@@ -310,13 +316,15 @@ EMPTY_MASKS = {
 
 
 @pytest.mark.parametrize("name", EMPTY_MASKS)
-def test_mask_of_nothing_raises(sibling, name):
-    """A mask without a query or a key raises an error."""
+def test_empty_masks_raise(sibling, name):
+    """A mask without queries or keys raises an error."""
     refused(sibling, *EMPTY_MASKS[name])
 
 
-def test_width_must_divide_into_heads(sibling):
-    """PyTorch looks at what each projection returns, JAX at what is split into heads."""
+def test_indivisible_width_raises(sibling):
+    """A projected width of 8 for 3 heads raises an error: PyTorch checks the result of each
+    projection, JAX checks features before they are split into heads.
+    """
     refusals = {"torch": refuses("q_proj", "8 features"), "jax": refuses("the width", width=8, num_heads=3)}
     inputs = [sibling.array(np.ones((2, 3, 8), np.float32))] * 3
     with refusals[sibling.name]:
@@ -325,7 +333,8 @@ def test_width_must_divide_into_heads(sibling):
 
 @ONLY_TORCH
 @pytest.mark.parametrize("name", ["query", "key", "value", "mask", "bias"])
-def test_torch_module_refuses_numpy(sibling, name):
+def test_torch_module_rejects_numpy(sibling, name):
+    """A module in PyTorch raises an error for a NumPy array as any one of its inputs."""
     inputs = {"query": ones(2, 3, 8), "key": ones(2, 3, 8), "value": ones(2, 3, 8), "mask": booleans(3, 3)}
     given = {**{other: sibling.array(x) for other, x in inputs.items()}, name: inputs.get(name, ones(3, 3))}
     with refuses_type(name, "ndarray"):
@@ -333,7 +342,10 @@ def test_torch_module_refuses_numpy(sibling, name):
 
 
 @every_function
-def test_function_refuses_the_weights_of_the_other_framework_in_one_line(sibling, function):
+def test_weights_of_other_framework_raise(sibling, function):
+    """Functions raise an error for weights of the other framework: in JAX for a flat dict, in
+    PyTorch for a nested one.
+    """
     function, keywords = FUNCTIONS[function]
     flat = {"jax": {name: sibling.array(x) for name, x in WEIGHTS.items()}}
     tree = {"torch": {"q_proj": {"kernel": sibling.array(ones(6, 8))}}}
@@ -344,7 +356,7 @@ def test_function_refuses_the_weights_of_the_other_framework_in_one_line(sibling
         getattr(sibling.package, function)(**keywords, weights=weights, spec=LAYER_SPEC)
 
 
-# ---- Weights that are not finite -------------------------------------------------------------------------------------
+# ---- Non-finite and mapped weights -----------------------------------------------------------------------------------
 
 FINITE_SPEC = parity.AttentionSpec(8, 2)
 
@@ -357,13 +369,15 @@ def spoilt(value):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("function", ["multi_head_attention", "multi_head_attention_with_cache"])
-def test_weights_that_are_not_finite_are_refused(sibling, function, value):
+def test_non_finite_weights_raise(sibling, function, value):
+    """A NaN or infinity in the weights of a function raises an error that names the projection."""
     weights = converted(sibling, spoilt(value))
     with refuses("weights", "NaN or infinities in ['k_proj."):
         getattr(sibling.package, function)(sibling.array(ones(1, 3, 8)), weights, FINITE_SPEC)
 
 
-def test_weights_may_be_mapped_over_in_torch():
+def test_torch_vmap_over_weights():
+    """In PyTorch, `torch.func.vmap` over two equal sets of weights returns two equal outputs."""
     import torch
 
     import mha_torch

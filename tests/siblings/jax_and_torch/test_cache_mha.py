@@ -1,4 +1,4 @@
-"""The key/value cache: however the tokens arrive, the results are those of one full causal pass."""
+"""The key/value cache: in any chunks, the results are equal to those of one full causal pass."""
 
 import functools
 
@@ -19,7 +19,7 @@ import mha_jax
 import parity
 from mha_spec import Rope
 
-NUM_TOKENS = 6  # and slots; few and always the same shapes, for JAX compiles each operation once a shape
+NUM_TOKENS = 6  # and slots; few and always the same shapes, because JAX compiles each operation per shape
 CHUNKS = [4, 1, 1]
 
 SPECS = {
@@ -38,14 +38,14 @@ drawn = settings(deadline=None, max_examples=20, suppress_health_check=[HealthCh
 
 @pytest.fixture(autouse=True)
 def _without_gradients():
-    """As one decodes in torch, where the cache's storage is then updated in place."""
+    """Disable gradients, as users do when decoding in torch, which then updates the cache in place."""
     with torch.no_grad():
         yield
 
 
 @functools.cache
 def layer(sibling, kind, spec, dtype=np.float32):
-    """A module of that class and dtype; equal specs give equal weights. Tests share it and do not change it."""
+    """Return a module of that class and dtype; equal specs have equal weights. Tests share it unchanged."""
     keyword = {"jax": "param_dtype", "torch": "dtype"}[sibling.name]
     module = sibling.module(kind, spec, **{keyword: sibling.array(np.zeros(1, dtype)).dtype})
     weights = {name: weight.astype(dtype) for name, weight in parity.random_weights(spec).items()}
@@ -58,12 +58,12 @@ def cached_layer(sibling, spec, dtype=np.float32):
 
 
 def framework_weights(sibling, module):
-    """The weights in the container that the functional forms take."""
+    """Return the weights in the container that functions accept."""
     return module.state_dict() if sibling.name == "torch" else nnx.to_pure_dict(nnx.state(module, nnx.Param))
 
 
 def random_tokens(spec, num_tokens=NUM_TOKENS, dtype=np.float32, seed=1):
-    """The first tokens, as many as asked for, of three sequences."""
+    """Return the first `num_tokens` tokens of three sequences."""
     return np.random.default_rng(seed).standard_normal((3, NUM_TOKENS + 1, spec.d_in))[:, :num_tokens].astype(dtype)
 
 
@@ -75,18 +75,18 @@ jitted_call = jax.jit(call, static_argnames="is_causal")
 
 
 def called(sibling):
-    """How a module is called: under jit in JAX, as one decodes there, and much the faster to compile."""
+    """Return a function that calls a module: in JAX under jit, as users decode, and faster to compile."""
     return jitted_call if sibling.name == "jax" else call
 
 
 def full_pass(sibling, spec, x):
-    """The output of one causal pass over all tokens, without a cache."""
+    """Return the output of one causal pass over all tokens, without a cache."""
     module = layer(sibling, "MultiHeadSelfAttention", spec, x.dtype)
     return sibling.numpy(called(sibling)(module, sibling.array(x), is_causal=True))
 
 
 def feed(sibling, module, x, chunks, capacity=NUM_TOKENS):
-    """The outputs of all tokens, and the cache, after feeding them in chunks of these sizes."""
+    """Feed tokens in chunks of these sizes, and return the outputs of all tokens and the cache."""
     cache = module.init_cache(len(x), capacity)
     outputs = []
     for chunk in np.split(x, np.cumsum(chunks)[:-1], axis=1):
@@ -96,14 +96,14 @@ def feed(sibling, module, x, chunks, capacity=NUM_TOKENS):
 
 
 def feed_ragged(sibling, module, x, steps):
-    """The outputs of the tokens fed, at their places in x, and how many each sequence was fed: at most 2 a step."""
+    """Feed at most 2 tokens a step, and return their outputs, at their places in x, and numbers of tokens fed."""
     cache = module.init_cache(len(x), x.shape[1])
     outputs, num_fed = np.zeros_like(x), np.zeros(len(x), int)
     for new_lengths in steps:
         is_new = np.arange(2) < np.array(new_lengths)[:, None]
         rows, columns = np.nonzero(is_new)
         places = rows, num_fed[rows] + columns
-        new_tokens = np.full_like(x[:, :2], 1e3)  # padding that would show, were it looked at
+        new_tokens = np.full_like(x[:, :2], 1e3)  # padding that would change the output if it were read
         new_tokens[is_new] = x[places]
         output, cache = module(sibling.array(new_tokens), cache, new_lengths=list(new_lengths))
         outputs[places] = sibling.numpy(output)[is_new]
@@ -112,7 +112,7 @@ def feed_ragged(sibling, module, x, steps):
 
 
 def filled_cache(sibling, module, lengths, capacity=NUM_TOKENS):
-    """A cache that holds the first few random tokens of each sequence."""
+    """Return a cache with the first few random tokens of each sequence."""
     x = random_tokens(module.spec, num_tokens=max(*lengths, 1), seed=2)
     cache = module.init_cache(len(lengths), capacity)
     return called(sibling)(module, sibling.array(x), cache, new_lengths=sibling.array(lengths))[1]
@@ -122,7 +122,7 @@ SHARED = parity.AttentionSpec(24, 4, num_kv_heads=2, qk_norm=parity.Norm(), rope
 
 
 def sharing(sibling, source):
-    """A cached layer of the same weights that shares the keys and values of a source."""
+    """Return a cached layer with the same weights that shares the keys and values of a source."""
     weights = {name: array for name, array in parity.weights_of(source).items() if name[:2] not in ("k_", "v_")}
     shared = sibling.module("MultiHeadAttentionWithCache", source.spec.replace(shared_kv=True))
     return parity.load_into(shared, weights, shared.spec)
@@ -130,8 +130,10 @@ def sharing(sibling, source):
 
 @sample(jax=1)
 @pytest.mark.parametrize("steps", [[None] * 3, [[4, 2, 0], [1, 1, 1], [0, 1, 1]]], ids=["even", "ragged"])
-def test_a_layer_of_shared_keys_attends_to_the_cache_of_the_other_and_leaves_it_as_it_is(sibling, steps):
-    """With the other layer's weights and input it gives the other layer's output, after that has appended."""
+def test_shared_layer_reads_source_cache(sibling, steps):
+    """A layer that shares keys and values, with the weights of the source and its cache after
+    appending, returns the output of the source and leaves the cache as it is, bit for bit.
+    """
     source = cached_layer(sibling, SHARED)
     shared, cache = sharing(sibling, source), source.init_cache(3, NUM_TOKENS)
     for x, new_lengths in zip(np.split(random_tokens(SHARED), np.cumsum(CHUNKS)[:-1], axis=1), steps, strict=True):
@@ -143,7 +145,10 @@ def test_a_layer_of_shared_keys_attends_to_the_cache_of_the_other_and_leaves_it_
         assert all(map(np.array_equal, contents_of(sibling, after), before))
 
 
-def test_a_growing_cache_of_another_layer_holds_the_new_tokens(sibling):
+def test_shared_layer_reads_growing_cache(sibling):
+    """A layer that shares keys and values reads the growing cache of its source after appending: it
+    returns the same output and the same cache, bit for bit.
+    """
     source = cached_layer(sibling, SHARED)
     shared, x = sharing(sibling, source), random_tokens(SHARED)
     grow = sibling.package.multi_head_attention_with_cache
@@ -156,7 +161,10 @@ def test_a_growing_cache_of_another_layer_holds_the_new_tokens(sibling):
         assert all(np.array_equal(sibling.numpy(a), sibling.numpy(b)) for a, b in zip(after, cache, strict=True))
 
 
-def test_a_cache_without_the_new_tokens_is_refused_by_a_layer_of_shared_keys(sibling):
+def test_shared_layer_rejects_stale_cache(sibling):
+    """A layer that shares keys and values raises an error without a growing cache, for a cache
+    without the new tokens, static or growing, and for one with another number of heads.
+    """
     source = cached_layer(sibling, SHARED)
     shared, x = sharing(sibling, source), sibling.array(random_tokens(SHARED, 2))
     with refuses("cache", lengths=[0, 0, 0], new_lengths=[2, 2, 2]):
@@ -175,7 +183,10 @@ def test_a_cache_without_the_new_tokens_is_refused_by_a_layer_of_shared_keys(sib
 
 
 @only_jax
-def test_a_cache_without_the_new_tokens_gives_nan_under_jit(sibling):
+def test_shared_layer_stale_cache_under_jit(sibling):
+    """Under `jax.jit`, the output is NaN exactly for sequences whose cache holds
+    fewer tokens than are new.
+    """
     source = cached_layer(sibling, SHARED)
     shared, x = sharing(sibling, source), sibling.array(random_tokens(SHARED, 2))
     output, _ = jitted_call(shared, x, filled_cache(sibling, source, [2, 1, 3]))
@@ -183,7 +194,7 @@ def test_a_cache_without_the_new_tokens_gives_nan_under_jit(sibling):
 
 
 def projected(x, weights, name, spec, theta=None):
-    """Keys or values (B, K, T, H) from the formulas, in float64; RoPE as a rotation of complex numbers."""
+    """Return keys or values (B, K, T, H) by the formulas in float64, with RoPE as a rotation of complex numbers."""
     y = x @ weights[f"{name}.weight"].T.astype(np.float64) + weights.get(f"{name}.bias", 0.0)
     y = y.reshape(*x.shape[:2], spec.num_kv_heads, spec.head_dim).swapaxes(1, 2)
     if theta is None:
@@ -195,10 +206,10 @@ def projected(x, weights, name, spec, theta=None):
 
 
 def assert_same_up_to_rounding(actual, expected):
-    """Equal but for the order of the sums.
+    """Compare up to the order of sums.
 
-    Shapes of matrix products differ, and with them the order in which a kernel adds. Measured over every test here
-    and all dtypes: at most 2.0 units of rounding (`eps` times the largest element); 4 are allowed.
+    Matrix products differ in shape, so kernels add in different orders. Over every test here and all dtypes, the
+    measured difference is at most 2.0 units of rounding (`eps` times the largest element); 4 are allowed.
     """
     __tracebackhide__ = True
     assert actual.shape == expected.shape
@@ -206,13 +217,14 @@ def assert_same_up_to_rounding(actual, expected):
     np.testing.assert_allclose(actual, expected, rtol=0, atol=4 * float(eps) * np.abs(expected).max())
 
 
-# ---- However the tokens arrive ---------------------------------------------------------------------------------------
+# ---- Chunks and ragged batches ---------------------------------------------------------------------------------------
 
 
 @sample(jax=0)
 @drawn
 @given(cuts=st.sets(st.integers(1, NUM_TOKENS - 1)))
-def test_any_chunking_equals_the_full_pass(sibling, cuts):
+def test_any_chunking_matches_full_pass(sibling, cuts):
+    """Tokens fed in chunks of any sizes give the output of one causal pass."""
     x = random_tokens(GQA_ROPE)
     chunks = np.diff([0, *sorted(cuts), NUM_TOKENS])
     output, _ = feed(sibling, cached_layer(sibling, GQA_ROPE), x, chunks)
@@ -222,7 +234,10 @@ def test_any_chunking_equals_the_full_pass(sibling, cuts):
 @sample(jax=0)
 @drawn
 @given(steps=st.lists(st.tuples(*3 * [st.integers(0, 2)]), min_size=1, max_size=3))
-def test_ragged_batch_equals_each_sequence_alone(sibling, steps):
+def test_ragged_batch_matches_sequences(sibling, steps):
+    """Each sequence of a batch, fed 0 to 2 tokens a step, has the output of one
+    causal pass over it alone.
+    """
     x = random_tokens(GQA_ROPE)
     output, num_fed = feed_ragged(sibling, cached_layer(sibling, GQA_ROPE), x, steps)
     alone = np.concatenate([full_pass(sibling, GQA_ROPE, sequence[None]) for sequence in x])
@@ -232,7 +247,8 @@ def test_ragged_batch_equals_each_sequence_alone(sibling, steps):
 
 @sample(jax=1)
 @pytest.mark.parametrize("capacity", [7, 64])
-def test_capacity_changes_nothing(sibling, capacity):
+def test_capacity_changes_only_rounding(sibling, capacity):
+    """A cache of 7 or 64 slots gives the outputs of one of 6 slots, up to rounding."""
     x = random_tokens(GQA_ROPE)
     module = cached_layer(sibling, GQA_ROPE)
     output, _ = feed(sibling, module, x, CHUNKS, capacity)
@@ -242,7 +258,10 @@ def test_capacity_changes_nothing(sibling, capacity):
 
 @sample(jax=0)
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bfloat16", "float16"])
-def test_half_precision_decoding_equals_the_full_pass(sibling, dtype):
+def test_half_precision_decoding(sibling, dtype):
+    """In half precision, tokens fed in chunks give the output of one
+    causal pass, up to rounding.
+    """
     x = random_tokens(GQA_ROPE, dtype=dtype)
     output, _ = feed(sibling, cached_layer(sibling, GQA_ROPE, dtype), x, CHUNKS)
     assert_same_up_to_rounding(output, full_pass(sibling, GQA_ROPE, x))
@@ -250,7 +269,8 @@ def test_half_precision_decoding_equals_the_full_pass(sibling, dtype):
 
 @sample(jax=1)
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bfloat16", "float16"])
-def test_half_precision_cache_keeps_its_dtype(sibling, dtype):
+def test_half_precision_cache_dtype(sibling, dtype):
+    """In half precision, outputs, keys and values have the dtype of the weights and tokens."""
     x = random_tokens(GQA_ROPE, dtype=dtype)
     output, cache = feed(sibling, cached_layer(sibling, GQA_ROPE, dtype), x, CHUNKS)
     assert {output.dtype, sibling.numpy(cache.keys).dtype, sibling.numpy(cache.values).dtype} == {np.dtype(dtype)}
@@ -261,7 +281,7 @@ def test_half_precision_cache_keeps_its_dtype(sibling, dtype):
 
 @functools.cache
 def growing_step(sibling, spec):
-    """The growing form of the spec: (x, weights, cache_k, cache_v) -> (output, cache_k, cache_v)."""
+    """Return the growing form of the spec: (x, weights, cache_k, cache_v) -> (output, cache_k, cache_v)."""
 
     def step(x, weights, cache_k, cache_v):
         return sibling.package.multi_head_attention_with_cache(x, weights, spec, cache_k, cache_v)
@@ -270,7 +290,7 @@ def growing_step(sibling, spec):
 
 
 def grow(sibling, spec, x, chunks):
-    """The outputs, keys and values of the growing form, fed in chunks of these sizes."""
+    """Return outputs, keys and values of the growing form, fed in chunks of these sizes."""
     weights = framework_weights(sibling, cached_layer(sibling, spec))
     keys = values = None
     outputs = []
@@ -282,7 +302,8 @@ def grow(sibling, spec, x, chunks):
 
 @sample(jax=1)
 @every_spec
-def test_growing_cache_equals_the_static_one(sibling, spec):
+def test_growing_cache_matches_static_cache(sibling, spec):
+    """A growing cache holds the keys and values of a static one."""
     x = random_tokens(spec)
     _, cache = feed(sibling, cached_layer(sibling, spec), x, CHUNKS)
     _, keys, values = grow(sibling, spec, x, CHUNKS)
@@ -291,7 +312,8 @@ def test_growing_cache_equals_the_static_one(sibling, spec):
 
 
 @sample(jax=0)
-def test_growing_cache_equals_the_static_one_token_by_token(sibling):
+def test_growing_cache_token_by_token(sibling):
+    """Token by token, a growing cache gives the outputs of a static one."""
     x = random_tokens(GQA_ROPE)
     output, _, _ = grow(sibling, GQA_ROPE, x, [1] * NUM_TOKENS)
     assert_same_up_to_rounding(output, feed(sibling, cached_layer(sibling, GQA_ROPE), x, [1] * NUM_TOKENS)[0])
@@ -299,7 +321,8 @@ def test_growing_cache_equals_the_static_one_token_by_token(sibling):
 
 @sample(jax=0)
 @every_spec
-def test_static_functional_form_equals_the_module(sibling, spec):
+def test_static_function_matches_module(sibling, spec):
+    """For a ragged prompt, the function with a static cache and the module have the same output."""
     x = sibling.array(random_tokens(spec, num_tokens=4))
     module = cached_layer(sibling, spec)
     output, _ = sibling.package.multi_head_attention_with_static_cache(
@@ -315,7 +338,8 @@ def test_static_functional_form_equals_the_module(sibling, spec):
 
 
 @pytest.mark.parametrize("given", ["cache_k", "cache_v"])
-def test_growing_cache_takes_both_or_none(sibling, given):
+def test_growing_cache_needs_both_parts(sibling, given):
+    """Only one of `cache_k` and `cache_v` raises an error."""
     weights = framework_weights(sibling, cached_layer(sibling, GQA_ROPE))
     cached = {given: sibling.array(np.zeros((3, 2, 5, 6), np.float32))}
     with refuses("cache_k and cache_v", "only one of them"):
@@ -325,7 +349,10 @@ def test_growing_cache_takes_both_or_none(sibling, given):
 
 
 @pytest.mark.parametrize("shape", [(5,), (3, 2, 5), (3, 4, 5, 6), (1, 2, 5, 6), (3, 2, 5, 4)], ids=str)
-def test_growing_cache_refuses_other_shapes(sibling, shape):
+def test_growing_cache_of_wrong_shape_raises(sibling, shape):
+    """Growing caches with too few axes or the wrong batch size, heads or
+    head width raise an error.
+    """
     weights = framework_weights(sibling, cached_layer(sibling, GQA_ROPE))
     cache = sibling.array(np.zeros(shape, np.float32))
     with refuses("cache_k", {"cache_k.shape": shape}):
@@ -334,12 +361,13 @@ def test_growing_cache_refuses_other_shapes(sibling, shape):
         )
 
 
-# ---- What the cache holds --------------------------------------------------------------------------------------------
+# ---- Contents of the cache -------------------------------------------------------------------------------------------
 
 
 @sample(jax=1)
 @every_spec
 def test_cache_holds_the_projected_keys(sibling, spec):
+    """The keys of a cache are the projected keys, rotated if the layer has RoPE."""
     x = random_tokens(spec)
     _, cache = feed(sibling, cached_layer(sibling, spec), x, CHUNKS)
     expected = projected(x, parity.random_weights(spec), "k_proj", spec, spec.rope and spec.rope.theta)
@@ -349,6 +377,7 @@ def test_cache_holds_the_projected_keys(sibling, spec):
 @sample(jax=1)
 @every_spec
 def test_cache_holds_the_projected_values(sibling, spec):
+    """The values of a cache are the projected values."""
     x = random_tokens(spec)
     _, cache = feed(sibling, cached_layer(sibling, spec), x, CHUNKS)
     assert_same_up_to_rounding(sibling.numpy(cache.values), projected(x, parity.random_weights(spec), "v_proj", spec))
@@ -356,14 +385,15 @@ def test_cache_holds_the_projected_values(sibling, spec):
 
 @sample(jax=1)
 @pytest.mark.parametrize("part", ["keys", "values"])
-def test_no_cached_token_is_empty(sibling, part):
+def test_no_cached_token_is_zero(sibling, part):
+    """In a full cache no key and no value is 0."""
     _, cache = feed(sibling, cached_layer(sibling, GQA_ROPE), random_tokens(GQA_ROPE), CHUNKS)
     assert np.abs(sibling.numpy(getattr(cache, part))).max(axis=-1).min() > 0
 
 
-# ---- What may not matter ---------------------------------------------------------------------------------------------
+# ---- Unfilled slots --------------------------------------------------------------------------------------------------
 
-# With the largest of these a dot product of a query and a key is still finite in float32.
+# With the largest of these, a dot product of a query and a key is still finite in float32.
 junk = pytest.mark.parametrize("value", [1.0, -65504.0, 1e30])
 
 
@@ -371,6 +401,9 @@ junk = pytest.mark.parametrize("value", [1.0, -65504.0, 1e30])
 @junk
 @pytest.mark.parametrize("num_new", [1, 2])
 def test_stale_slots_change_nothing(sibling, value, num_new):
+    """Finite numbers in the slots after the tokens of a sequence, up to 1e30,
+    change no bit of the output.
+    """
     module = cached_layer(sibling, GQA_ROPE)
     x = sibling.array(random_tokens(GQA_ROPE, num_tokens=num_new))
     cache = filled_cache(sibling, module, [2, 4, 0])
@@ -382,16 +415,16 @@ def test_stale_slots_change_nothing(sibling, value, num_new):
     np.testing.assert_array_equal(sibling.numpy(output), sibling.numpy(expected))
 
 
-# ---- Masks, biases and positions beside the causality of the cache ---------------------------------------------------
+# ---- Masks, biases and positions in addition to the causality of the cache -------------------------------------------
 
 
 def window_mask(num_tokens, capacity, window_size):
-    """Hides all but the last few slots up to a token's own, (T, S); causality itself is the cache's."""
+    """Return a mask (T, S) that hides slots before the window of a token; the cache itself hides later ones."""
     return np.arange(num_tokens)[:, None] - np.arange(capacity) >= window_size
 
 
 def feed_with(sibling, module, x, chunks, capacity=NUM_TOKENS, **options):
-    """As `feed`, with arrays that have a row for each token, cut as the tokens are."""
+    """Do the same as `feed`, with arrays that have a row per token, divided like the tokens."""
     cache = module.init_cache(len(x), capacity)
     outputs, begin = [], 0
     for chunk in chunks:
@@ -407,7 +440,7 @@ def feed_with(sibling, module, x, chunks, capacity=NUM_TOKENS, **options):
 
 
 def grow_with(sibling, spec, x, chunks, **options):
-    """The same of the growing form."""
+    """Do the same with the growing form, and return the outputs."""
     module = cached_layer(sibling, spec)
     cached, outputs, begin = (None, None), [], 0
     for chunk in chunks:
@@ -426,7 +459,7 @@ def grow_with(sibling, spec, x, chunks, **options):
 
 
 def one_pass(sibling, spec, x, **options):
-    """The output of one causal pass with a mask, a bias or positions, without a cache."""
+    """Return the output of one causal pass with a mask, a bias or positions, without a cache."""
     module = layer(sibling, "MultiHeadSelfAttention", spec, x.dtype)
     arrays = {name: sibling.array(array) for name, array in options.items()}
     return sibling.numpy(module(sibling.array(x), is_causal=True, **arrays))
@@ -438,7 +471,10 @@ MORE_CHUNKS = pytest.mark.parametrize("chunks", [[6], CHUNKS, [1, 3, 2]], ids=st
 @sample(jax=0)
 @MORE_CHUNKS
 @pytest.mark.parametrize("form", ["static", "growing"])
-def test_sliding_window_over_a_cache_equals_one_pass(sibling, form, chunks):
+def test_window_mask_with_cache(sibling, form, chunks):
+    """A mask for a window of 3 tokens over a static or growing cache gives the output of one pass
+    with it, which differs from that without it.
+    """
     x = random_tokens(GQA_ROPE)
     mask = window_mask(NUM_TOKENS, NUM_TOKENS, window_size=3)
     if form == "static":
@@ -452,7 +488,10 @@ def test_sliding_window_over_a_cache_equals_one_pass(sibling, form, chunks):
 @sample(jax=1)
 @MORE_CHUNKS
 @pytest.mark.parametrize("form", ["static", "growing"])
-def test_bias_by_distance_over_a_cache_equals_one_pass(sibling, form, chunks):  # ALiBi
+def test_alibi_bias_with_cache(sibling, form, chunks):  # ALiBi
+    """A bias by distance (ALiBi) over a static or growing cache gives the output of one pass with
+    it, which differs from that without it.
+    """
     x, spec = random_tokens(SPECS["mha"]), SPECS["mha"]
     slopes = 2.0 ** -np.arange(1, 1 + spec.num_heads, dtype=np.float32)[:, None, None]
     bias = slopes * (np.arange(NUM_TOKENS) - np.arange(NUM_TOKENS)[:, None]).astype(np.float32)
@@ -467,10 +506,13 @@ def test_bias_by_distance_over_a_cache_equals_one_pass(sibling, form, chunks):  
 @sample(jax=1)
 @MORE_CHUNKS
 @pytest.mark.parametrize("form", ["static", "growing"])
-def test_left_padding_changes_nothing(sibling, form, chunks):
+def test_left_padding_changes_only_rounding(sibling, form, chunks):
+    """With a mask and positions, sequences with padding on the left give
+    their outputs without padding.
+    """
     num_padding = np.array([0, 3, 1])
     tokens = random_tokens(GQA_ROPE)
-    x = np.full_like(tokens, 1e3)  # padding that would show, were it seen
+    x = np.full_like(tokens, 1e3)  # padding that would change the output if it were visible
     for row, count in enumerate(num_padding):
         x[row, count:] = tokens[row, : NUM_TOKENS - count]
     mask = np.broadcast_to(
@@ -486,7 +528,10 @@ def test_left_padding_changes_nothing(sibling, form, chunks):
         assert_same_up_to_rounding(output[row, count:], alone[row, : NUM_TOKENS - count])
 
 
-def test_mask_of_all_slots_may_be_wider_than_what_is_filled(sibling):
+def test_mask_may_cover_unfilled_slots(sibling):
+    """A mask of 9 slots, of which 2 are filled, gives the output of one pass
+    with its first 2 columns.
+    """
     x, mask = random_tokens(GQA_ROPE, num_tokens=2), np.zeros((3, 1, 1, 9), bool)
     mask[1, ..., 0] = True
     module = cached_layer(sibling, GQA_ROPE)
@@ -510,7 +555,10 @@ REFUSED_OPTIONS = {
 
 
 @pytest.mark.parametrize("name", REFUSED_OPTIONS)
-def test_what_does_not_fit_the_cache_is_refused_and_leaves_it(sibling, name):
+def test_invalid_options_leave_cache_as_is(sibling, name):
+    """A mask, bias or positions of the wrong shape or dtype raise an
+    error, and no key is written.
+    """
     options, refusal = REFUSED_OPTIONS[name]
     module = cached_layer(sibling, GQA_ROPE)
     cache = module.init_cache(3, NUM_TOKENS)
@@ -523,7 +571,10 @@ def test_what_does_not_fit_the_cache_is_refused_and_leaves_it(sibling, name):
     assert not sibling.numpy(cache.keys).any()
 
 
-def test_cache_ignores_positions_that_nothing_depends_on(sibling):
+def test_positions_without_rope_are_ignored(sibling):
+    """A layer without RoPE ignores positions bit for bit, but those of the
+    wrong shape raise an error.
+    """
     module = cached_layer(sibling, SPECS["mha"])
     x, positions = random_tokens(SPECS["mha"], num_tokens=2), sibling.array(np.full((1, 2), 7, np.int32))
     cache = module.init_cache(3, NUM_TOKENS)
@@ -533,13 +584,16 @@ def test_cache_ignores_positions_that_nothing_depends_on(sibling):
         module(sibling.array(x[:, :1]), cache, positions=positions)
 
 
-# ---- No tokens at all ------------------------------------------------------------------------------------------------
+# ---- Empty inputs ----------------------------------------------------------------------------------------------------
 
 
 @sample(jax=1)
 @pytest.mark.parametrize("held", [[0, 0, 0], [2, 2, 2], [1, 4, 0]], ids=str)
 @pytest.mark.parametrize("new_lengths", [None, [0, 0, 0]], ids=["all", "ragged"])
-def test_no_new_tokens_leave_the_cache_as_it_was(sibling, held, new_lengths):
+def test_no_new_tokens_leave_cache_unchanged(sibling, held, new_lengths):
+    """A step of 0 tokens has an empty output and leaves the contents of the
+    cache unchanged, bit for bit.
+    """
     module = cached_layer(sibling, GQA_ROPE)
     cache = filled_cache(sibling, module, held)
     before = contents_of(sibling, cache)
@@ -551,7 +605,8 @@ def test_no_new_tokens_leave_the_cache_as_it_was(sibling, held, new_lengths):
 
 @sample(jax=0)
 @pytest.mark.parametrize("new_lengths", [None, []], ids=["all", "ragged"])
-def test_cache_of_no_sequences_takes_tokens_of_none(sibling, new_lengths):
+def test_cache_accepts_an_empty_batch(sibling, new_lengths):
+    """A cache of 0 sequences accepts tokens of 0 sequences."""
     module = cached_layer(sibling, GQA_ROPE)
     x = sibling.array(random_tokens(GQA_ROPE)[:0])
     output, cache = module(x, module.init_cache(0, NUM_TOKENS), new_lengths=new_lengths)
@@ -561,7 +616,10 @@ def test_cache_of_no_sequences_takes_tokens_of_none(sibling, new_lengths):
 @sample(jax=1)
 @pytest.mark.parametrize(("batch_size", "num_tokens"), [(3, 0), (0, 2)], ids=["tokens", "sequences"])
 @pytest.mark.parametrize("num_cached", [None, 0, 4])
-def test_growing_cache_takes_nothing(sibling, batch_size, num_tokens, num_cached):
+def test_growing_cache_accepts_empty_inputs(sibling, batch_size, num_tokens, num_cached):
+    """A growing cache accepts 0 tokens and 0 sequences; output and keys
+    have the expected shapes.
+    """
     cached = (None, None)
     if num_cached is not None:
         cached = [sibling.array(np.zeros((batch_size, 2, num_cached, 6), np.float32)) for _ in range(2)]
@@ -574,17 +632,17 @@ def test_growing_cache_takes_nothing(sibling, batch_size, num_tokens, num_cached
     )
 
 
-# ---- Caches made of caches -------------------------------------------------------------------------------------------
+# ---- Caches made from caches -----------------------------------------------------------------------------------------
 
 
 def held_by(sibling, cache):
-    """Keys and values of the tokens that a cache holds, by sequence."""
+    """Return keys and values of the tokens in a cache, by sequence."""
     keys, values, lengths = contents_of(sibling, cache)
     return [(keys[row, :, :length], values[row, :, :length]) for row, length in enumerate(lengths)]
 
 
 def assert_holds(sibling, cache, expected):
-    """The tokens expected, and nothing in the other slots."""
+    """Check that a cache holds the expected tokens, and 0 in the other slots."""
     found, (keys, values, lengths) = held_by(sibling, cache), contents_of(sibling, cache)
     assert len(found) == len(expected)
     for now, then in zip(found, expected, strict=True):
@@ -595,7 +653,7 @@ def assert_holds(sibling, cache, expected):
 
 
 def assert_goes_on_as_its_sequences(sibling, cache, sequences):
-    """Another token of each gives what it gives over the sequences alone, and changes no other cache."""
+    """Check that another token of each sequence has the output of one causal pass over the sequence alone."""
     module = cached_layer(sibling, GQA_ROPE)
     x = random_tokens(GQA_ROPE, num_tokens=1)[:1].repeat(len(sequences), axis=0)
     output, _ = module(sibling.array(x), cache)
@@ -607,7 +665,7 @@ HELD = [2, 4, 0]
 
 
 def cache_and_tokens(sibling):
-    """A cache of three sequences, and the tokens that each holds."""
+    """Return a cache of three sequences, and the tokens of each."""
     cache = filled_cache(sibling, cached_layer(sibling, GQA_ROPE), HELD)
     x = random_tokens(GQA_ROPE, num_tokens=max(HELD), seed=2)
     return cache, [tokens[:length] for tokens, length in zip(x, HELD, strict=True)]
@@ -625,7 +683,10 @@ MADE = {
 
 @sample(jax=0)
 @pytest.mark.parametrize("name", MADE)
-def test_cache_made_of_a_cache_goes_on_as_its_sequences(sibling, name):
+def test_derived_cache_continues_sequences(sibling, name):
+    """A reordered, repeated or grown cache holds the tokens of its sequences and continues them,
+    and the original cache is unchanged.
+    """
     make, order = MADE[name]
     cache, tokens = cache_and_tokens(sibling)
     expected, before = held_by(sibling, cache), contents_of(sibling, cache)
@@ -633,14 +694,17 @@ def test_cache_made_of_a_cache_goes_on_as_its_sequences(sibling, name):
     assert made.capacity == (9 if name == "grow" else NUM_TOKENS)
     assert_holds(sibling, made, [expected[index] for index in order])
     assert_goes_on_as_its_sequences(sibling, made, [tokens[index] for index in order])
-    for now, then in zip(contents_of(sibling, cache), before, strict=True):  # it has storage of its own
+    for now, then in zip(contents_of(sibling, cache), before, strict=True):  # the new cache has its own storage
         np.testing.assert_array_equal(now, then, strict=True)
 
 
 @sample(jax=1)
 @pytest.mark.parametrize("lengths", [0, [1, 3, 0], [2, 4, 0]], ids=str)
 @pytest.mark.parametrize("kind", ["list", "array"])
-def test_cropped_cache_goes_on_as_its_first_tokens(sibling, lengths, kind):
+def test_cropped_cache_continues_sequences(sibling, lengths, kind):
+    """A cropped cache holds the first tokens of its sequences and continues from them; its capacity
+    and the original cache are unchanged.
+    """
     cache, tokens = cache_and_tokens(sibling)
     expected, before = held_by(sibling, cache), contents_of(sibling, cache)
     kept = [lengths] * 3 if isinstance(lengths, int) else lengths
@@ -675,7 +739,10 @@ REFUSED_MAKING = {
 
 
 @pytest.mark.parametrize("name", REFUSED_MAKING)
-def test_cache_refuses_to_be_made_into(sibling, name):
+def test_invalid_cache_operations_raise(sibling, name):
+    """Invalid indices, repeats, capacities and lengths raise an error when a
+    cache is made from another.
+    """
     make, refusal = REFUSED_MAKING[name]
     with refusal:
         make(cache_and_tokens(sibling)[0])
@@ -684,7 +751,10 @@ def test_cache_refuses_to_be_made_into(sibling, name):
 # ---- Capacity --------------------------------------------------------------------------------------------------------
 
 
-def test_padding_may_reach_past_the_capacity(sibling):
+def test_padding_may_exceed_capacity(sibling):
+    """A ragged step whose padding, but no new token, reaches past the last slot has the output of a
+    step with a larger cache.
+    """
     module = cached_layer(sibling, GQA_ROPE)
     x = sibling.array(random_tokens(GQA_ROPE, num_tokens=4))
     output, cache = module(x, filled_cache(sibling, module, [5, 2, 6], capacity=6), new_lengths=[1, 4, 0])
@@ -704,7 +774,10 @@ def test_padding_may_reach_past_the_capacity(sibling):
     ],
     ids=["negative", "too-long", "too-few", "rank", "float"],
 )
-def test_new_lengths_must_be_an_integer_within_the_new_tokens_for_each_sequence(sibling, new_lengths, error):
+def test_invalid_new_lengths_raise(sibling, new_lengths, error):
+    """New lengths below 0, above the number of new tokens, of the wrong shape or
+    of floats raise an error.
+    """
     module = cached_layer(sibling, GQA_ROPE)
     x = sibling.array(random_tokens(GQA_ROPE, num_tokens=4))
     with refuses("new_lengths").of(error):
@@ -712,7 +785,10 @@ def test_new_lengths_must_be_an_integer_within_the_new_tokens_for_each_sequence(
 
 
 @pytest.mark.parametrize("part", ["key", "value"])
-def test_append_refuses_another_dtype_before_any_work(sibling, part):
+def test_append_of_wrong_dtype_raises(sibling, part):
+    """Appending a float16 key or value to a float32 cache raises an
+    error, and no key is written.
+    """
     cache = sibling.package.init_cache(1, 1, 4, 2)
     x = np.ones((1, 1, 3, 2), np.float32)
     arrays = {"key": sibling.array(x), "value": sibling.array(x), part: sibling.array(x.astype(np.float16))}
@@ -725,7 +801,7 @@ def test_append_refuses_another_dtype_before_any_work(sibling, part):
 
 
 def decode_step(params, x, cache, new_lengths=None):
-    """One functional step of `GQA_ROPE`."""
+    """Call the function with a static cache for one step of `GQA_ROPE`."""
     return mha_jax.multi_head_attention_with_static_cache(x, params, GQA_ROPE, cache, new_lengths=new_lengths)
 
 
@@ -735,6 +811,7 @@ jitted_step = jax.jit(decode_step)
 @only_jax
 @pytest.mark.parametrize("form", ["function", "module"])
 def test_step_is_traced_once_for_64_steps(sibling, form):
+    """Under `jax.jit`, 64 steps of one token trace the function or module once."""
     module = cached_layer(sibling, GQA_ROPE)
     params = framework_weights(sibling, module)
     traces = []
@@ -752,7 +829,8 @@ def test_step_is_traced_once_for_64_steps(sibling, form):
 
 
 @only_jax
-def test_jitted_ragged_step_equals_the_eager_one(sibling):
+def test_jitted_ragged_step_matches_eager(sibling):
+    """A ragged step under `jax.jit` matches the eager one in output and keys."""
     module = cached_layer(sibling, GQA_ROPE)
     x = jnp.asarray(random_tokens(GQA_ROPE, num_tokens=2))
     cache, new_lengths = filled_cache(sibling, module, [4, 1, 0]), jnp.array([2, 0, 1], jnp.int32)
@@ -765,7 +843,10 @@ def test_jitted_ragged_step_equals_the_eager_one(sibling):
 
 @only_jax
 @pytest.mark.parametrize("new_lengths", [None, [1, 2, 2]], ids=["all", "ragged"])
-def test_jitted_overflow_gives_nan(sibling, new_lengths):
+def test_jitted_overflow_returns_nan(sibling, new_lengths):
+    """Under `jax.jit`, the output is NaN exactly for sequences whose new
+    tokens exceed the capacity.
+    """
     module = cached_layer(sibling, GQA_ROPE)
     x = jnp.asarray(random_tokens(GQA_ROPE, num_tokens=2))
     cache = filled_cache(sibling, module, [6, 1, 5])
@@ -775,7 +856,10 @@ def test_jitted_overflow_gives_nan(sibling, new_lengths):
 
 
 @only_jax
-def test_jitted_overflow_keeps_the_tokens_of_its_sequence(sibling):
+def test_jitted_overflow_keeps_old_tokens(sibling):
+    """Under `jax.jit`, a sequence whose new tokens exceed the capacity keeps
+    its length, keys and values.
+    """
     module = cached_layer(sibling, GQA_ROPE)
     x = jnp.asarray(random_tokens(GQA_ROPE, num_tokens=2))
     cache = filled_cache(sibling, module, [6, 1, 5])
@@ -786,7 +870,10 @@ def test_jitted_overflow_keeps_the_tokens_of_its_sequence(sibling):
 
 
 @only_jax
-def test_jitted_overflow_spares_the_other_sequences(sibling):
+def test_jitted_overflow_is_per_sequence(sibling):
+    """Under `jax.jit`, an overflow of two sequences changes neither
+    output nor keys of the third.
+    """
     module = cached_layer(sibling, GQA_ROPE)
     x = jnp.asarray(random_tokens(GQA_ROPE, num_tokens=2))
     params = framework_weights(sibling, module)
@@ -798,7 +885,10 @@ def test_jitted_overflow_spares_the_other_sequences(sibling):
 
 @only_jax
 @pytest.mark.parametrize("new_lengths", [[3, 1, 0], [-1, 1, 0]], ids=["too-long", "negative"])
-def test_jitted_new_lengths_out_of_range_give_nan_and_keep_the_tokens(sibling, new_lengths):
+def test_jitted_invalid_new_lengths(sibling, new_lengths):
+    """Under `jax.jit`, a new length out of range makes the output of its sequence
+    NaN and keeps its length.
+    """
     module = cached_layer(sibling, GQA_ROPE)
     x = jnp.asarray(random_tokens(GQA_ROPE, num_tokens=2))
     cache = filled_cache(sibling, module, [2, 2, 2])
@@ -809,13 +899,19 @@ def test_jitted_new_lengths_out_of_range_give_nan_and_keep_the_tokens(sibling, n
 
 @only_jax
 def test_cache_is_a_pytree_of_three_arrays(sibling):
+    """`jax.tree.map` over a cache returns a `KVCache` with keys, values
+    and lengths as its leaves.
+    """
     cache = jax.tree.map(lambda held: held + 1, mha_jax.init_cache(2, 1, 3, 4))
     assert [leaf.shape for leaf in jax.tree.leaves(cache)] == [(2, 1, 3, 4), (2, 1, 3, 4), (2,)]
     assert isinstance(cache, mha_jax.KVCache)
 
 
 @only_jax
-def test_cache_may_be_donated(sibling):
+def test_cache_can_be_donated(sibling):
+    """After a step with a donated cache, the arrays of the old cache are deleted,
+    but not those of the new.
+    """
     module = cached_layer(sibling, GQA_ROPE)
     x, cache = jnp.asarray(random_tokens(GQA_ROPE, num_tokens=2)), module.init_cache(3, NUM_TOKENS)
     _, appended = jax.jit(decode_step, donate_argnums=2)(framework_weights(sibling, module), x, cache)
@@ -823,7 +919,8 @@ def test_cache_may_be_donated(sibling):
 
 
 @only_jax
-def test_decoding_in_a_scan_equals_the_full_pass(sibling):
+def test_decoding_in_scan_matches_full_pass(sibling):
+    """Decoding token by token in `jax.lax.scan` gives the output of one causal pass."""
     module = cached_layer(sibling, GQA_ROPE)
     x = random_tokens(GQA_ROPE)
 
@@ -836,7 +933,8 @@ def test_decoding_in_a_scan_equals_the_full_pass(sibling):
 
 
 @only_jax
-def test_vmapped_step_equals_the_batched_one(sibling):
+def test_vmapped_step_matches_batched_step(sibling):
+    """`jax.vmap` of a step over sequences gives the output of one step of the batch."""
     module = cached_layer(sibling, GQA_ROPE)
     params = framework_weights(sibling, module)
     inputs = jnp.asarray(random_tokens(GQA_ROPE, num_tokens=2)), filled_cache(sibling, module, [4, 1, 0])
@@ -849,7 +947,7 @@ def test_vmapped_step_equals_the_batched_one(sibling):
 
 
 def assert_same_gradients(actual, expected):
-    """As `assert_same_up_to_rounding`, of all together: that of `k_proj.bias` is 0 by the formula, and all rounding."""
+    """Compare all gradients together, because that of `k_proj.bias` is 0 by the formula: nothing but rounding."""
     __tracebackhide__ = True
     assert actual.keys() == expected.keys()
     flat = [np.concatenate([gradients[name].ravel() for name in expected]) for gradients in (actual, expected)]
@@ -867,7 +965,9 @@ def torch_gradients(sibling, module, loss, x):
 
 @only_torch
 @every_spec
-def test_torch_gradients_through_a_cached_prefill_equal_those_of_the_full_pass(sibling, spec):
+def test_torch_gradients_through_cache(sibling, spec):
+    """In PyTorch, gradients of input and weights through two cached chunks are those of one pass."""
+
     def cached_loss(module, x):
         first, cache = module(x[:, :4], module.init_cache(3, NUM_TOKENS))
         return torch.cat([first, module(x[:, 4:], cache)[0]], dim=1).square().sum()
@@ -889,8 +989,10 @@ def jax_gradients(module, loss, x):
 
 
 @only_jax
-@pytest.mark.parametrize("name", ["mha", "fused-qkv-head-dim"])  # of every spec they would take 4 s more to compile
-def test_jax_gradients_through_a_cached_prefill_equal_those_of_the_full_pass(sibling, name):
+@pytest.mark.parametrize("name", ["mha", "fused-qkv-head-dim"])  # all specs would take 4 s more to compile
+def test_jax_gradients_through_cache(sibling, name):
+    """In JAX, gradients of input and weights through two cached chunks are those of one pass."""
+
     def cached_loss(module, x):
         first, cache = module(x[:, :4], module.init_cache(3, NUM_TOKENS))
         return jnp.square(jnp.concatenate([first, module(x[:, 4:], cache)[0]], axis=1)).sum()
@@ -906,7 +1008,8 @@ def test_jax_gradients_through_a_cached_prefill_equal_those_of_the_full_pass(sib
 
 
 @only_torch
-def test_torch_decoding_without_gradients_updates_the_storage_in_place(sibling):
+def test_torch_decoding_updates_in_place(sibling):
+    """Without gradients, the new cache has the storage of the old one."""
     module = cached_layer(sibling, GQA_ROPE)
     cache = module.init_cache(3, NUM_TOKENS)
     _, appended = module(sibling.array(random_tokens(GQA_ROPE)), cache)
@@ -914,7 +1017,8 @@ def test_torch_decoding_without_gradients_updates_the_storage_in_place(sibling):
 
 
 @only_torch
-def test_torch_decoding_with_gradients_leaves_the_old_cache_alone(sibling):
+def test_torch_training_keeps_the_old_cache(sibling):
+    """With gradients enabled, the keys of the old cache stay 0."""
     module = cached_layer(sibling, GQA_ROPE)
     cache = module.init_cache(3, NUM_TOKENS)
     with torch.enable_grad():
@@ -923,14 +1027,15 @@ def test_torch_decoding_with_gradients_leaves_the_old_cache_alone(sibling):
 
 
 @only_torch
-def test_torch_inference_mode_decodes_as_well(sibling):
+def test_torch_decoding_in_inference_mode(sibling):
+    """In `torch.inference_mode`, tokens fed in chunks give the output of one causal pass."""
     x = random_tokens(GQA_ROPE)
     with torch.inference_mode():
         output, _ = feed(sibling, cached_layer(sibling, GQA_ROPE), x, CHUNKS)
     assert_same_up_to_rounding(output, full_pass(sibling, GQA_ROPE, x))
 
 
-# ---- Making and measuring caches -------------------------------------------------------------------------------------
+# ---- Creating and measuring caches -----------------------------------------------------------------------------------
 
 every_dtype = pytest.mark.parametrize(
     "dtype", [np.float32, ml_dtypes.bfloat16, np.float16], ids=["float32", "bfloat16", "float16"]
@@ -943,7 +1048,8 @@ def framework_dtype(sibling, dtype):
 
 @sample(jax=1)
 @every_dtype
-def test_init_cache_gives_zeros_of_the_dtype(sibling, dtype):
+def test_init_cache_creates_zeros(sibling, dtype):
+    """Keys and values of a new cache are zeros of the requested dtype; lengths are int32 zeros."""
     keys, values, lengths = contents_of(
         sibling, sibling.package.init_cache(2, 3, 5, 4, framework_dtype(sibling, dtype))
     )
@@ -954,7 +1060,10 @@ def test_init_cache_gives_zeros_of_the_dtype(sibling, dtype):
 
 @sample(jax=1)
 @every_dtype
-def test_init_cache_of_a_module_has_the_dtype_of_its_weights(sibling, dtype):
+def test_module_cache_uses_weight_dtype(sibling, dtype):
+    """A cache of a module has the requested capacity and zeros in the
+    dtype of the weights as keys.
+    """
     cache = cached_layer(sibling, GQA_ROPE, dtype).init_cache(3, 5)
     assert cache.capacity == 5
     np.testing.assert_array_equal(sibling.numpy(cache.keys), np.zeros((3, 2, 5, 6), dtype), strict=True)
@@ -962,7 +1071,8 @@ def test_init_cache_of_a_module_has_the_dtype_of_its_weights(sibling, dtype):
 
 @sample(jax=1)
 @pytest.mark.parametrize("dtype", [np.float32, np.float16], ids=["float32", "float16"])
-def test_init_cache_of_a_module_takes_a_dtype(sibling, dtype):
+def test_module_cache_accepts_dtype(sibling, dtype):
+    """`init_cache` of a float32 module returns keys and values of the requested dtype."""
     cache = cached_layer(sibling, GQA_ROPE).init_cache(3, 5, framework_dtype(sibling, dtype))
     assert {sibling.numpy(cache.keys).dtype, sibling.numpy(cache.values).dtype} == {np.dtype(dtype)}
 
@@ -971,18 +1081,25 @@ NAMES_OF_SIZES = ("batch_size", "num_kv_heads", "capacity", "head_dim")
 
 
 @pytest.mark.parametrize("sizes", [(-1, 1, 1, 1), (1, -1, 1, 1), (1, 1, 0, 1), (1, 1, 1, 0)], ids=str)
-def test_init_cache_refuses_sizes_below_one(sibling, sizes):
+def test_invalid_cache_sizes_raise(sibling, sizes):
+    """A negative batch size or number of heads, or a capacity or head
+    width of 0, raises an error.
+    """
     argument, size = next(item for item in zip(NAMES_OF_SIZES, sizes, strict=True) if item[1] != 1)
     with refuses(argument, {argument: size}):
         sibling.package.init_cache(*sizes)
 
 
-def test_init_cache_refuses_integer_dtypes(sibling):
+def test_integer_cache_dtype_raises(sibling):
+    """A cache of int32 raises an error."""
     with refuses_type("dtype", dtype=...):
         sibling.package.init_cache(1, 1, 1, 1, framework_dtype(sibling, np.int32))
 
 
-def test_a_cache_holds_values_of_another_width(sibling, rng):
+def test_cache_with_wider_values(sibling, rng):
+    """A cache with wider values than keys keeps both when it is appended to, grown, reordered or
+    cropped; its size in bytes is as computed, and values of the wrong width raise an error.
+    """
     cache = sibling.package.init_cache(2, 3, 5, 4, value_head_dim=6)
     keys, values, _ = contents_of(sibling, cache)
     assert (keys.shape, values.shape) == ((2, 3, 5, 4), (2, 3, 5, 6))
@@ -1001,7 +1118,8 @@ def test_a_cache_holds_values_of_another_width(sibling, rng):
 
 @sample(jax=1)
 @every_dtype
-def test_kv_cache_nbytes_are_those_of_a_cache(sibling, dtype):
+def test_kv_cache_nbytes_matches_cache(sibling, dtype):
+    """`kv_cache_nbytes` is the number of bytes of the keys and values of a cache."""
     dtype = framework_dtype(sibling, dtype)
     keys, values, _ = contents_of(sibling, sibling.package.init_cache(2, 3, 5, 4, dtype))
     assert sibling.package.kv_cache_nbytes(2, 3, 5, 4, dtype=dtype) == keys.nbytes + values.nbytes
@@ -1019,12 +1137,14 @@ def test_kv_cache_nbytes_are_those_of_a_cache(sibling, dtype):
     ],
     ids=["one-token", "prefill", "ragged", "last-slot", "past-the-end"],
 )
-def test_create_cache_mask_hides_every_slot_after_the_token(sibling, lengths, seq_len_q, capacity, expected):
+def test_cache_mask_hides_later_slots(sibling, lengths, seq_len_q, capacity, expected):
+    """For each new token, the mask hides the slots after its own, as in literal tables."""
     mask = sibling.package.create_cache_mask(sibling.array(lengths), seq_len_q, capacity)
     table = np.array([[[[slot == "#" for slot in row] for row in rows]] for rows in expected])
     np.testing.assert_array_equal(sibling.numpy(mask), table, strict=True)
 
 
-def test_create_cache_mask_takes_a_list_as_in_its_example(sibling):
+def test_cache_mask_accepts_list_of_lengths(sibling):
+    """`create_cache_mask` accepts lengths as a list, as in the example of its docstring."""
     mask = sibling.package.create_cache_mask([1, 0], 1, 3)
     assert sibling.numpy(mask).tolist() == [[[[False, False, True]]], [[[False, True, True]]]]

@@ -1,7 +1,7 @@
-"""Multi-head attention in JAX and PyTorch: gradients, half precision, and what only they have.
+"""Multi-head attention in JAX and PyTorch: gradients, half precision, and features that only they have.
 
 A layer is reached by four paths: the function or the module, with attention weights (the plain path) or without them
-(the fused one). What must hold on every path is tested on all four.
+(the fused one). Properties that must hold on every path are tested on all four.
 """
 
 import copy
@@ -46,7 +46,7 @@ SPECS = {
 }
 every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))
 every_path = pytest.mark.parametrize("path", PATHS)
-every_path_and_dtype = pytest.mark.parametrize(  # modules in half precision take the same steps as functions
+every_path_and_dtype = pytest.mark.parametrize(  # in half precision, modules take the same steps as functions
     ("path", "dtype"),
     [(path, np.float32) for path in PATHS] + [(path, dtype) for path in PATHS[:2] for dtype in HALVES.values()],
     ids=[f"{path}-float32" for path in PATHS] + [f"{path}-{name}" for path in PATHS[:2] for name in HALVES],
@@ -56,7 +56,7 @@ only_jax = pytest.mark.parametrize("sibling", ["jax"], indirect=True)
 only_torch = pytest.mark.parametrize("sibling", ["torch"], indirect=True)
 both_forms = pytest.mark.parametrize("form", ["plain", "fused"])
 
-# Query 1 of the first sequence sees no key, and nobody sees key 3.
+# Query 1 of the first sequence attends to no key, and no query attends to key 3.
 MASK = np.array(
     [
         [[[0, 0, 0, 1], [1, 1, 1, 1], [0, 1, 0, 1]]],
@@ -67,14 +67,14 @@ MASK = np.array(
 
 
 def problem(spec, dtype: Any = np.float32):
-    """Weights by canonical name, two sequences of three queries, and four keys each."""
+    """Return weights by canonical name, and two sequences of three queries and four keys each."""
     rng = np.random.default_rng(1)
     inputs = {"query": rng.standard_normal((2, 3, spec.d_in)), "key": rng.standard_normal((2, 4, spec.d_kv))}
     return {name: x.astype(dtype) for name, x in {**parity.random_weights(spec), **inputs}.items()}
 
 
 def parameter_tree(weights):
-    """Arrays by canonical name as the parameters of a Flax layer."""
+    """Return arrays by canonical name as the parameters of a Flax layer."""
     tree = {}
     for name, array in weights.items():
         projection, leaf = name.split(".")
@@ -83,7 +83,7 @@ def parameter_tree(weights):
 
 
 def attend(sibling, path, spec, arrays, **options):
-    """Output and attention weights of a layer on one of the paths, weights and inputs being the framework's arrays."""
+    """Return output and attention weights of a layer on one of the paths, from the framework's arrays."""
     weights = {name: x for name, x in arrays.items() if "." in name}
     weights = parameter_tree(weights) if sibling.name == "jax" else weights
     inputs = {name: x for name, x in arrays.items() if "." not in name}
@@ -99,16 +99,16 @@ def attend(sibling, path, spec, arrays, **options):
 
 
 def attended(sibling, path, spec, arrays, **options):
-    """`attend` from NumPy to NumPy: the output only."""
+    """Call `attend` on NumPy arrays, and return only the output, as a NumPy array."""
     arrays, options = ({name: sibling.array(x) for name, x in named.items()} for named in (arrays, options))
     return sibling.numpy(attend(sibling, path, spec, arrays, **options)[0])
 
 
 def gradients(sibling, function, arrays):
-    """Gradients of the sum of what the function of these NumPy arrays, by name, gives."""
+    """Return the gradients, by name, of the sum of the function's output with respect to NumPy arrays."""
     arrays = {name: sibling.array(x) for name, x in arrays.items()}
     if sibling.name == "jax":
-        # One program: eagerly, JAX compiles dozens of small ones for a gradient, which no other test needs.
+        # One program, because an eager gradient compiles dozens of small ones that no other test needs.
         found = jax.jit(jax.grad(lambda arrays: function(arrays).astype(jnp.float32).sum()))(arrays)
     else:
         leaves = {name: x.requires_grad_() for name, x in arrays.items()}
@@ -118,7 +118,7 @@ def gradients(sibling, function, arrays):
 
 
 def dot_product_attention(sibling, form, query, key, value, **options):
-    """`scaled_dot_product_attention` of the plain or the fused form, from NumPy to NumPy: the context only."""
+    """Return only the context of `scaled_dot_product_attention`, plain or fused, from NumPy to NumPy."""
     arrays = (sibling.array(np.asarray(x)) for x in (query, key, value))
     options = {name: sibling.array(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
     package = sibling.package if form == "plain" else sibling.package.fused
@@ -126,7 +126,7 @@ def dot_product_attention(sibling, form, query, key, value, **options):
 
 
 def filled(sibling, kind, spec, seed=0):
-    """A module with the random weights of its spec; the seed is that of what is dropped."""
+    """Return a module with the random weights of its spec. The seed is for its dropout."""
     module = sibling.module(kind, spec, seed=seed)
     return parity.load_into(module, parity.random_weights(spec), spec)
 
@@ -137,12 +137,13 @@ def num_parameters(sibling, module):
     return sum(parameter.size for parameter in jax.tree.leaves(nnx.state(module, nnx.Param)))
 
 
-# ---- Rows without a key ----------------------------------------------------------------------------------------------
+# ---- Queries without a key -------------------------------------------------------------------------------------------
 
 
 @sample(jax=1)
 @every_path_and_dtype
-def test_gradients_are_finite_beside_an_empty_row(sibling, path, dtype):
+def test_empty_row_gradients_are_finite(sibling, path, dtype):
+    """All gradients of weights and inputs are finite if one query may attend to no key."""
     mask = sibling.array(MASK)
     found = gradients(sibling, lambda arrays: attend(sibling, path, SPEC, arrays, mask=mask)[0], problem(SPEC, dtype))
     assert [name for name, gradient in found.items() if not np.isfinite(gradient.astype(np.float32)).all()] == []
@@ -150,7 +151,10 @@ def test_gradients_are_finite_beside_an_empty_row(sibling, path, dtype):
 
 @sample(jax=1)
 @every_path
-def test_gradients_are_finite_where_all_rows_are_empty(sibling, path):
+def test_fully_masked_gradients_are_finite(sibling, path):
+    """All gradients of weights and inputs are finite if the mask hides
+    every key from every query.
+    """
     mask = sibling.array(np.ones((3, 4), bool))
     found = gradients(sibling, lambda arrays: attend(sibling, path, SPEC, arrays, mask=mask)[0], problem(SPEC))
     assert [name for name, gradient in found.items() if not np.isfinite(gradient).all()] == []
@@ -158,7 +162,8 @@ def test_gradients_are_finite_where_all_rows_are_empty(sibling, path):
 
 @sample(jax=1)
 @every_path
-def test_nothing_flows_back_from_an_empty_row(sibling, path):
+def test_empty_row_query_gradient_is_zero(sibling, path):
+    """The gradient of a query that may attend to no key is 0."""
     mask = sibling.array(MASK)
     found = gradients(sibling, lambda arrays: attend(sibling, path, SPEC, arrays, mask=mask)[0], problem(SPEC))
     assert not found["query"][0, 1].any()
@@ -166,7 +171,8 @@ def test_nothing_flows_back_from_an_empty_row(sibling, path):
 
 @sample(jax=1)
 @every_path_and_dtype
-def test_gradients_are_finite_beside_a_row_of_infinite_biases(sibling, path, dtype):
+def test_infinite_bias_gradients_are_finite(sibling, path, dtype):
+    """All gradients, also that of the bias, are finite if the biases of one query are all -inf."""
     arrays = {**problem(SPEC, dtype), "bias": np.where(MASK, -np.inf, 0.5).astype(dtype)}
     found = gradients(sibling, lambda arrays: attend(sibling, path, SPEC, arrays)[0], arrays)
     assert [name for name, gradient in found.items() if not np.isfinite(gradient.astype(np.float32)).all()] == []
@@ -174,14 +180,16 @@ def test_gradients_are_finite_beside_a_row_of_infinite_biases(sibling, path, dty
 
 @sample(jax=1)
 @both_forms
-def test_no_keys_at_all_give_zero(sibling, form):
+def test_context_without_keys_is_zero(sibling, form):
+    """The context is 0 if there are no keys."""
     query, nothing = np.ones((2, 2, 3, 4), np.float32), np.zeros((2, 2, 0, 4), np.float32)
     assert not dot_product_attention(sibling, form, query, nothing, nothing).any()
 
 
 @sample(jax=1)
 @every_path
-def test_empty_batch_gives_an_empty_output(sibling, path):
+def test_empty_batch_output_shape(sibling, path):
+    """A batch of 0 sequences has an output of shape (0, 3, 8)."""
     arrays = {name: x if "." in name else x[:0] for name, x in problem(SPEC).items()}
     assert attended(sibling, path, SPEC, arrays).shape == (0, 3, 8)
 
@@ -190,7 +198,10 @@ def test_empty_batch_gives_an_empty_output(sibling, path):
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @only_torch
-def test_empty_row_gives_zero_in_every_mode(sibling, need_weights, training, mode):
+def test_empty_row_is_zero_in_every_mode(sibling, need_weights, training, mode):
+    """The output of a query that may attend to no key is 0 without an output projection: in
+    training and evaluation, with and without gradients, and in inference mode.
+    """
     arrays = problem(BARE)
     module = filled(sibling, "MultiHeadAttention", BARE).train(training)
     query, key = torch.from_numpy(arrays["query"]), torch.from_numpy(arrays["key"])
@@ -201,14 +212,17 @@ def test_empty_row_gives_zero_in_every_mode(sibling, need_weights, training, mod
     assert not output[0, 1].any()
 
 
-# ---- What is masked changes nothing ----------------------------------------------------------------------------------
+# ---- Masked tokens change nothing ------------------------------------------------------------------------------------
 
 
 @sample(jax=1)
 @pytest.mark.parametrize("sign", [-1, 1])
 @pytest.mark.parametrize("side", [1, 2], ids=["key", "value"])
 @every_dtype
-def test_changing_a_masked_token_to_the_largest_number_changes_nothing(sibling, rng, dtype, side, sign):
+def test_huge_masked_token_changes_nothing(sibling, rng, dtype, side, sign):
+    """A masked key or value of plus or minus the largest number of its dtype
+    changes no bit of the context.
+    """
     arrays = [rng.standard_normal((2, 2, length, 4)).astype(dtype) for length in (3, 4, 4)]
     changed = [x.copy() for x in arrays]
     changed[side][:, :, 3] = sign * ml_dtypes.finfo(dtype).max
@@ -222,7 +236,8 @@ def test_changing_a_masked_token_to_the_largest_number_changes_nothing(sibling, 
 @sample(jax=1)
 @pytest.mark.parametrize("side", [1, 2], ids=["key", "value"])
 @both_forms
-def test_changing_a_masked_half_precision_token_changes_nothing(sibling, rng, form, side):
+def test_masked_float16_token_has_no_effect(sibling, rng, form, side):
+    """A masked key or value of 65504 in float16 changes no bit of the context, plain or fused."""
     arrays = [rng.standard_normal((2, 2, length, 4)).astype(np.float16) for length in (3, 4, 4)]
     changed = [x.copy() for x in arrays]
     changed[side][:, :, 3] = 65504.0
@@ -236,7 +251,8 @@ def test_changing_a_masked_half_precision_token_changes_nothing(sibling, rng, fo
 @sample(jax=1)
 @pytest.mark.parametrize("side", ["key", "value"])
 @every_path
-def test_gradients_are_finite_beside_a_huge_masked_token(sibling, path, side):
+def test_masked_token_gradients_are_finite(sibling, path, side):
+    """All gradients are finite if a masked key or value is 1e30."""
     arrays = problem(SPEC)
     arrays["value"] = arrays["key"].copy()
     arrays[side][:, 3] = 1e30
@@ -249,14 +265,18 @@ def test_gradients_are_finite_beside_a_huge_masked_token(sibling, path, side):
 
 @sample(jax=1)
 @every_path
-def test_bias_that_is_equal_for_all_keys_changes_rounding_only(sibling, path):
+def test_constant_bias_changes_only_rounding(sibling, path):
+    """A bias of 7 for all keys changes the output by at most 28 epsilons."""
     bias = np.full((3, 1), 7.0, np.float32)
     shifted = attended(sibling, path, SPEC, problem(SPEC), bias=bias)
     # Scores near 7 are rounded to 7 epsilons, which the softmax passes on.
     assert np.abs(shifted - attended(sibling, path, SPEC, problem(SPEC))).max() <= 4 * 7 * EPSILON
 
 
-def test_self_attention_hides_the_future_in_training_with_dropout(sibling, rng):
+def test_causal_self_attention_with_dropout(sibling, rng):
+    """In training with dropout, changes to tokens from the fourth on leave the outputs of the first
+    three of causal self-attention as they are, bit for bit.
+    """
     spec = parity.AttentionSpec(8, 2, dropout=0.5, output_dropout=0.25)
     x = rng.standard_normal((2, 6, 8)).astype(np.float32)
     changed = x.copy()
@@ -273,6 +293,9 @@ def test_self_attention_hides_the_future_in_training_with_dropout(sibling, rng):
 @sample(jax=1)
 @pytest.mark.parametrize("need_weights", [False, True], ids=["fused", "plain"])
 def test_mask_holds_in_training_with_dropout(sibling, rng, need_weights):
+    """In training with dropout, changes to tokens that a causal mask hides
+    change no bit of the outputs.
+    """
     spec = parity.AttentionSpec(8, 2, dropout=0.5)
     x = rng.standard_normal((2, 6, 8)).astype(np.float32)
     changed = x.copy()
@@ -287,13 +310,16 @@ def test_mask_holds_in_training_with_dropout(sibling, rng, need_weights):
     assert np.array_equal(output(x)[:, :3], output(changed)[:, :3])
 
 
-def test_self_attention_without_a_mask_sees_everything(sibling, rng):
+def test_self_attention_default_is_unmasked(sibling, rng):
+    """Self-attention without a mask equals attention of the same tokens
+    without a mask, bit for bit.
+    """
     x = sibling.array(rng.standard_normal((2, 6, 8)).astype(np.float32))
     output = filled(sibling, "MultiHeadSelfAttention", SPEC)(x)
     assert np.array_equal(sibling.numpy(output), sibling.numpy(filled(sibling, "MultiHeadAttention", SPEC)(x)[0]))
 
 
-# ---- No tokens at all ------------------------------------------------------------------------------------------------
+# ---- Empty inputs ----------------------------------------------------------------------------------------------------
 
 NOTHING = {"no-queries": (2, 0, 4), "no-keys": (2, 3, 0), "neither": (2, 0, 0), "no-sequences": (0, 3, 4)}
 
@@ -304,7 +330,10 @@ NOTHING = {"no-queries": (2, 0, 4), "no-keys": (2, 3, 0), "neither": (2, 0, 0), 
 @pytest.mark.parametrize("padding", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize("masked", [False, True], ids=["seen", "masked"])
 @both_forms
-def test_nothing_gives_nothing(sibling, form, sizes, is_causal, padding, masked):
+def test_empty_heads_give_zero_context(sibling, form, sizes, is_causal, padding, masked):
+    """Without queries, keys or sequences the context has the shape of the queries and is 0, with
+    any combination of causality, lengths and a mask.
+    """
     batch_size, num_queries, num_keys = sizes
     query = np.ones((batch_size, 4, num_queries, 6), np.float32)
     key = np.ones((batch_size, 2, num_keys, 6), np.float32)
@@ -319,7 +348,10 @@ def test_nothing_gives_nothing(sibling, form, sizes, is_causal, padding, masked)
 @pytest.mark.parametrize(("batch_size", "num_tokens"), [(2, 0), (0, 3), (0, 0)], ids=["tokens", "sequences", "both"])
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("padding", [False, True], ids=["whole", "padded"])
-def test_module_of_nothing_gives_nothing(sibling, batch_size, num_tokens, is_causal, padding):
+def test_modules_accept_empty_inputs(sibling, batch_size, num_tokens, is_causal, padding):
+    """Modules accept 0 tokens or 0 sequences; output and attention weights
+    have the expected shapes.
+    """
     spec = parity.AttentionSpec(8, 2, rope=Rope(100.0))
     x = sibling.array(np.zeros((batch_size, num_tokens, 8), np.float32))
     hiding = {"is_causal": is_causal, "key_padding_lengths": [num_tokens] * batch_size if padding else None}
@@ -332,7 +364,7 @@ def test_module_of_nothing_gives_nothing(sibling, batch_size, num_tokens, is_cau
 
 
 def with_heads_permuted(weights, order, head_dim):
-    """The same layer with its heads in another order."""
+    """Return the weights of the same layer with its heads in another order."""
     features = np.concatenate([np.arange(head_dim) + head * head_dim for head in order])
     permuted = {name: x[features] for name, x in weights.items() if name[:2] in ("q_", "k_", "v_")}
     return {**weights, **permuted, "out_proj.weight": weights["out_proj.weight"][:, features]}
@@ -340,7 +372,8 @@ def with_heads_permuted(weights, order, head_dim):
 
 @sample(jax=1)
 @every_path
-def test_permuting_heads_changes_rounding_only(sibling, path):
+def test_head_permutation_changes_rounding(sibling, path):
+    """Permuting the heads of all projections changes the output by at most 12 epsilons."""
     spec = parity.AttentionSpec(12, 3)
     arrays = problem(spec)
 
@@ -352,7 +385,8 @@ def test_permuting_heads_changes_rounding_only(sibling, path):
 
 @sample(jax=1)
 @pytest.mark.parametrize("path", ["function-plain", "module-plain"])
-def test_permuting_heads_permutes_the_attention_weights(sibling, path):
+def test_head_order_of_attention_weights(sibling, path):
+    """Permuting the heads of a layer permutes the heads of its attention weights."""
     spec = parity.AttentionSpec(12, 3)
     arrays = problem(spec)
     permuted = with_heads_permuted(arrays, [2, 0, 1], 4)
@@ -360,12 +394,13 @@ def test_permuting_heads_permutes_the_attention_weights(sibling, path):
     _, before = attend(sibling, path, spec, {name: sibling.array(x) for name, x in arrays.items()})
     _, after = attend(sibling, path, spec, {name: sibling.array(x) for name, x in permuted.items()})
 
-    # A projection sums 12 products of order 1, for other heads in another order; the softmax passes that on.
+    # A projection sums 12 products of order 1, in an order that depends on the head; the softmax passes that on.
     difference = sibling.numpy(after) - sibling.numpy(before)[:, [2, 0, 1]]
     assert np.abs(difference).max() <= 12 * EPSILON
 
 
-def test_permuting_keys_values_and_mask_together_changes_rounding_only(sibling, rng):
+def test_key_permutation_changes_rounding(sibling, rng):
+    """Permuting keys, values and mask together changes the context by at most 8 epsilons."""
     query, key, value = (rng.standard_normal((2, 2, length, 4)).astype(np.float32) for length in (3, 4, 4))
     order = [3, 1, 0, 2]
 
@@ -381,7 +416,10 @@ def test_permuting_keys_values_and_mask_together_changes_rounding_only(sibling, 
     [(6, [0, 1, 2, 3, 4, 5]), (3, [0, 0, 1, 1, 2, 2]), (2, [0, 0, 0, 1, 1, 1]), (1, [0, 0, 0, 0, 0, 0])],
 )
 @both_forms
-def test_query_heads_use_the_value_head_of_their_group(sibling, rng, form, num_kv_heads, expected):
+def test_grouped_heads_use_their_value_head(sibling, rng, form, num_kv_heads, expected):
+    """With 6 query heads and 6, 3, 2 or 1 key/value heads, each query head uses
+    the value head of its group.
+    """
     query, key = (rng.standard_normal((1, heads, 3, 4)).astype(np.float32) for heads in (6, num_kv_heads))
     value = np.broadcast_to(np.arange(num_kv_heads, dtype=np.float32)[None, :, None, None], key.shape)
 
@@ -392,8 +430,11 @@ def test_query_heads_use_the_value_head_of_their_group(sibling, rng, form, num_k
 
 @sample(jax=1)
 @both_forms
-def test_query_heads_use_the_key_head_of_their_group(sibling, form):
-    # Key head 0 looks at token 0, key head 1 at token 1; the value is the number of the token.
+def test_grouped_heads_use_their_key_head(sibling, form):
+    """With 6 query heads and 2 key heads, the first three query heads use key head
+    0, the others key head 1.
+    """
+    # Key head 0 selects token 0, key head 1 token 1; the value is the index of the token.
     query = np.ones((1, 6, 1, 1), np.float32)
     key = np.array([[[[99.0], [-99.0]], [[-99.0], [99.0]]]], np.float32)
     value = np.array([[[[0.0], [1.0]], [[0.0], [1.0]]]], np.float32)
@@ -406,7 +447,10 @@ def test_query_heads_use_the_key_head_of_their_group(sibling, form):
 @sample(jax=1)
 @pytest.mark.parametrize("spec", [SPECS["gqa"], SPECS["mqa"]], ids=["gqa", "mqa"])
 @every_path
-def test_grouped_layer_is_the_full_layer_with_repeated_key_heads(sibling, path, spec):
+def test_grouped_layer_repeats_key_heads(sibling, path, spec):
+    """A layer with grouped heads matches a layer with key and value
+    heads repeated in its weights.
+    """
     arrays = problem(spec)
     group = spec.num_heads // spec.num_kv_heads
     full = dict(arrays)
@@ -438,7 +482,8 @@ def test_grouped_layer_is_the_full_layer_with_repeated_key_heads(sibling, path, 
     ],
     ids=["8", "64", "fused-qkv", "no-biases", "no-out-proj", "mqa", "head-dim", "cross"],
 )
-def test_module_has_as_many_parameters_as_the_formula(sibling, spec, expected):
+def test_parameter_count_matches_formula(sibling, spec, expected):
+    """The number of parameters of a module is that of the sum over its projections."""
     assert num_parameters(sibling, sibling.module("MultiHeadAttention", spec)) == expected
 
 
@@ -448,7 +493,10 @@ def test_module_has_as_many_parameters_as_the_formula(sibling, spec, expected):
 @sample(jax=1)
 @pytest.mark.parametrize("cross", [False, True], ids=["self", "cross"])
 @pytest.mark.parametrize("spec", [SPECS["plain"], SPECS["gqa"], SPECS["no-biases"]], ids=["plain", "gqa", "no-biases"])
-def test_fused_qkv_gives_the_result_of_three_projections(sibling, spec, cross):
+def test_fused_qkv_matches_three_projections(sibling, spec, cross):
+    """One fused projection with the same weights matches three projections, in
+    self- and cross-attention.
+    """
     arrays = problem(spec)
     inputs = [sibling.array(arrays[name]) for name in (["query", "key"] if cross else ["query"])]
     packed = parity.AttentionSpec(**{**asdict(spec), "fused_qkv": True})
@@ -462,8 +510,10 @@ def test_fused_qkv_gives_the_result_of_three_projections(sibling, spec, cross):
 
 @sample(jax=1)
 @pytest.mark.parametrize("need_weights", [False, True], ids=["fused", "plain"])
-def test_a_scale_is_in_place_of_the_usual_one(sibling, need_weights):
-    """Twice the scale is twice the queries, which a power of two makes exact."""
+def test_scale_replaces_the_default_scale(sibling, need_weights):
+    """A layer with twice the default scale equals one with doubled query weights and biases, bit
+    for bit, and differs from one with the default scale.
+    """
     arrays = problem(SPEC)
     query, key = sibling.array(arrays["query"]), sibling.array(arrays["key"])
     weights = {name: 2.0 * x if name.startswith("q_proj") else x for name, x in parity.random_weights(SPEC).items()}
@@ -480,7 +530,10 @@ def test_a_scale_is_in_place_of_the_usual_one(sibling, need_weights):
 
 @sample(jax=1)
 @pytest.mark.parametrize("fused_qkv", [False, True], ids=["three", "fused-qkv"])
-def test_projections_are_clipped_before_anything_else(sibling, fused_qkv):
+def test_projections_are_clipped(sibling, fused_qkv):
+    """`clip_qkv=0.25` clips projected queries, keys and values to [-0.25, 0.25];
+    some entries reach the bound.
+    """
     spec = replace(SPEC, clip_qkv=0.25, fused_qkv=fused_qkv)
     x = sibling.array(problem(SPEC)["query"])
     held = parity.random_weights(spec)
@@ -499,8 +552,10 @@ def test_projections_are_clipped_before_anything_else(sibling, fused_qkv):
 @sample(jax=1)
 @pytest.mark.parametrize("hidden", [{}, {"is_causal": True}, {"key_padding_lengths": [2, 5]}], ids=str)
 @pytest.mark.parametrize("path", ["", "fused"])
-def test_values_of_any_width_are_weighed_feature_by_feature(sibling, path, hidden, rng):
-    """So values that are wider than keys give side by side what their parts give, as narrow ones do."""
+def test_value_features_are_independent(sibling, path, hidden, rng):
+    """The context of concatenated value features matches the concatenated contexts of values that
+    are as wide as keys and narrower.
+    """
     package = getattr(sibling.package, path) if path else sibling.package
     q, k, v = (sibling.array(rng.standard_normal((2, n, 5, 4)).astype(np.float32)) for n in (4, 2, 2))
     wide = sibling.array(rng.standard_normal((2, 2, 5, 3)).astype(np.float32))
@@ -514,8 +569,10 @@ def test_values_of_any_width_are_weighed_feature_by_feature(sibling, path, hidde
     assert np.abs(context(both) - np.concatenate(parts, axis=3)).max() <= 8 * EPSILON
 
 
-def test_a_gate_multiplies_by_its_sigmoid(sibling):
-    """sigmoid(0) is 1/2, sigmoid(log 3) is 3/4: of each feature of two heads, or of each head."""
+def test_gate_multiplies_by_its_sigmoid(sibling):
+    """A gate per feature or per head multiplies the context by its sigmoid: sigmoid(0) is 1/2
+    and sigmoid(log 3) is 3/4.
+    """
     context = sibling.array(np.arange(8, dtype=np.float32).reshape(1, 2, 2, 2) + 1)
     logits = np.log(np.array([1.0, 3.0], np.float32))
     of_features = np.tile(logits, (1, 2, 2))  # (B, T, N * H)
@@ -530,7 +587,8 @@ def test_a_gate_multiplies_by_its_sigmoid(sibling):
     assert np.abs(heads - expected * np.array([0.5, 0.75])[:, None, None]).max() <= 8 * EPSILON
 
 
-def test_a_norm_of_the_context_divides_by_the_root_of_its_mean_square(sibling):
+def test_context_norm_divides_by_its_rms(sibling):
+    """A context norm without weights divides the context by its root mean square over the width."""
     plain = parity.AttentionSpec(8, 2, out_proj=False)
     normed = plain.replace(context_norm=parity.Norm(over="width", weight=None, eps=1e-12))
     x = sibling.array(problem(plain)["query"])
@@ -546,14 +604,17 @@ SOURCE = parity.AttentionSpec(24, 6, num_kv_heads=2, qk_norm=parity.Norm(), rope
 
 
 def sharing(sibling, source, x):
-    """A layer of the same weights that shares the keys and values of a source, and these as that layer made them."""
+    """Return a layer with the same weights that shares keys and values, and the keys and values of the source."""
     weights = {name: array for name, array in parity.weights_of(source).items() if name[:2] not in ("k_", "v_")}
     spec = source.spec.replace(shared_kv=True)
     shared = parity.load_into(sibling.module("MultiHeadAttention", spec), weights, spec)
     return shared, sibling.package.project_qkv(source.project, x, x, x, source.spec)[1:]
 
 
-def test_shared_keys_have_the_batch_axes_of_the_queries(sibling):
+def test_shared_keys_accept_batch_axes(sibling):
+    """A layer of shared keys and values accepts them with no, one or two batch axes, like its
+    queries, with the same results up to 8 epsilons.
+    """
     source = filled(sibling, "MultiHeadAttention", SOURCE)
     x = sibling.array(problem(SOURCE)["query"])
     shared, (k, v) = sharing(sibling, source, x)
@@ -564,13 +625,17 @@ def test_shared_keys_have_the_batch_axes_of_the_queries(sibling):
     assert np.abs(sibling.numpy(two)[0] - sibling.numpy(together)).max() <= 8 * EPSILON
 
 
-def test_a_gate_of_another_shape_is_refused(sibling):
+def test_gate_of_wrong_shape_raises(sibling):
+    """A gate of three heads for a context of two heads raises an error."""
     context, gate = (sibling.array(np.ones(shape, np.float32)) for shape in ((1, 2, 3, 4), (1, 3, 4)))
     with refuses("gate", {"gate.shape": (1, 3, 4)}):
         sibling.package.apply_gate(context, gate)
 
 
-def test_fused_qkv_takes_a_value_beside_the_key(sibling, rng):
+def test_fused_qkv_accepts_separate_value(sibling, rng):
+    """A layer with a fused projection accepts a value that differs from the key, and
+    matches three projections.
+    """
     arrays = problem(SPEC)
     inputs = [sibling.array(x) for x in (arrays["query"], arrays["key"], arrays["key"] + np.float32(0.5))]
     packed = parity.AttentionSpec(8, 2, fused_qkv=True)
@@ -581,7 +646,10 @@ def test_fused_qkv_takes_a_value_beside_the_key(sibling, rng):
     assert np.abs(sibling.numpy(separate) - sibling.numpy(together)).max() <= 8 * EPSILON  # as above
 
 
-def test_fused_qkv_weights_serve_the_function(sibling):
+def test_function_accepts_fused_qkv_weights(sibling):
+    """The function accepts the weights of a module with a fused
+    projection, and matches the module.
+    """
     packed = parity.AttentionSpec(24, 6, num_kv_heads=2, fused_qkv=True)
     module = filled(sibling, "MultiHeadAttention", packed)
     weights = module.state_dict() if sibling.name == "torch" else nnx.to_pure_dict(nnx.state(module, nnx.Param))
@@ -592,7 +660,8 @@ def test_fused_qkv_weights_serve_the_function(sibling):
     assert np.abs(sibling.numpy(output) - sibling.numpy(module(query)[0])).max() <= 24 * EPSILON  # as above
 
 
-def test_key_is_the_value_when_there_is_none(sibling):
+def test_value_defaults_to_the_key(sibling):
+    """Without a value, the key is the value, bit for bit."""
     arrays = problem(SPEC)
     assert np.array_equal(
         attended(sibling, "module-fused", SPEC, arrays),
@@ -600,7 +669,8 @@ def test_key_is_the_value_when_there_is_none(sibling):
     )
 
 
-def test_query_is_the_key_when_there_is_none(sibling):
+def test_key_defaults_to_the_query(sibling):
+    """Without a key, the query is the key, bit for bit."""
     arrays = problem(SPEC)
     del arrays["key"]
     assert np.array_equal(
@@ -615,7 +685,10 @@ def test_query_is_the_key_when_there_is_none(sibling):
 @sample(jax=1)
 @pytest.mark.parametrize("dtype", HALVES.values(), ids=list(HALVES))
 @both_forms
-def test_logits_beyond_half_precision_choose_one_key(sibling, form, dtype):
+def test_large_half_precision_logits(sibling, form, dtype):
+    """Scores of 113137 and half of it, beyond float16, select the key
+    with the larger one exactly.
+    """
     # Scores 8 * 200 * 200 / sqrt(8) = 113137 and half of it, where float16 ends at 65504.
     query = np.full((1, 1, 1, 8), 200.0, dtype)
     key = np.array([200.0, 100.0], dtype).repeat(8).reshape(1, 1, 2, 8)
@@ -625,7 +698,8 @@ def test_logits_beyond_half_precision_choose_one_key(sibling, form, dtype):
 
 @sample(jax=1)
 @both_forms
-def test_gradients_of_logits_beyond_half_precision_are_finite(sibling, form):
+def test_gradients_of_large_float16_logits(sibling, form):
+    """All gradients are finite for float16 scores of 113137, beyond the largest float16."""
     package = sibling.package if form == "plain" else sibling.package.fused
     arrays = {name: np.full((1, 1, 3, 8), 200.0, np.float16) for name in ("query", "key", "value")}
     found = gradients(sibling, lambda arrays: package.scaled_dot_product_attention(**arrays)[0], arrays)
@@ -635,8 +709,11 @@ def test_gradients_of_logits_beyond_half_precision_are_finite(sibling, form):
 @sample(jax=0)
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "causal"])
 @both_forms
-def test_4096_half_precision_tokens_stay_finite(sibling, form, masked):
-    # Equal logits of 113137: the context is the mean of the values, and those are all 3.
+def test_long_float16_sequence(sibling, form, masked):
+    """Over 4096 equal float16 tokens with scores of 113137, the context is the mean of the values,
+    within 3 epsilons of float16.
+    """
+    # Equal logits of 113137: the context is the mean of the values, which are all 3.
     tokens = np.full((1, 1, 4096, 8), 200.0, np.float16)
     values = np.full((1, 1, 4096, 8), 3.0, np.float16)
     options = {"mask": sibling.numpy(sibling.package.create_causal_mask(4096))} if masked else {}
@@ -652,7 +729,10 @@ def test_4096_half_precision_tokens_stay_finite(sibling, form, masked):
 DROPPING = parity.AttentionSpec(8, 2, dropout=0.5)
 
 
-def test_given_dropout_holds_at_rate_zero(sibling):
+def test_dropout_mask_applies_at_rate_zero(sibling):
+    """At a dropout rate of 0, `dropout_keep` still drops weights, and
+    kept weights are not scaled.
+    """
     zeros, value = np.zeros((1, 1, 1, 1), np.float32), np.array([[[[3.0], [7.0]]]], np.float32)
     keep = np.array([[[[False, True]]]])
 
@@ -661,7 +741,8 @@ def test_given_dropout_holds_at_rate_zero(sibling):
     assert context.item() == 3.5
 
 
-def test_layer_takes_a_given_dropout(sibling):
+def test_layer_accepts_dropout_mask(sibling):
+    """With `dropout_keep`, the context of a head is 0 exactly where a query keeps no key."""
     arrays = {name: sibling.array(x) for name, x in problem(BARE).items()}
     keep = np.ones((2, 2, 3, 4), bool)
     keep[0, 1, 2] = False  # all keys of one query, in the second head
@@ -683,19 +764,24 @@ def apply_dropout(sibling, x, rate):
 @sample(jax=1)
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
 def test_dropout_drops_at_its_rate(sibling, rate):
+    """Dropout drops a share of 10,000 elements within five standard deviations of its rate."""
     dropped = apply_dropout(sibling, np.ones((1, 1, 100, 100), np.float32), rate) == 0.0
     # Five standard deviations of a mean of 10000 draws; the seed is fixed.
     assert dropped.mean() == pytest.approx(rate, abs=5 * math.sqrt(rate * (1 - rate) / 10000))
 
 
-def test_dropout_divides_what_it_keeps(sibling):
+def test_dropout_rescales_kept_elements(sibling):
+    """At a rate of 0.75, dropout turns ones into 0 or 4."""
     values = apply_dropout(sibling, np.ones((1, 1, 100, 100), np.float32), 0.75)
     assert np.unique(values).tolist() == [0.0, 4.0]
 
 
 @sample(jax=1)
 @both_forms
-def test_dropout_preserves_the_expected_context(sibling, form):
+def test_dropout_preserves_expected_context(sibling, form):
+    """With a dropout of 0.5, the mean context of values of 1 is 1 within
+    five standard deviations.
+    """
     shape = (1, 4, 64, 16)
     query, key, value = np.zeros(shape, np.float32), np.zeros(shape, np.float32), np.ones(shape, np.float32)
     seeded = {"dropout_rng": jax.random.key(0)} if sibling.name == "jax" else {}
@@ -707,7 +793,8 @@ def test_dropout_preserves_the_expected_context(sibling, form):
     assert context.mean() == pytest.approx(1.0, abs=5 / math.sqrt(4 * 64 * 64))
 
 
-def test_output_dropout_doubles_or_drops_each_output(sibling):
+def test_output_dropout_doubles_kept_outputs(sibling):
+    """An output dropout of 0.5 replaces each output by 0 or doubles it."""
     spec = parity.AttentionSpec(8, 2, output_dropout=0.5)
     query = sibling.array(problem(SPEC)["query"])
     dropped = sibling.numpy(filled(sibling, "MultiHeadAttention", spec)(query)[0])
@@ -716,7 +803,8 @@ def test_output_dropout_doubles_or_drops_each_output(sibling):
     assert np.array_equal(dropped, np.where(dropped == 0.0, 0.0, 2 * whole))
 
 
-def test_output_dropout_drops_some_outputs_in_training(sibling):
+def test_output_dropout_drops_some_outputs(sibling):
+    """In training, an output dropout of 0.5 drops some outputs, but not all."""
     spec = parity.AttentionSpec(8, 2, output_dropout=0.5)
     query = sibling.array(problem(SPEC)["query"])
     dropped = sibling.numpy(filled(sibling, "MultiHeadAttention", spec)(query)[0]) == 0.0
@@ -727,24 +815,26 @@ def test_output_dropout_drops_some_outputs_in_training(sibling):
 
 
 def reversed_in_memory(x):
-    """The same array with its axes in reverse order in memory."""
+    """Return the same array with its axes in reverse order in memory."""
     return np.asarray(x, order="F")
 
 
 @sample(jax=1)
 @every_path
-def test_memory_order_changes_rounding_only(sibling, path):
+def test_memory_order_changes_only_rounding(sibling, path):
+    """Weights, inputs and a mask in Fortran order change the output by at most 8 epsilons."""
     arrays = problem(SPEC)
     strided = {name: reversed_in_memory(x) for name, x in arrays.items()}
 
     output = attended(sibling, path, SPEC, strided, mask=reversed_in_memory(MASK))
 
-    # Products of other strides may sum their 8 terms in another order.
+    # Products with different strides may sum their 8 terms in another order.
     assert np.abs(output - attended(sibling, path, SPEC, arrays, mask=MASK)).max() <= 8 * EPSILON
 
 
 @both_forms
-def test_torch_expanded_and_sliced_tensors_give_the_same(form):
+def test_torch_accepts_strided_tensors(form):
+    """Expanded and sliced tensors give the context of contiguous copies, within 4 epsilons."""
     package = mha_torch if form == "plain" else mha_torch.fused
     one = torch.randn(1, 2, 3, 4, generator=torch.Generator().manual_seed(0))
     sliced = torch.zeros(5, 2, 3, 8)[::2, :, :, ::2].copy_(one)
@@ -755,12 +845,15 @@ def test_torch_expanded_and_sliced_tensors_give_the_same(form):
     assert (context - expected).abs().max() <= 4 * EPSILON  # 4 terms in another order
 
 
-# ---- Initialisation and configuration --------------------------------------------------------------------------------
+# ---- Configuration ---------------------------------------------------------------------------------------------------
 
 
 @sample(jax=1)
 @pytest.mark.parametrize("kind", ["MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache"])
 def test_repr_shows_the_configuration(sibling, kind):
+    """The `repr` of a module begins with its class and contains its
+    specification without default fields.
+    """
     spec = parity.AttentionSpec(
         16, 4, num_kv_heads=2, head_dim=6, d_in=5, qkv_bias=False, rope=Rope(500.0), dropout=0.1
     )
@@ -784,7 +877,10 @@ def float64_in_jax():
 
 
 @pytest.mark.usefixtures("float64_in_jax")
-def test_jax_gradients_are_finite_differences():
+def test_jax_gradients_match_differences():
+    """In float64, gradients in JAX match central differences within
+    1e-8, with a bias and a mask.
+    """
     arrays = {
         name: jnp.asarray(x) for name, x in {**problem(GROUPED_CROSS, np.float64), "bias": np.ones((3, 4))}.items()
     }
@@ -799,7 +895,10 @@ def test_jax_gradients_are_finite_differences():
 
 
 @pytest.mark.parametrize("need_weights", [False, True], ids=["fused", "plain"])
-def test_torch_gradients_are_finite_differences(need_weights):
+def test_torch_gradients_match_differences(need_weights):
+    """In float64, gradients in PyTorch match central differences within 1e-8, plain and
+    fused, with a bias and a mask.
+    """
     arrays = {
         name: torch.from_numpy(x) for name, x in {**problem(GROUPED_CROSS, np.float64), "bias": np.ones((3, 4))}.items()
     }
@@ -821,7 +920,7 @@ def test_torch_gradients_are_finite_differences(need_weights):
 
 @pytest.fixture
 def jax_layer():
-    """The function of arrays that a layer is, and its arrays."""
+    """Return a layer as a function of arrays, and its arrays."""
 
     def layer(arrays):
         weights = parameter_tree({name: x for name, x in arrays.items() if "." in name})
@@ -832,7 +931,8 @@ def jax_layer():
     return layer, {name: jnp.asarray(x) for name, x in problem(SPEC).items()}
 
 
-def test_jax_layer_jits(jax_layer):
+def test_jax_layer_under_jit(jax_layer):
+    """Output and attention weights under `jax.jit` match the eager ones within 8 epsilons."""
     layer, arrays = jax_layer
     jitted, eager = jax.jit(layer)(arrays), layer(arrays)
     # Sums of up to 8 products of order 1, which the compiler may reorder.
@@ -840,6 +940,7 @@ def test_jax_layer_jits(jax_layer):
 
 
 def test_jax_layer_maps_over_inputs(jax_layer):
+    """`jax.vmap` over queries matches separate calls within 8 epsilons."""
     layer, arrays = jax_layer
     queries = jnp.stack([arrays["query"], 2 * arrays["query"], -arrays["query"]])
 
@@ -850,6 +951,9 @@ def test_jax_layer_maps_over_inputs(jax_layer):
 
 
 def test_jax_layer_maps_over_weights(jax_layer):
+    """`jax.vmap` over the weight of the value projection matches
+    separate calls within 8 epsilons.
+    """
     layer, arrays = jax_layer
     kernels = jnp.stack([arrays["v_proj.weight"], -arrays["v_proj.weight"]])
 
@@ -860,6 +964,7 @@ def test_jax_layer_maps_over_weights(jax_layer):
 
 
 def test_jax_layer_is_traced_once(jax_layer):
+    """A second call with a query of the same shape does not trace the layer again."""
     layer, arrays = jax_layer
     traces = []
 
@@ -876,7 +981,8 @@ def test_jax_layer_is_traced_once(jax_layer):
 
 @pytest.mark.parametrize("spec", [SPEC, DROPPING], ids=["plain", "dropout"])
 @only_jax
-def test_jax_module_jits(sibling, spec):
+def test_jax_module_under_nnx_jit(sibling, spec):
+    """A module under `nnx.jit` matches the eager module within 16 epsilons, also with dropout."""
     query = jnp.asarray(problem(SPEC)["query"])
     eager, jitted = (filled(sibling, "MultiHeadAttention", spec) for _ in range(2))
 
@@ -886,7 +992,8 @@ def test_jax_module_jits(sibling, spec):
 
 
 @only_jax
-def test_jax_jitted_module_drops_other_weights_at_each_call(sibling):
+def test_jax_jitted_dropout_varies_by_call(sibling):
+    """Two calls of a compiled module with dropout on the same query differ."""
     query = jnp.asarray(problem(SPEC)["query"])
     module = filled(sibling, "MultiHeadAttention", DROPPING)
     call = nnx.jit(lambda module, query: module(query)[0])
@@ -894,6 +1001,7 @@ def test_jax_jitted_module_drops_other_weights_at_each_call(sibling):
 
 
 def test_jax_dropout_needs_a_random_key():
+    """Dropout without `dropout_rng` raises an error."""
     query = jnp.ones((1, 1, 2, 4))
     with refuses("dropout", dropout=0.5, dropout_rng=None):
         mha_jax.scaled_dot_product_attention(query, query, query, dropout=0.5)
@@ -901,7 +1009,10 @@ def test_jax_dropout_needs_a_random_key():
 
 @pytest.mark.parametrize("spec", [SPEC, DROPPING], ids=["plain", "dropout"])
 @only_jax
-def test_jax_module_holds_the_parameters_of_the_function(sibling, spec):
+def test_jax_module_parameter_tree(sibling, spec):
+    """The parameters of a module, with and without dropout, are the kernels and
+    biases of four projections.
+    """
     module = sibling.module("MultiHeadAttention", spec)
     assert jax.tree.map(jnp.shape, nnx.to_pure_dict(nnx.state(module, nnx.Param))) == {
         "q_proj": {"kernel": (8, 8), "bias": (8,)},
@@ -913,7 +1024,10 @@ def test_jax_module_holds_the_parameters_of_the_function(sibling, spec):
 
 @pytest.mark.parametrize("as_function_takes_them", [nnx.to_pure_dict, lambda state: state], ids=["dict", "state"])
 @only_jax
-def test_jax_function_takes_the_state_of_the_module(sibling, as_function_takes_them):
+def test_jax_function_accepts_module_state(sibling, as_function_takes_them):
+    """The function accepts the parameters of a module as a dict and as an nnx
+    state, and matches the module.
+    """
     module = filled(sibling, "MultiHeadAttention", SPEC)
     query = jnp.asarray(problem(SPEC)["query"])
 
@@ -922,7 +1036,10 @@ def test_jax_function_takes_the_state_of_the_module(sibling, as_function_takes_t
     assert np.abs(output - module(query)[0]).max() <= 8 * EPSILON  # sums of 8 products, maybe in another order
 
 
-def test_jax_function_takes_parameters_of_linen():
+def test_jax_function_accepts_linen_params():
+    """The function accepts parameters of `flax.linen.Dense`, and matches
+    these layers around the core.
+    """
     query = jnp.asarray(problem(SPEC)["query"])
     dense = flax.linen.Dense(8)
     names = ("q_proj", "k_proj", "v_proj", "out_proj")
@@ -942,7 +1059,8 @@ def test_jax_function_takes_parameters_of_linen():
 
 
 @only_torch
-def test_torch_state_dict_has_the_canonical_names(sibling):
+def test_torch_state_dict_canonical_names(sibling):
+    """A state dict has the canonical names: weight and bias of the four projections."""
     assert sorted(sibling.module("MultiHeadAttention", AttentionSpec(8, 2)).state_dict()) == [
         "k_proj.bias",
         "k_proj.weight",
@@ -956,7 +1074,8 @@ def test_torch_state_dict_has_the_canonical_names(sibling):
 
 
 @only_torch
-def test_torch_state_dict_holds_the_canonical_weights(sibling):
+def test_torch_state_dict_holds_the_weights(sibling):
+    """The arrays of a state dict equal those of `parity.weights_of`, bit for bit."""
     module = filled(sibling, "MultiHeadAttention", SPEC)
     weights = parity.weights_of(module)
     assert [name for name, x in module.state_dict().items() if not np.array_equal(x.numpy(), weights[name])] == []
@@ -966,6 +1085,7 @@ def test_torch_state_dict_holds_the_canonical_weights(sibling):
 @pytest.mark.parametrize("need_weights", [False, True], ids=["fused", "plain"])
 @only_torch
 def test_torch_hooks_on_a_projection_fire(sibling, name, need_weights):
+    """A forward hook on a projection is called once per call of the module, plain and fused."""
     module = sibling.module("MultiHeadAttention", AttentionSpec(8, 2))
     calls = []
     getattr(module, name).register_forward_hook(lambda *_: calls.append(name))
@@ -976,7 +1096,8 @@ def test_torch_hooks_on_a_projection_fire(sibling, name, need_weights):
 
 
 @only_torch
-def test_torch_replaced_projection_takes_part(sibling):
+def test_torch_projection_can_be_replaced(sibling):
+    """A module uses an output projection that replaced its own: the output has 3 features."""
     module = sibling.module("MultiHeadAttention", AttentionSpec(8, 2))
     module.out_proj = torch.nn.Linear(8, 3)
     assert module(torch.ones(1, 2, 8))[0].shape == (1, 2, 3)
@@ -984,6 +1105,7 @@ def test_torch_replaced_projection_takes_part(sibling):
 
 @only_torch
 def test_torch_module_can_be_copied(sibling):
+    """The output of a deep copy equals that of the module, bit for bit."""
     module = sibling.module("MultiHeadAttention", AttentionSpec(8, 2, rope=Rope(100.0)))
     x = torch.ones(1, 2, 8)
     assert torch.equal(copy.deepcopy(module)(x)[0], module(x)[0])
@@ -992,6 +1114,9 @@ def test_torch_module_can_be_copied(sibling):
 @pytest.mark.parametrize("need_weights", [False, True], ids=["fused", "plain"])
 @only_torch
 def test_torch_module_compiles_to_one_graph(sibling, need_weights):
+    """`torch.compile` with `fullgraph=True` accepts a module with a mask; the
+    output is equal bit for bit.
+    """
     module = filled(sibling, "MultiHeadAttention", SPEC)
     compiled = torch.compile(module, fullgraph=True, backend="eager")
     query, key, mask = *(torch.from_numpy(problem(SPEC)[name]) for name in ("query", "key")), torch.from_numpy(MASK)
@@ -1002,7 +1127,10 @@ def test_torch_module_compiles_to_one_graph(sibling, need_weights):
 
 
 @only_torch
-def test_torch_self_attention_compiles_to_one_graph(sibling):
+def test_torch_self_attention_compiles(sibling):
+    """`torch.compile` with `fullgraph=True` accepts causal self-attention with lengths as a tensor;
+    the output is equal bit for bit.
+    """
     module = sibling.module("MultiHeadSelfAttention", AttentionSpec(8, 2, rope=Rope(100.0)))
     compiled = torch.compile(module, fullgraph=True, backend="eager")
     x, lengths = torch.from_numpy(problem(SPEC)["query"]), torch.tensor([2, 3])
@@ -1016,6 +1144,9 @@ def test_torch_self_attention_compiles_to_one_graph(sibling):
 @pytest.mark.parametrize("option", ["mask", "bias"])
 @only_torch
 def test_torch_module_runs_under_autocast(sibling, option, need_weights):
+    """Under autocast to bfloat16, a float32 module with a mask or bias of zeros is off by at
+    most 5 epsilons of bfloat16.
+    """
     module = filled(sibling, "MultiHeadAttention", SPEC)
     query = torch.from_numpy(problem(SPEC)["query"])
     options = {"mask": torch.zeros(3, 3, dtype=torch.bool), "bias": torch.zeros(3, 3)}

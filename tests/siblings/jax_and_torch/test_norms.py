@@ -1,4 +1,4 @@
-"""Norms of queries, keys and values: on paper, and in layers."""
+"""Norms of queries, keys and values: compared with results on paper, and in layers."""
 
 from dataclasses import replace
 
@@ -46,26 +46,33 @@ def normed(sibling, x, norm, *parameters, dtype=np.float32):
         (Norm("layer", weight=None, eps=0.75), [], np.array([-0.5, 0.5])),
     ],
 )
-def test_two_features_are_normalised(sibling, norm, parameters, expected):
+def test_two_features_are_normalized(sibling, norm, parameters, expected):
+    """Norms of two features match results on paper: RMS and layer norm, with
+    weights, biases and `eps`.
+    """
     found = normed(sibling, X, norm, *parameters)[0, 0, 0]
     assert np.abs(found - expected).max() <= 4 * EPSILON * np.abs(expected).max()
 
 
-def test_each_head_has_its_own_weight(sibling):
+def test_per_head_norm_weights(sibling):
+    """With `per_head=True`, each head is multiplied by its own weight."""
     weight = np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
     heads = np.broadcast_to(X, (2, 3, 5, 2))
     found = normed(sibling, heads, Norm(per_head=True, **TINY), weight)
     assert np.abs(found - weight[:, None] * RMS).max() <= 16 * EPSILON
 
 
-def test_a_width_is_normalised_as_a_whole(sibling):
+def test_norm_over_the_whole_width(sibling):
+    """A norm over the width divides by the root mean square of all features of a token."""
     tokens = np.array([[[3.0, 4.0, 0.0, 0.0]]], np.float32)
     found = normed(sibling, tokens, Norm(over="width", weight=None, **TINY))
     assert np.abs(found - np.array([3.0, 4.0, 0.0, 0.0]) / 2.5).max() <= 4 * EPSILON
 
 
-def test_half_precision_is_rounded_once(sibling, rng):
-    """To the nearest of the exact result: Llama's kind, which rounds before the weight, is off by more."""
+def test_half_precision_norm_rounds_once(sibling, rng):
+    """In float16, a norm is the exact result, rounded once, in more than 99.9% of elements; Llama's
+    variant, which rounds before the weight, is off by more.
+    """
     x, weight = (rng.standard_normal(shape).astype(np.float16) for shape in ((1, 2, 64, 32), (32,)))
     wide = x.astype(np.float64)
     exact = wide / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + 1e-6) * weight.astype(np.float64)
@@ -76,7 +83,8 @@ def test_half_precision_is_rounded_once(sibling, rng):
     assert (found == nearest).mean() > 0.999
 
 
-def test_integers_are_refused(sibling):
+def test_norm_of_integers_raises(sibling):
+    """`apply_norm` raises an error for integers."""
     with refuses_type("x", {"x.dtype": ...}):
         sibling.package.apply_norm(sibling.array(np.ones((1, 1, 1, 2), np.int32)), Norm(weight=None))
 
@@ -84,7 +92,8 @@ def test_integers_are_refused(sibling):
 # ---- In layers -------------------------------------------------------------------------------------------------------
 
 
-def test_random_weights_of_norms_are_far_from_0_and_1():
+def test_random_norm_weights_are_not_trivial():
+    """The factors of random norm weights are at least 0.5 and differ from 1 by at least 0.2."""
     for weight, offset in (("w", 0.0), ("1+w", 1.0)):
         drawn = parity.random_weights(AttentionSpec(64, 2, qk_norm=Norm(weight=weight)))["q_norm.weight"]
         assert ((np.abs(drawn + offset - 1.0) >= 0.2) & (drawn + offset >= 0.5)).all()
@@ -92,7 +101,8 @@ def test_random_weights_of_norms_are_far_from_0_and_1():
 
 @sample(jax=1)
 @every_spec
-def test_a_layer_with_norms_is_another_one_than_without(sibling, spec, rng):
+def test_norms_change_the_output(sibling, spec, rng):
+    """Without its norms, a layer has another output, by more than 0.01."""
     x = sibling.array(rng.standard_normal((2, 5, 16)).astype(np.float32))
     weights = parity.random_weights(spec)
     bare = replace(spec, qk_norm=None, v_norm=None)
@@ -106,8 +116,10 @@ def test_a_layer_with_norms_is_another_one_than_without(sibling, spec, rng):
 
 @sample(jax=0)
 @every_spec
-def test_a_cache_gives_what_one_pass_gives_at_every_position(sibling, spec, rng):
-    """Sequences of different lengths, in a prompt and then token by token."""
+def test_norms_with_cache_match_one_pass(sibling, spec, rng):
+    """With norms and a cache, sequences of different lengths, in a prompt and then token by token,
+    have the outputs of one causal pass.
+    """
     x = rng.standard_normal((3, 6, 16)).astype(np.float32)
     weights, lengths = parity.random_weights(spec), [3, 1, 2]
     plain = parity.load_into(sibling.module("MultiHeadAttention", spec), weights, spec)
@@ -123,7 +135,8 @@ def test_a_cache_gives_what_one_pass_gives_at_every_position(sibling, spec, rng)
         assert np.abs(rows - expected[b, : len(rows)]).max() <= 16 * EPSILON * np.abs(expected).max()
 
 
-def test_the_norms_of_a_layer_are_wanted_among_its_weights(sibling, rng):
+def test_missing_norm_weight_raises(sibling, rng):
+    """Weights without the norm of the keys raise an error that lists it as missing."""
     spec = SPECS["head"]
     x = sibling.array(rng.standard_normal((1, 3, 16)).astype(np.float32))
     weights = sibling.backend

@@ -1,6 +1,6 @@
-"""NaN and infinity: a row that sees one is not finite, and any other row is what it is without it, bit for bit.
+"""NaN and infinity: rows that attend to one are not finite, and all other rows are unchanged, bit for bit.
 
-Whether a row sees a key follows from masks, causality and lengths alone, never from scores.
+Masks, causality and lengths alone decide which rows attend to a key, never scores.
 """
 
 import functools
@@ -43,7 +43,7 @@ def causal():
     return np.arange(NUM_KEYS) > np.arange(NUM_QUERIES)[:, None]
 
 
-# What hides keys, as the functions take it.
+# Options of the functions that hide keys.
 KINDS = {
     "nothing": {},
     "causal": {"is_causal": True},
@@ -57,7 +57,7 @@ KINDS = {
 
 
 def hidden_by(mask=False, bias=0.0, is_causal=False, key_padding_lengths=None):
-    """Where a key is hidden, (B, N, T, S), by the definitions."""
+    """Return which keys are hidden, (B, N, T, S), by the definitions."""
     hidden = np.zeros((3, 4, NUM_QUERIES, NUM_KEYS), bool) | mask | np.isneginf(bias)
     if key_padding_lengths is not None:
         hidden |= np.arange(NUM_KEYS) >= key_padding_lengths[:, None, None, None]
@@ -66,23 +66,23 @@ def hidden_by(mask=False, bias=0.0, is_causal=False, key_padding_lengths=None):
 
 @functools.cache
 def heads(dtype="float32"):
-    """Split heads, the query heads in groups of two."""
+    """Return split heads, with query heads in groups of two."""
     rng = np.random.default_rng(0)
     shapes = {"query": (3, 4, NUM_QUERIES, 8), "key": (3, 2, NUM_KEYS, 8), "value": (3, 2, NUM_KEYS, 8)}
     return {name: rng.standard_normal(shape).astype(jnp.dtype(dtype)) for name, shape in shapes.items()}
 
 
 def spoilt_heads(bad, dtype="float32"):
-    """The same with a bad feature of one key of one head, of one value of another, and of two queries of a third."""
+    """Return the same heads with a bad feature in a key of one head, a value of another and two queries of a third."""
     arrays = {name: x.copy() for name, x in heads(dtype).items()}
-    arrays["key"][0, 1, NAN_KEY, 3] = np.nan  # an infinite key may have a score of -inf, which weighs nothing
+    arrays["key"][0, 1, NAN_KEY, 3] = np.nan  # an infinite key may have a score of -inf, and thus a weight of 0
     arrays["value"][1, 0, NAN_VALUE, 5] = bad
     arrays["query"][2, 3, [2, EMPTY_ROWS[0]], 1] = bad
     return arrays
 
 
 def sees_bad(hidden):
-    """The rows (B, N, T) of which the query is bad, or that see a bad key or value, by the definitions."""
+    """Return the rows (B, N, T) that have a bad query or attend to a bad key or value, by the definitions."""
     bad_keys = np.zeros((3, 4, 1, NUM_KEYS), bool)
     bad_keys[0, 2:, :, NAN_KEY] = bad_keys[1, :2, :, NAN_VALUE] = True
     found = (~hidden & bad_keys).any(axis=-1)
@@ -99,7 +99,7 @@ every_path = pytest.mark.parametrize(
 
 @pytest.fixture
 def attend(sibling, path):
-    """A path from NumPy arrays to the context, and the attention weights where it gives them."""
+    """Return a path as a function from NumPy arrays to the context and the attention weights, if it has them."""
     package = sibling.package.fused if path in ("fused", "blocks") else sibling.package
     options = {"weights": {"need_weights": True}, "blocks": IN_BLOCKS}.get(path, {})
 
@@ -125,7 +125,10 @@ def assert_rows(found, expected, bad_rows):
 @every_path
 @pytest.mark.parametrize("bad", [np.nan, np.inf], ids=["nan", "inf"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_that_see_it_are_not_finite_and_the_others_are_unchanged(attend, kind, bad):
+def test_non_finite_values_stay_in_rows(attend, kind, bad):
+    """Rows that attend to a NaN or infinity are not finite, all others are unchanged bit for bit,
+    as are their attention weights, and rows without a key are 0.
+    """
     hidden, keywords = hidden_by(**KINDS[kind]), KINDS[kind]
     expected, expected_weights = attend(**heads(), **keywords)
     found, weights = attend(**spoilt_heads(bad), **keywords)
@@ -140,7 +143,10 @@ def test_rows_that_see_it_are_not_finite_and_the_others_are_unchanged(attend, ki
 @every_path
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("kind", ["padding-causal", "any-mask"])
-def test_rows_that_see_it_are_not_finite_in_half_precision(attend, kind, dtype):
+def test_half_precision_nan_stays_in_rows(attend, kind, dtype):
+    """In half precision, rows that attend to a NaN are not finite, and all others
+    are unchanged bit for bit.
+    """
     expected, _ = attend(**heads(dtype), **KINDS[kind])
     found, _ = attend(**spoilt_heads(np.nan, dtype), **KINDS[kind])
     assert_rows(found, expected, sees_bad(hidden_by(**KINDS[kind])))
@@ -149,7 +155,10 @@ def test_rows_that_see_it_are_not_finite_in_half_precision(attend, kind, dtype):
 @sample(jax=1)
 @every_path
 @pytest.mark.parametrize("kind", ["causal", "padding-causal", "any-mask"])
-def test_row_of_which_all_scores_are_minus_infinity_is_not_empty(attend, kind):
+def test_row_of_infinite_scores_is_nan(attend, kind):
+    """A row with visible keys whose scores all overflow to -inf is NaN, not
+    0 like a row without keys.
+    """
     arrays = {name: x.copy() for name, x in heads().items()}
     arrays["query"][0, 1, 4], arrays["key"][0, 0] = 1e30, -1e30
     hidden = hidden_by(**KINDS[kind])
@@ -159,8 +168,11 @@ def test_row_of_which_all_scores_are_minus_infinity_is_not_empty(attend, kind):
 
 
 @pytest.mark.parametrize("span", [{}, {"window_size": 6}], ids=["lengths", "window"])
-def test_nan_stays_where_it_is_seen_where_a_library_is_told_what_is_hidden(monkeypatch, span):
-    """Off the CPU JAX's own function is told lengths and windows; some rows have no key, of some sequences all."""
+def test_library_path_keeps_nan_in_its_rows(monkeypatch, span):
+    """In JAX's own function, used off the CPU with lengths and windows, a NaN reaches
+    only rows that attend to it, and changes no gradient of a sequence without such rows;
+    rows without a key are 0.
+    """
     monkeypatch.setattr(mha_jax.fused, "platform_of", lambda *arrays: "metal")  # has no kernel of its own
     hides = {**KINDS["padding"], "is_causal": True}
     hidden, spec = hidden_by(**hides), AttentionSpec(32, 4, num_kv_heads=2, **span)
@@ -183,7 +195,7 @@ def test_nan_stays_where_it_is_seen_where_a_library_is_told_what_is_hidden(monke
     assert empty.any()
     assert not found[empty].any()
     assert not gradients["query"][empty].any()
-    is_clean = ~bad_rows.any(axis=(1, 2))  # sequences in which no row sees it
+    is_clean = ~bad_rows.any(axis=(1, 2))  # sequences in which no row attends to it
     assert is_clean.tolist() == [False, True, False]
     for name, gradient in gradients.items():
         np.testing.assert_array_equal(gradient[is_clean], expected_gradients[name][is_clean])
@@ -191,7 +203,7 @@ def test_nan_stays_where_it_is_seen_where_a_library_is_told_what_is_hidden(monke
 
 # ---- Modules ---------------------------------------------------------------------------------------------------------
 
-LONG = 1200  # more scores than one kernel has
+LONG = 1200  # more scores than one kernel computes at once
 HIDES = {
     "nothing": lambda sibling, seq_len: {},
     "causal": lambda sibling, seq_len: {"is_causal": True},
@@ -217,7 +229,10 @@ def with_nan_weights(module, name="q_proj"):
 @sample(jax=1)
 @pytest.mark.parametrize("seq_len", [64, LONG])
 @pytest.mark.parametrize("hides", HIDES)
-def test_nan_weights_give_nan(sibling, hides, seq_len):
+def test_nan_weights_make_output_nan(sibling, hides, seq_len):
+    """A module whose query projection is NaN has an output of NaN, with
+    any mask, lengths or bias.
+    """
     module = with_nan_weights(sibling.module("MultiHeadSelfAttention", AttentionSpec(16, 4, out_bias=False)))
     output = module(sibling.array(tokens(seq_len)), **HIDES[hides](sibling, seq_len))
     assert np.isnan(sibling.numpy(output)).all()
@@ -225,7 +240,10 @@ def test_nan_weights_give_nan(sibling, hides, seq_len):
 
 @sample(jax=0)
 @pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj"])
-def test_nan_weights_give_nan_through_a_cache(sibling, name):
+def test_nan_weights_with_cache_give_nan(sibling, name):
+    """With a cache, a NaN query, key or value projection makes the outputs of a
+    prompt and of a step NaN.
+    """
     module = with_nan_weights(sibling.module("MultiHeadAttentionWithCache", AttentionSpec(16, 4, out_bias=False)), name)
     output, cache = module(sibling.array(tokens(LONG)), module.init_cache(1, LONG + 8))
     assert np.isnan(sibling.numpy(output)).all()
@@ -235,7 +253,10 @@ def test_nan_weights_give_nan_through_a_cache(sibling, name):
 
 @sample(jax=1)
 @pytest.mark.parametrize("seq_len", [64, LONG])
-def test_nan_token_spoils_what_comes_after_it_and_nothing_before(sibling, seq_len):
+def test_nan_token_affects_only_later_tokens(sibling, seq_len):
+    """In causal self-attention, a NaN in token 40 makes the outputs from there on NaN and changes
+    no earlier one, bit for bit.
+    """
     module, x = sibling.module("MultiHeadSelfAttention", AttentionSpec(16, 4)), tokens(seq_len)
     expected = sibling.numpy(module(sibling.array(x), is_causal=True))
     x[:, 40, 2] = np.nan
@@ -246,7 +267,10 @@ def test_nan_token_spoils_what_comes_after_it_and_nothing_before(sibling, seq_le
 
 @sample(jax=0)
 @pytest.mark.parametrize("capacity", [UNFILLED, 700], ids=["small", "large"])
-def test_nan_of_the_padding_changes_nothing_in_a_cache(sibling, capacity):
+def test_nan_padding_leaves_cache_unchanged(sibling, capacity):
+    """NaN in the padding of a prompt changes no bit of its output, of the
+    next step, or of the cache.
+    """
     module, x = sibling.module("MultiHeadAttentionWithCache", AttentionSpec(16, 4, rope=Rope(100.0))), tokens(9)
     x = np.concatenate([x, x])
     spoilt = x.copy()
@@ -266,7 +290,10 @@ def test_nan_of_the_padding_changes_nothing_in_a_cache(sibling, capacity):
 @sample(jax=1)
 @pytest.mark.parametrize("new", [1, 3], ids=["step", "chunk"])
 @pytest.mark.parametrize("capacity", [UNFILLED, 700], ids=["small", "large"])
-def test_nan_in_slots_that_are_not_filled_changes_nothing(sibling, capacity, new):
+def test_nan_in_unfilled_slots_has_no_effect(sibling, capacity, new):
+    """NaN in the slots after the tokens of a sequence changes no bit of the
+    output of a step or chunk.
+    """
     module, x = sibling.module("MultiHeadAttentionWithCache", AttentionSpec(16, 4)), np.concatenate([tokens(9)] * 2)
     found = []
     for bad in (0.0, np.nan):
@@ -283,7 +310,10 @@ def test_nan_in_slots_that_are_not_filled_changes_nothing(sibling, capacity, new
 @sample(jax=1)
 @pytest.mark.parametrize("part", ["keys", "values"])
 @pytest.mark.parametrize("capacity", [UNFILLED, 700], ids=["small", "large"])
-def test_nan_in_a_filled_slot_spoils_the_sequence_that_sees_it(sibling, capacity, part):
+def test_nan_in_cache_stays_in_its_sequence(sibling, capacity, part):
+    """NaN in a cached key or value makes the next output of its sequence NaN, and
+    changes no bit of another.
+    """
     module, x = sibling.module("MultiHeadAttentionWithCache", AttentionSpec(16, 4)), np.concatenate([tokens(9)] * 2)
     found = []
     for bad in (False, True):
@@ -297,7 +327,10 @@ def test_nan_in_a_filled_slot_spoils_the_sequence_that_sees_it(sibling, capacity
     np.testing.assert_array_equal(found[1][1], found[0][1])
 
 
-def test_nan_token_in_a_growing_cache_spoils_what_comes_after_it(sibling):
+def test_nan_token_in_growing_cache(sibling):
+    """With a growing cache, a NaN in token 5 makes the outputs from there on NaN and changes no
+    earlier one, bit for bit.
+    """
     layer = sibling.module("MultiHeadSelfAttention", AttentionSpec(16, 4))
     weights = layer.state_dict() if sibling.name == "torch" else nnx.to_pure_dict(nnx.state(layer, nnx.Param))
     x = tokens(8)
@@ -320,7 +353,7 @@ def test_nan_token_in_a_growing_cache_spoils_what_comes_after_it(sibling):
 
 
 def gradients_of(sibling, function, arrays, cotangent):
-    """Of sum(context * cotangent), for each of some arrays."""
+    """Return the gradient of sum(context * cotangent) with respect to each array."""
     if sibling.name == "jax":
         _, pull_back = jax.vjp(lambda arrays: function(**arrays), {name: jnp.asarray(x) for name, x in arrays.items()})
         return {name: np.asarray(x) for name, x in pull_back(jnp.asarray(cotangent))[0].items()}
@@ -332,7 +365,10 @@ def gradients_of(sibling, function, arrays, cotangent):
 @sample(jax=1)
 @every_path
 @pytest.mark.parametrize("kind", ["padding", "whole-keys"])
-def test_gradients_do_not_know_what_nobody_sees(sibling, path, kind):
+def test_hidden_nan_keys_keep_gradients(sibling, path, kind):
+    """NaN in keys and values hidden from all queries changes no bit of the gradients compared with
+    zeros; their own gradients are 0.
+    """
     package = sibling.package.fused if path in ("fused", "blocks") else sibling.package
     unseen = np.broadcast_to(hidden_by(**KINDS[kind]).all(axis=(1, 2))[:, None], (3, 2, NUM_KEYS))
     spoilt = {name: x.copy() for name, x in heads().items()}
@@ -357,8 +393,10 @@ def test_gradients_do_not_know_what_nobody_sees(sibling, path, kind):
 
 @sample(jax=0)
 @pytest.mark.parametrize("gate", [None, Gate(), Gate(per_head=True, bias=True)], ids=["no-gate", "gate", "per-head"])
-def test_gradients_of_a_layer_do_not_know_its_padding(sibling, gate):
-    """Where nothing comes back of the outputs at the padding, as in training."""
+def test_nan_padding_leaves_layer_gradients(sibling, gate):
+    """NaN in the padding of a layer's input leaves all gradients as they are with zeros, and those
+    of the padding are 0, if no gradient flows into the outputs at the padding, as in training.
+    """
     spec, lengths = AttentionSpec(16, 4, num_kv_heads=2, gate=gate, rope=Rope(100.0)), [3, 9]
     weights = {name: x.astype(np.float32) for name, x in random_weights(spec).items()}
     x, is_real = np.concatenate([tokens(9)] * 2), np.arange(9) < np.array(lengths)[:, None]
@@ -388,7 +426,10 @@ def test_gradients_of_a_layer_do_not_know_its_padding(sibling, gate):
     assert not found["x"][~is_real].any()
 
 
-def test_rows_without_a_key_are_0_beside_sinks_and_others_that_see_a_nan_are_nan(sibling):
+def test_sinks_and_non_finite_inputs(sibling):
+    """With sinks, rows without a key are 0, and exactly the rows that attend to a NaN, or
+    have a NaN query, are NaN.
+    """
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((2, 2, 9, 8)).astype(np.float32) for _ in range(3))
     q[:, :, 3] = k[1, 0, 5] = np.nan
@@ -408,8 +449,11 @@ def test_rows_without_a_key_are_0_beside_sinks_and_others_that_see_a_nan_are_nan
         assert np.flatnonzero(is_nan[1]).tolist() == [3]
 
 
-def test_a_score_of_two_to_the_128_is_not_swallowed():
-    # To PyTorch's kernel on a CPU a row whose scores are all -inf weighs nothing.
+def test_torch_overflowing_scores_give_nan():
+    """In PyTorch, visible keys whose scores of -2^128 overflow to -inf make the context NaN,
+    with and without gradients.
+    """
+    # In PyTorch's kernel on a CPU, a row whose scores are all -inf is 0.
     query, key = torch.full((1, 1, 1, 16), 2.0**62), torch.full((1, 1, 3, 16), -(2.0**62))
     value = torch.ones(1, 1, 3, 16)
     for needs_gradient in (False, True):
@@ -419,7 +463,10 @@ def test_a_score_of_two_to_the_128_is_not_swallowed():
         assert context.isnan().all()
 
 
-def test_no_gradient_is_spoilt_beside_a_token_of_a_growing_cache_that_is_not_finite():
+def test_torch_nan_token_finite_gradients():
+    """In PyTorch with a growing cache, a NaN in the last token leaves the weights' gradients finite
+    if the loss excludes its output.
+    """
     spec = AttentionSpec(8, 2)
     layer = mha_torch.MultiHeadAttention(spec)
     weights, x = dict(layer.named_parameters()), torch.randn(1, 4, 8)
@@ -429,7 +476,10 @@ def test_no_gradient_is_spoilt_beside_a_token_of_a_growing_cache_that_is_not_fin
     assert all(weight.grad.isfinite().all() for weight in weights.values())
 
 
-def test_infinite_key_that_weighs_nothing_is_seen():
+def test_torch_infinite_key_makes_rows_nan():
+    """In PyTorch, an infinite key with a score of -inf makes the rows that attend to it NaN,
+    with and without gradients.
+    """
     query, key, value = torch.full((1, 1, 4, 8), -1.0), torch.ones(1, 1, 4, 8), torch.ones(1, 1, 4, 8)
     key[0, 0, 1, 3] = torch.inf  # a score of -inf
     for x in (query, query.clone().requires_grad_()):
@@ -437,7 +487,10 @@ def test_infinite_key_that_weighs_nothing_is_seen():
         assert context.isnan().any(dim=-1)[0, 0].tolist() == [False, True, True, True]
 
 
-def test_dropout_draws_once_beside_a_token_that_is_not_finite(monkeypatch):
+def test_torch_nan_token_with_dropout(monkeypatch):
+    """In PyTorch with dropout, the kernel is called only once for a token of
+    NaN, so dropout draws once.
+    """
     calls, kernel = [], mha_torch.kernels.sdpa.attend
     monkeypatch.setattr(mha_torch.kernels.sdpa, "attend", lambda *args: calls.append(1) or kernel(*args))
     x = torch.randn(1, 2, 4, 8)
@@ -452,7 +505,7 @@ GATED = AttentionSpec(16, 2, window_size=2, gate=Gate())
 
 @pytest.fixture
 def looks(monkeypatch):
-    """The looks at values, as they happen: on a GPU each waits for it."""
+    """Record each read of a tensor's value, which on a GPU waits for its result."""
     found = []
 
     def noted(look):
@@ -463,20 +516,27 @@ def looks(monkeypatch):
     return found
 
 
-def test_a_call_looks_at_values_once(looks):
+def test_torch_call_reads_values_once(looks):
+    """A call of a causal layer in PyTorch without gradients reads tensor values once."""
     layer, x = mha_torch.MultiHeadSelfAttention(GATED), torch.randn(2, 5, 16)
     with torch.no_grad():
         layer(x, is_causal=True)
     assert len(looks) == 1
 
 
-def test_plain_path_looks_once_whether_inputs_are_finite(looks):
+def test_torch_plain_path_reads_values_twice(looks):
+    """The plain path in PyTorch reads values twice: to check for NaN or infinity
+    and for rows without a key.
+    """
     x = torch.randn(2, 2, 5, 8)
     mha_torch.scaled_dot_product_attention(x, x, x, is_causal=True)
-    assert len(looks) == 2  # also whether a row is empty
+    assert len(looks) == 2  # the second checks for rows without a key
 
 
-def test_a_cuda_graph_is_asked_for_no_value_and_keeps_the_rules(monkeypatch, looks):
+def test_torch_cuda_graph_reads_no_values(monkeypatch, looks):
+    """While a CUDA graph is captured (simulated), neither a call nor its gradient reads a value;
+    the output is unchanged and the gradient of the input is finite.
+    """
     layer, x = mha_torch.MultiHeadSelfAttention(GATED), torch.randn(2, 5, 16)
     x[1, 3, 0] = torch.nan
     x.requires_grad_()
@@ -494,7 +554,10 @@ def test_a_cuda_graph_is_asked_for_no_value_and_keeps_the_rules(monkeypatch, loo
         assert x.grad.isfinite().all()
 
 
-def test_what_an_accelerator_does_unasked_changes_no_gradient(monkeypatch):
+def test_torch_non_finite_path_gradients(monkeypatch):
+    """In PyTorch, assuming that inputs may not be finite, as on accelerators,
+    changes no bit of a gradient.
+    """
     layer = mha_torch.MultiHeadSelfAttention(AttentionSpec(16, 2))
     x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
 

@@ -1,7 +1,7 @@
-"""One key, one query, or one of each: whatever hides keys, on every path, forward and backward.
+"""One key, one query, or one of each: with each way to hide keys, on every path, forward and backward.
 
-A reduction over one element, or an axis of one that is broadcast, is another program to a compiler than one of two: XLA
-leaves out the initial value of a reduction over one element. The expected values are those of the formulas in float64.
+Compilers treat a reduction over one element, or a broadcast axis of one, as a special case: XLA, for example, omits the
+initial value of a reduction over one element. The expected values are those of the formulas in float64.
 """
 
 import functools
@@ -33,7 +33,7 @@ from parity.testing.assertion import UNITS
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # which it looks for
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # which the kernel checks
 ]
 
 BATCH, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 2, 4, 2, 8
@@ -48,11 +48,11 @@ SIZES = {
 """Numbers of queries and of keys."""
 
 
-# ---- What hides keys -------------------------------------------------------------------------------------------------
+# ---- Ways to hide keys -----------------------------------------------------------------------------------------------
 
 
 class Hiding(NamedTuple):
-    """What hides keys in a call, and what changes its scores.
+    """Masks, lengths and fields that hide keys in a call, and tables that change its scores.
 
     Attributes:
         fields: fields of the layer's specification.
@@ -66,7 +66,7 @@ class Hiding(NamedTuple):
 
 
 def hidings(num_queries, num_keys):
-    """Every way to hide keys: the second of two sequences, or some rows, attend to none."""
+    """Return every way to hide keys: the second of two sequences, or some rows, attend to no key."""
     rng = np.random.default_rng(1)
     of_second = np.array([False, True]).reshape(2, 1, 1, 1)
     of_some_heads = np.array([False, True, True, False]).reshape(1, NUM_HEADS, 1, 1)
@@ -102,7 +102,7 @@ def hidings(num_queries, num_keys):
 
 
 def is_hidden(hiding, num_queries, num_keys):
-    """Where a key is hidden, (B, N, T, S), by the definitions."""
+    """Return which keys are hidden, (B, N, T, S), by the definitions."""
     fields, masks = hiding.fields, hiding.masks
     queries, keys = np.arange(num_queries)[:, None], np.arange(num_keys)
     hidden = np.zeros((BATCH, NUM_HEADS, num_queries, num_keys), bool)
@@ -130,7 +130,7 @@ def spec_of(hiding):
 
 
 def drawn(hiding, num_queries, num_keys, dtype):
-    """The arrays of a call, with the cotangent of its context."""
+    """Return the arrays of a call, with the cotangent of its context."""
     rng = np.random.default_rng(2)
     shapes = {
         "query": (BATCH, NUM_HEADS, num_queries, HEAD_DIM),
@@ -208,8 +208,8 @@ def expected_values(size, dtype):
 def wrong_in(results, size, dtype):
     """Return the results that differ from the expected values by more than rounding, and rows that are not 0.
 
-    The allowed error is the coarse one of `assert_parity`, but not relative to sums whose terms cancel, as those of the
-    scores of one key do in their gradients: relative to the noise of a sum over queries at least.
+    The allowed error is the coarse one of `assert_parity`, relative to at least the noise of a sum over queries,
+    because the terms of gradients of the scores of one key cancel.
     """
     wrong, lengths, every = [], SIZES[size], hidings(*SIZES[size])
     for name in results:
@@ -227,8 +227,10 @@ def wrong_in(results, size, dtype):
     return wrong
 
 
-def test_every_hiding_leaves_some_row_without_a_key():
-    """Except that of nothing, and a window or chunks of one query, which attends to the first key."""
+def test_masking_leaves_rows_without_keys():
+    """Every way to hide keys leaves some row without a key, unless nothing is hidden or one query
+    has a window or chunks, and attends to the first key.
+    """
     for size, lengths in SIZES.items():
         for name, hiding in hidings(*lengths).items():
             sees_itself = not hiding.masks.keys() & {"mask", "key_padding_lengths", "segment_ids"} and lengths[0] == 1
@@ -240,7 +242,7 @@ def test_every_hiding_leaves_some_row_without_a_key():
 
 
 def on_arrays(hiding, from_numpy):
-    """The keywords of a call that hide keys, as arrays of a framework."""
+    """Return the keywords of a call that hide keys, as arrays of a framework."""
     arrays = {}
     for name, x in hiding.masks.items():
         arrays[name] = tuple(map(from_numpy, x)) if isinstance(x, tuple) else x if x is True else from_numpy(x)
@@ -305,7 +307,7 @@ IN_MAKE_TEST = [
     ("blocks", "one-key", "float32", ("mask", "causal lengths", "chunks", "relative bias")),
     ("library", "one-key", "float32", ("mask", "segments", "bias")),
 ]
-"""Each way on the usual path, and each on one or two others. In `make test-thorough` each is on all."""
+"""Each way on the usual path and on one or two others. In `make test-thorough`, each is tested on all."""
 IN_JAX = [(path, size, "float32", ALL) for path in PATHS_OF_JAX for size in ("one-key", "one-of-each")]
 IN_JAX += [
     (path, size, "float32", ALL) for path in ("fused", "blocks") for size in ("one-query", "one-key-of-many-queries")
@@ -313,16 +315,20 @@ IN_JAX += [
 
 
 def id_of(value):
-    """The name of a parameter; of hidings only how many."""
+    """Return the name of a parameter, or the number of hidings."""
     return f"{len(value)}-hidings" if isinstance(value, tuple) else value
 
 
 @sample(where=lambda path, size, dtype, names: (path, size, dtype, names) in IN_MAKE_TEST)
 @pytest.mark.parametrize(("path", "size", "dtype", "names"), [*IN_MAKE_TEST, *IN_JAX], ids=id_of)
-def test_formulas_hold_on_each_path_of_jax(monkeypatch, path, size, dtype, names):
+def test_jax_paths_match_formulas(monkeypatch, path, size, dtype, names):
+    """On each path of JAX, contexts, attention weights and gradients match the formulas in
+    float64 for one key, one query, or one of each; rows without a key are 0, as are the
+    gradients of their queries.
+    """
     if path in ("library", "blocks-at-once"):
         monkeypatch.setattr(mha_jax.fused, "platform_of", lambda *arrays: "metal")  # has no kernel of its own
-    with jax.numpy_dtype_promotion("standard" if path == "library" else "strict"):  # as the gradient of JAX's own needs
+    with jax.numpy_dtype_promotion("standard" if path == "library" else "strict"):  # JAX's own gradient requires it
         assert wrong_in(results_in_jax(PATHS_OF_JAX[path], size, dtype, names), size, dtype) == []
 
 
@@ -342,17 +348,22 @@ IN_TORCH += [("flex", size, "float32") for size in SIZES]
     ("path", "size", "dtype"),
     IN_TORCH,
 )
-def test_formulas_hold_on_each_path_of_torch(monkeypatch, path, size, dtype):
+def test_torch_paths_match_formulas(monkeypatch, path, size, dtype):
+    """On each path of PyTorch, contexts, attention weights and gradients match the formulas in
+    float64 for one key, one query, or one of each; rows without a key are 0, as are the
+    gradients of their queries.
+    """
     if path == "flex":  # for CUDA, computed on a CPU without the compiler that it needs
         monkeypatch.setattr(flex, "_runs_here", lambda query, value: True)
         monkeypatch.setattr(flex, "MANY_SCORES", 0)
         monkeypatch.setattr(flex, "_kernel", lambda: flex_attention.flex_attention)
-        monkeypatch.setattr(flex_attention, "_validate_device", lambda *heads: None)  # it refuses gradients on a CPU
+        monkeypatch.setattr(flex_attention, "_validate_device", lambda *heads: None)  # it rejects gradients on a CPU
     assert wrong_in(results_in_torch(PATHS_OF_TORCH[path], size, dtype), size, dtype) == []
 
 
 @pytest.mark.parametrize("platform", ["cpu", "metal"])
-def test_step_over_a_cache_of_one_slot_is_its_value(platform):
+def test_single_slot_cache_returns_its_value(platform):
+    """In JAX, the context of a step over a cache of one slot is its value, bit for bit."""
     spec = AttentionSpec(NUM_HEADS * HEAD_DIM, NUM_HEADS, num_kv_heads=NUM_KV_HEADS, window_size=1)
     arrays = drawn(Hiding({}, {}, {}), 1, 1, np.float32)
     mask = Mask(is_causal=True, span=spec.span, q_offset=jnp.zeros(BATCH, jnp.int32))
@@ -368,7 +379,7 @@ def test_step_over_a_cache_of_one_slot_is_its_value(platform):
 
 # ---- Layers and caches -----------------------------------------------------------------------------------------------
 
-# Over one key attention is the identity, or nothing: a visible row is the projected value, and a hidden one is 0.
+# Over one key, attention returns the projected value for a row that may attend to it, and otherwise 0.
 
 PLAIN = AttentionSpec(16, 4, num_kv_heads=2)
 LATENT = AttentionSpec(
@@ -428,7 +439,7 @@ CLASSES = {
 
 
 def inputs_of(call):
-    """The queries, and the memory of one token if they have another."""
+    """Return the queries, and a memory of one token for classes and functions with keys of their own."""
     rng = np.random.default_rng(3)
     query, memory = (rng.standard_normal((2, length, 16)).astype(np.float32) for length in (call.num_queries, 1))
     has_memory = call.kind in ("MultiHeadAttention", "multi_head_attention")
@@ -507,6 +518,9 @@ OFTEN = ("memory", "tokens", "growing", "static", "latent")
 @sample(where=lambda name, framework: framework == "torch" or name in OFTEN)
 @pytest.mark.parametrize(("name", "framework"), IN_BOTH)
 def test_layers_and_caches_with_one_key(name, framework):
+    """With one key, hidden from the second sequence, outputs and weight gradients of layers,
+    functions and caches match the formulas in float64.
+    """
     call, sibling = LAYER_CALLS[name], SIBLINGS[framework]
     weights = {key: x.astype(np.float32) for key, x in parity.random_weights(call.spec).items()}
     cotangent = np.random.default_rng(4).standard_normal((2, call.num_queries, 16))

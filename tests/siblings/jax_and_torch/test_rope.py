@@ -40,7 +40,8 @@ def rotated_in_float64(x, positions, theta):
     return np.concatenate(turned, axis=-1)
 
 
-def test_frequencies_decrease_from_one_by_powers_of_theta():
+def test_frequencies_are_powers_of_theta():
+    """For a theta of 1000 and 6 features, the frequencies are 1, 0.1 and 0.01."""
     # theta ** (-2 i / H) for i = 0, 1, 2 and H = 6: 1, 1000 ** (-1/3), 1000 ** (-2/3). In float32, rounding affects the
     # exponents (multiplied by ln(1000) < 7), the powers and their reciprocals.
     assert Rope(1000.0).frequencies(6) == pytest.approx([1.0, 0.1, 0.01], rel=(7 + 2) * EPSILON / 2)
@@ -49,6 +50,7 @@ def test_frequencies_decrease_from_one_by_powers_of_theta():
 @sample(jax=1)
 @pytest.mark.parametrize("position", [1, 1000, 131071])
 def test_rotation_preserves_length(sibling, rng, position):
+    """Rotation preserves the norm of features, up to position 131071."""
     x = rng.standard_normal((1, 2, 1, 8)).astype(np.float32)
 
     turned = rotated(sibling, x, [[position]])
@@ -59,7 +61,8 @@ def test_rotation_preserves_length(sibling, rng, position):
 
 @sample(jax=1)
 @pytest.mark.parametrize("position", [0, 1, 63, 5000, 131071])
-def test_rotation_matches_definition_at_large_positions(sibling, rng, position):
+def test_rotation_matches_definition(sibling, rng, position):
+    """Rotation matches the definition in float64, up to position 131071."""
     x = rng.standard_normal((1, 2, 1, 8)).astype(np.float32)
 
     turned = rotated(sibling, x, [[position]], 500000.0)
@@ -72,6 +75,7 @@ def test_rotation_matches_definition_at_large_positions(sibling, rng, position):
 @sample(jax=1)
 @pytest.mark.parametrize("shift", [1, 64, 5000])
 def test_score_depends_only_on_distance(sibling, rng, shift):
+    """A score is the same if both positions are shifted, up to 5000."""
     query, key = rng.standard_normal((2, 1, 1, 1, 8)).astype(np.float32)
 
     near = rotated(sibling, query, [[5]]) * rotated(sibling, key, [[2]])
@@ -83,6 +87,7 @@ def test_score_depends_only_on_distance(sibling, rng, shift):
 
 
 def test_score_depends_on_distance(sibling, rng):
+    """Scores at distances 3 and 4 differ."""
     query, key = rng.standard_normal((2, 1, 1, 1, 8)).astype(np.float32)
 
     near = rotated(sibling, query, [[5]]) * rotated(sibling, key, [[2]])
@@ -99,13 +104,15 @@ def test_rotation_preserves_dtype(sibling, dtype):
 
 @sample(jax=1)
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])
-def test_half_precision_features_are_rounded_once(sibling, rng, dtype):
+def test_half_precision_rotation_rounds_once(sibling, rng, dtype):
+    """In half precision at position 5001, rotation equals that in float32, rounded, bit for bit."""
     # At position 5001 a bfloat16 angle would be off by 16 radians.
     x = rng.standard_normal((1, 2, 1, 8)).astype(dtype)
     assert np.array_equal(rotated(sibling, x, [[5001]]), rotated(sibling, x.astype(np.float32), [[5001]]).astype(dtype))
 
 
 def test_positions_of_one_sequence_broadcast(sibling, rng):
+    """Positions of one sequence apply to both sequences of a batch."""
     x = rng.standard_normal((2, 2, 3, 4)).astype(np.float32)
     assert np.array_equal(rotated(sibling, x, [[4, 5, 6]]), rotated(sibling, x, [[4, 5, 6], [4, 5, 6]]))
 
@@ -129,7 +136,10 @@ def rotated_by(sibling, x, positions, rope):
         (Rope(1.0, scaling=ProportionalScaling(0.7)), [(0, 3), (1, 4)]),
     ],
 )
-def test_each_feature_is_rotated_with_its_partner_or_unchanged(sibling, rope, partner):
+def test_features_are_rotated_in_pairs(sibling, rope, partner):
+    """Each variant of RoPE rotates the expected pairs of features and
+    leaves the others unchanged.
+    """
     # With theta 1 all pairs are rotated by the position, in radians.
     expected = np.eye(6)
     for first, second in partner:
@@ -140,11 +150,15 @@ def test_each_feature_is_rotated_with_its_partner_or_unchanged(sibling, rope, pa
     assert found == pytest.approx(expected, abs=3 * EPSILON)
 
 
-def test_partial_frequencies_match_a_smaller_head():
+def test_partial_rotation_frequencies():
+    """The frequencies of 8 rotated features of 32 are those of a head of 8."""
     assert np.array_equal(Rope(rotary_dim=8).frequencies(32), Rope().frequencies(8))
 
 
-def test_llama3_scales_slow_pairs_and_keeps_fast_ones():
+def test_llama3_scales_only_slow_pairs():
+    """Llama 3's scaling keeps pairs of more than 4 turns, divides those of less than 1 by 8, and
+    is between for the others.
+    """
     plain, rope = Rope(5e5).frequencies(128), Rope(5e5, scaling=Llama3Scaling(8.0, 8192))
     turns = 8192 * plain / (2 * math.pi)
     ratio = rope.frequencies(128) / plain
@@ -156,6 +170,9 @@ def test_llama3_scales_slow_pairs_and_keeps_fast_ones():
 
 
 def test_yarn_frequencies_match_the_paper():
+    """YaRN's frequencies and attention factor are those of the paper: unscaled up to pair 20,
+    divided by 4 from pair 46, and halfway at pair 33.
+    """
     # 4096 / (2 pi theta ** (2 i / 128)) is 32 at i = 20.9, and 1 at i = 45.03: the ramp goes from 20 to 46.
     plain, rope = Rope().frequencies(128), Rope(scaling=YarnScaling(4.0, 4096))
     ratio = rope.frequencies(128) / plain
@@ -165,13 +182,17 @@ def test_yarn_frequencies_match_the_paper():
     assert rope.attention_factor == pytest.approx(0.1 * math.log(4) + 1, rel=1e-15)
 
 
-def test_longrope_attention_factor_matches_the_paper():
+def test_longrope_matches_the_paper():
+    """LongRoPE's attention factor is that of the paper, and its long factors apply
+    to more than 4096 tokens.
+    """
     rope = Rope(scaling=LongRopeScaling(32.0, 4096, (1.0,), (2.0,)))
     assert rope.attention_factor == pytest.approx(math.sqrt(1 + math.log(32) / math.log(4096)), rel=1e-15)
     assert [rope.frequencies(2, length)[0] for length in (0, 4096, 4097)] == [1.0, 1.0, 0.5]
 
 
-def test_attention_factor_scales_only_rotated_features(sibling, rng):
+def test_attention_factor_scales_rotation(sibling, rng):
+    """An attention factor of 1.5 scales the rotated features and leaves the others unchanged."""
     x = rng.standard_normal((1, 1, 3, 8)).astype(np.float32)
     rope = Rope(scaling=YarnScaling(4.0, 64, attention_factor=1.5), rotary_dim=4)
     turned = rotated_by(sibling, x, [[0, 1, 50]], rope)
@@ -189,7 +210,10 @@ LENGTHS = {
 
 @sample(jax=1)
 @pytest.mark.parametrize("kind", LENGTHS)
-def test_frequencies_depend_on_last_position_of_each_sequence(sibling, rng, kind):
+def test_frequencies_depend_on_each_length(sibling, rng, kind):
+    """The frequencies of dynamic scaling and LongRoPE depend on the last position of each
+    sequence, not of the batch.
+    """
     x, rope = rng.standard_normal((2, 1, 3, 8)).astype(np.float32), LENGTHS[kind]
     near, far = [0, 4, 5], [0, 4, 6]
     both = rotated_by(sibling, x, [near, far], rope)
@@ -201,12 +225,14 @@ def test_frequencies_depend_on_last_position_of_each_sequence(sibling, rng, kind
 @sample(jax=1)
 @pytest.mark.parametrize("kind", LENGTHS)
 def test_empty_sequence_is_rotated(sibling, kind):
+    """Rotating 0 tokens, with scaling by length, returns an empty array."""
     assert rotated_by(sibling, np.ones((2, 1, 0, 8), np.float32), np.ones((1, 0), np.int32), LENGTHS[kind]).size == 0
 
 
 @sample(jax=1)
 @pytest.mark.parametrize("order", ["contiguous", "interleaved"])
-def test_pair_is_rotated_by_the_position_of_its_axis(sibling, rng, order):
+def test_sections_use_positions_of_own_axis(sibling, rng, order):
+    """With sections, each pair of features is rotated by the position on its axis."""
     rope = Rope(100.0, sections=(2, 1, 1), section_order=order)
     axes = {"contiguous": [0, 0, 1, 2], "interleaved": [0, 1, 2, 0]}[order]
     x, positions = rng.standard_normal((2, 1, 3, 8)).astype(np.float32), rng.integers(0, 9, (3, 2, 3))
@@ -219,7 +245,10 @@ def test_pair_is_rotated_by_the_position_of_its_axis(sibling, rng, order):
 @sample(jax=1)
 @pytest.mark.parametrize("order", ["contiguous", "interleaved"])
 @pytest.mark.parametrize(("series", "exponents"), [("own", [0, 1 / 2, 0, 1 / 2]), ("dealt", [0, 1 / 2, 1 / 4, 3 / 4])])
-def test_axis_has_the_frequencies_of_its_series(sibling, rng, series, exponents, order):
+def test_section_frequencies_match_series(sibling, rng, series, exponents, order):
+    """With sections, the frequencies of an axis are its own series or
+    dealt out from a common one.
+    """
     rope = Rope(81.0, sections=(2, 2), section_order=order, section_frequencies=series)
     axes = {"contiguous": [0, 0, 1, 1], "interleaved": [0, 1, 0, 1]}[order]
     exponents = exponents if order == "contiguous" else [exponents[pair] for pair in (0, 2, 1, 3)]
@@ -238,20 +267,26 @@ def test_axis_has_the_frequencies_of_its_series(sibling, rng, series, exponents,
     ],
 )
 def test_positions_with_wrong_axes_raise(sibling, shape, refusal):
+    """With sections, positions on 2 axes instead of 3, or of 3 sequences
+    instead of 1, raise an error.
+    """
     x = np.ones((1, 1, 3, 8), np.float32)
     with refusal:
         rotated_by(sibling, x, np.zeros(shape, np.int32), Rope(sections=(2, 1, 1)))
 
 
 def test_positions_on_axes_require_sections(sibling):
+    """Positions on three axes raise an error for a RoPE without sections."""
     with refuses("positions", {"positions.shape": (3, 1, 3)}):
         rotated_by(sibling, np.ones((1, 1, 3, 8), np.float32), np.zeros((3, 1, 3), np.int32), Rope())
 
 
 @sample(jax=0)
 @pytest.mark.parametrize("kind", [*LENGTHS, "llama3"])
-def test_ragged_steps_match_each_sequence_alone(sibling, rng, kind):
-    """Neither padding nor the other sequences make a sequence longer."""
+def test_ragged_steps_match_single_sequences(sibling, rng, kind):
+    """Ragged steps give each sequence its output alone: neither padding nor other
+    sequences make it longer.
+    """
     rope = LENGTHS.get(kind, Rope(scaling=Llama3Scaling(4.0, 8)))
     layer = sibling.module("MultiHeadAttentionWithCache", AttentionSpec(16, 2, rope=rope))
     x = rng.standard_normal((2, 9, 16)).astype(np.float32)
@@ -273,6 +308,7 @@ def test_ragged_steps_match_each_sequence_alone(sibling, rng, kind):
 
 
 def test_layer_uses_given_positions(sibling, rng):
+    """A layer with RoPE and given positions has another output than one with default positions."""
     module = sibling.module("MultiHeadAttention", AttentionSpec(8, 2, rope=Rope(100.0)))
     x = sibling.array(rng.standard_normal((2, 3, 8)).astype(np.float32))
 
@@ -324,6 +360,9 @@ REFUSALS = {
 
 @pytest.mark.parametrize("name", REFUSALS)
 def test_invalid_rotation_raises(sibling, name):
+    """Invalid head widths, thetas, features and positions of `apply_rope` raise
+    an error with their name.
+    """
     x, positions, theta, refusal = REFUSALS[name]
     positions = np.array(positions)
     positions = positions.astype({"i": np.int32, "f": np.float32, "b": np.bool_}[positions.dtype.kind])
@@ -332,13 +371,15 @@ def test_invalid_rotation_raises(sibling, name):
 
 
 def test_number_as_rope_raises(sibling):
+    """`apply_rope` raises an error for a number instead of a `Rope`."""
     x = sibling.array(np.ones((1, 1, 1, 4), np.float32))
     with refuses_type("rope", rope=10000.0):
         sibling.package.apply_rope(x, sibling.array([[0]]), 10000.0)
 
 
 @pytest.mark.parametrize(("head_dim", "error"), [(3, ValueError), (0, ValueError), (4.0, TypeError)])
-def test_frequencies_of_invalid_head_dim_raise(head_dim, error):
+def test_invalid_head_dim_of_frequencies(head_dim, error):
+    """Frequencies for a head of 3, 0 or 4.0 features raise an error."""
     with refuses("head_dim", head_dim=head_dim).of(error):
         Rope().frequencies(head_dim)
 
@@ -347,8 +388,10 @@ SCALED = [LinearScaling(4.0), Llama3Scaling(8.0, 64), YarnScaling(4.0, 64)]
 
 
 @pytest.mark.parametrize("scaling", SCALED, ids=lambda scaling: scaling.kind)
-def test_scaled_frequencies_over_head_dim_are_named(scaling, monkeypatch):
-    """A port computes the table for the whole head, scales it, and uses its first entries."""
+def test_frequencies_over_head_dim_are_named(scaling, monkeypatch):
+    """A port that computes scaled frequencies for the whole head and uses the first few is
+    diagnosed as `rope-frequencies-over-head-dim`.
+    """
     spec = AttentionSpec(32, 4, head_dim=32, rope=Rope(500.0, scaling=scaling, rotary_dim=8))
     problem = parity.make_problem(parity.Case("partial", spec, "a part of each head", seq_len=48), "float32")
     wrong = Rope(500.0, scaling=scaling).frequencies(32)[:4]
@@ -361,7 +404,8 @@ def test_scaled_frequencies_over_head_dim_are_named(scaling, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["rope-sections", "rope-sections-interleaved"])
-def test_text_positions_instead_of_three_axes_are_named(name):
+def test_ignored_sections_are_named(name):
+    """A layer that uses text positions on all axes is diagnosed as `rope-sections-ignored`."""
     problem = parity.make_problem(parity.CASES[name], "float32")
     weights = {each: torch.from_numpy(weight) for each, weight in problem.weights.items()}
     x = torch.from_numpy(problem.inputs["query"])
@@ -371,7 +415,8 @@ def test_text_positions_instead_of_three_axes_are_named(name):
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (1, 1), (5,)])
-def test_positions_of_projections_are_checked(sibling, shape):
+def test_invalid_projection_positions_raise(sibling, shape):
+    """`project_qkv` raises an error for positions of the wrong shape."""
     layer = sibling.module("MultiHeadAttention", AttentionSpec(8, 2, rope=Rope()))
     x, positions = sibling.array(np.ones((1, 5, 8), np.float32)), sibling.array(np.zeros(shape, np.int32))
     with refuses("positions", {"positions.shape": shape}):

@@ -35,7 +35,10 @@ def tokens(sibling, seq_len=5, spec=SPEC):
     return sibling.array(x.astype(np.float32))
 
 
-def test_layer_calls_its_kernel_with_heads_mask_and_scores(sibling):
+def test_layer_passes_arguments_to_kernel(sibling):
+    """A layer calls its kernel once, with split heads, the mask and the scores of its
+    specification, and its output matches that of the default kernel.
+    """
     layer, x = filled(sibling, "MultiHeadAttention", SPEC), tokens(sibling)
     bias = sibling.array(np.random.default_rng(1).standard_normal((5, 5)).astype(np.float32))
     expected, _ = layer(x, is_causal=True, bias=bias)
@@ -50,7 +53,8 @@ def test_layer_calls_its_kernel_with_heads_mask_and_scores(sibling):
     assert scores.bias is bias
 
 
-def test_weights_are_computed_without_the_kernel(sibling):
+def test_attention_weights_bypass_the_kernel(sibling):
+    """With `need_weights=True`, a layer returns attention weights and does not call its kernel."""
     layer = filled(sibling, "MultiHeadAttention", SPEC)
     layer.kernel = kernel = Noting(sibling)
     assert layer(tokens(sibling), need_weights=True)[1] is not None
@@ -59,7 +63,10 @@ def test_weights_are_computed_without_the_kernel(sibling):
 
 @sample(jax=1)
 @pytest.mark.parametrize("kind", ["MultiHeadAttentionWithCache", "MultiHeadLatentAttention"])
-def test_cached_layer_calls_its_kernel_for_prompts_and_steps(sibling, kind):
+def test_cached_layers_call_their_kernel(sibling, kind):
+    """A cached layer calls its kernel for a prompt and for a step, with the
+    outputs of the default kernel.
+    """
     spec, outputs = LATENT if kind == "MultiHeadLatentAttention" else SPEC, []
     for kernel in (None, Noting(sibling)):
         layer = filled(sibling, kind, spec)
@@ -72,8 +79,10 @@ def test_cached_layer_calls_its_kernel_for_prompts_and_steps(sibling, kind):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_one_new_token_uses_the_step_method_of_a_kernel():
-    """In JAX only: its default kernel reads only the filled part of a cache."""
+def test_single_token_uses_kernel_step():
+    """One new token calls the `step` method of a kernel, in JAX only: its default kernel reads only
+    the filled part of a cache.
+    """
 
     class Stepping(mha_jax.fused.FusedAttention):
         def step(self, query, key, value, mask, scores):
@@ -90,6 +99,7 @@ def test_one_new_token_uses_the_step_method_of_a_kernel():
 
 
 def test_functions_accept_a_kernel(sibling):
+    """`multi_head_attention` calls the given kernel once and matches the module."""
     layer, x = filled(sibling, "MultiHeadAttention", SPEC), tokens(sibling)
     weights = sibling.weights_of(layer)
     kernel = Noting(sibling)
@@ -99,7 +109,8 @@ def test_functions_accept_a_kernel(sibling):
 
 
 @pytest.mark.parametrize("wrong", ["mask", "bias", "lengths"])
-def test_invalid_input_raises_before_the_kernel_is_called(sibling, wrong):
+def test_kernel_receives_only_valid_input(sibling, wrong):
+    """An invalid mask, bias or length raises an error before the kernel is called."""
     layer = filled(sibling, "MultiHeadAttention", SPEC)
     layer.kernel = kernel = Noting(sibling)
     options, refusal = {

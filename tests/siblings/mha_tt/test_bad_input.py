@@ -435,7 +435,7 @@ def test_function_rejects_tiles_of_others(device, name, function):
 
 # ---- Configurations --------------------------------------------------------------------------------------------------
 
-# What a specification refuses is in tests/siblings/jax_and_torch/test_bad_input.py.
+# Invalid specifications are tested in `jax_and_torch/test_bad_input.py`.
 CONFIGS = {
     "number": ({"spec": 8}, refuses_type("spec", spec=8)),
     "keywords": ({"spec": {"d_model": 8, "num_heads": 2}}, refuses_type("spec", spec=...)),

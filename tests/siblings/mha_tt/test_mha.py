@@ -1,7 +1,8 @@
 """Multi-head attention on the device: against float64, in its dtypes, and through every way in.
 
 A layer is reached by four paths: the function or the module, with attention weights (the plain path) or without them
-(the fused one, but in float32, which the kernel does not take). What must hold on every path is tested on all four.
+(the fused one, except in float32, which the kernel does not support). Properties that must hold on every path are
+tested on all four.
 """
 
 import math
