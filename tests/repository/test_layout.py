@@ -1,6 +1,7 @@
 """Tests that the test suite has the folders of parity, shared helpers, and short names."""
 
 import ast
+import functools
 from collections import defaultdict
 from pathlib import Path
 
@@ -12,6 +13,7 @@ PAGES_ONLY = {"bugs"}
 """Folders of parity without code."""
 
 
+@functools.cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
@@ -37,6 +39,12 @@ def test_every_test_is_in_a_folder():
     assert [path.name for path in TESTS.glob("*.py")] == ["conftest.py"]
 
 
+@functools.cache
+def names_of_test_modules() -> set[str]:
+    """Return the names of the test modules of this repository."""
+    return {path.stem for path in modules() if path.name.startswith("test_")}
+
+
 def imported_tests(module: ast.Module) -> list[str]:
     """Return the test modules of this repository that a module imports."""
     imported = []
@@ -45,8 +53,7 @@ def imported_tests(module: ast.Module) -> list[str]:
             imported.append(node.module or "")
         elif isinstance(node, ast.Import):
             imported += [alias.name for alias in node.names]
-    names = {path.stem for path in TESTS.rglob("test_*.py")}
-    return [name for name in imported if name.rpartition(".")[2] in names]
+    return [name for name in imported if name.rpartition(".")[2] in names_of_test_modules()]
 
 
 def test_no_test_imports_another_test():
