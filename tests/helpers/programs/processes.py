@@ -19,9 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mha_torch
 import parity
+from helpers.divided_layers import EVERYTHING, LATENT
 from helpers.programs import rings
 from helpers.programs.rings import error_of
-from mha_spec import Alibi, AttentionSpec, Gate, Latent, Norm, RelativeBias, Rope
+from mha_spec import Alibi, AttentionSpec, Gate, Latent, Norm, Rope
 from mha_torch import parallel
 
 PROCESSES = 4
@@ -30,19 +31,6 @@ LENGTHS = [6, 4, 1]  # lengths of the sequences, ragged
 STEPS = 3
 SEED = 5
 
-EVERYTHING = AttentionSpec(
-    *(32, 8),
-    num_kv_heads=4,
-    head_dim=6,
-    value_head_dim=10,
-    rope=Rope(),
-    qk_norm=Norm("layer", per_head=True, bias=True),
-    v_norm=Norm(),
-    gate=Gate(per_head=True, bias=True),
-    sinks=True,
-    relative_bias=RelativeBias(8, 8),
-)
-LATENT = AttentionSpec(32, 8, head_dim=8, value_head_dim=6, latent=Latent(12, 4, q_rank=10), gate=Gate())
 WIDE = Norm("layer", over="width", bias=True)
 SPECS = {
     "textbook": AttentionSpec(32, 8),

@@ -6,12 +6,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from helpers.divided_layers import EVERYTHING, LATENT
 from helpers.refusals import refuses, refuses_type
 from helpers.samples import sample
 
 import mha_torch
 import parity
-from mha_spec import Alibi, AttentionSpec, Gate, Latent, Norm, RelativeBias, Rope
+from mha_spec import Alibi, AttentionSpec, Norm, Rope
 from mha_spec.attention import NORMS
 from parity import CASES, ShardPlan, make_problem, random_weights, shard, unshard
 from parity.core import reference
@@ -23,20 +24,6 @@ from parity.sharding.stages import part_of
 
 RANKS = (2, 4, 8)
 OUT_BIAS = "out_proj.bias"
-
-EVERYTHING = AttentionSpec(
-    *(32, 8),
-    num_kv_heads=4,
-    head_dim=6,
-    value_head_dim=10,
-    rope=Rope(),
-    qk_norm=Norm("layer", per_head=True, bias=True),
-    v_norm=Norm(),
-    gate=Gate(per_head=True, bias=True),
-    sinks=True,
-    relative_bias=RelativeBias(8, 8),
-)
-LATENT = AttentionSpec(32, 8, head_dim=8, value_head_dim=6, latent=Latent(12, 4, q_rank=10), gate=Gate())
 
 
 def refused(spec, ranks):
