@@ -33,7 +33,7 @@ GQA_ROPE = SPECS["gqa-rope"]
 every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 only_jax = pytest.mark.parametrize("sibling", ["jax"], indirect=True)
 only_torch = pytest.mark.parametrize("sibling", ["torch"], indirect=True)
-# The same examples in each run, since JAX compiles a program for each of their shapes and tests/budget.json counts these.
+# The same examples in each run: JAX compiles a program for each shape, and tests/budget.json limits their number.
 drawn = settings(
     deadline=None, max_examples=20, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
