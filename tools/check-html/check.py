@@ -114,7 +114,7 @@ def unseen(found: dict) -> list[str]:
 
 def make_pages(folder: Path) -> None:
     """Write the three pages."""
-    from pages import broken_softmax, hostile_report, page_of
+    from helpers.pages import broken_softmax, hostile_report, page_of
 
     from parity.reporting.html import html_page
 
