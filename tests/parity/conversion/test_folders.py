@@ -76,9 +76,6 @@ def folder(request, tmp_path_factory):
     return path, request.param, *saved(request.param, path)
 
 
-DONE_BY_JAX = set()
-
-
 @one_a_layout
 def test_folder_layers_match_released_model(folder):
     """Layers of a folder have the configured specs and the outputs of the released layers."""
@@ -86,7 +83,7 @@ def test_folder_layers_match_released_model(folder):
     found = {layer.path: (weights, spec) for _, layer, weights, spec in layers_in(path)}
     layers = [layer for layer in specs_of(path) if layer.spec is not None]
     assert found.keys() == {layer.path for layer in layers}
-    seen = {}
+    seen, done_by_jax = {}, set()
     for layer, (x, kv, output) in zip(layers, run_released(released, model, layers), strict=True):
         weights, spec = found[layer.path]
         seen[layer.part, layer.index] = weights, spec, x
@@ -97,9 +94,9 @@ def test_folder_layers_match_released_model(folder):
         # runs only the layers with an option that no earlier layer had.
         call = {"is_causal": layer.is_causal, "is_cross": kv is not None, "inputs": model.inputs}
         has = {*traits(json.loads(layer.spec.to_json())), *traits(call)}
-        if name in MODELS and not has <= DONE_BY_JAX:
+        if name in MODELS and not has <= done_by_jax:
             check_siblings(layer, weights, x, kv, output, ["jax"], model.inputs)
-            DONE_BY_JAX.update(has)
+            done_by_jax |= has
 
 
 def heads_of(weights, spec, x):
