@@ -74,7 +74,7 @@ nightly: .venv/installed .venv-tt/installed
 # mha_torch's kernels for CUDA, with whichever Python has a torch for it, and every case there. CI has no GPU.
 test-cuda:
 	$(PYTHON) -m parity run --backends torch --device cuda --dtypes float32,bfloat16,float16 --grad --quiet
-	$(PYTHON) -m pytest tests/cuda
+	$(PYTHON) -m pytest tests/cuda --confcutdir tests/cuda
 
 # Every case on a GPU, then the speed compared with the framework's kernels, with counts of kernels, copies and waits. JAX
 # takes part if it has a GPU. Without a GPU the first command raises an error.
