@@ -4,10 +4,10 @@
 """
 
 import os
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
+from helpers import HAS_JAX
 
 # Two workers share two cores. Threads that wait for those of the other worker take three times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -20,7 +20,7 @@ pytest_plugins = ["pytester", "helpers.samples", "helpers.budget"]  # the first 
 def pytest_configure(config: pytest.Config) -> None:
     """Load the frameworks where tests run: the process that only hands them to workers need not import any."""
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
-        plugin = "helpers.frameworks" if find_spec("jax") else "helpers.tt.fixtures"
+        plugin = "helpers.frameworks" if HAS_JAX else "helpers.tt.fixtures"
         config.pluginmanager.import_plugin(plugin)
 
 

@@ -1,6 +1,7 @@
 """Code and data that several tests use. `pythonpath` in pyproject.toml makes the package importable."""
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -11,3 +12,8 @@ DATA = ROOT / "tests" / "data"
 
 PYTHONPATH = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
 """For processes that import this package, `parity_lab` or tests."""
+
+HAS_JAX = find_spec("jax") is not None
+"""Whether this is .venv, with JAX and PyTorch."""
+HAS_TTNN = find_spec("ttnn") is not None
+"""Whether this is .venv-tt."""

@@ -26,13 +26,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ENVIRONMENT = ".venv" if find_spec("jax") else ".venv-tt"
+from helpers import HAS_JAX
+
+ENVIRONMENT = ".venv" if HAS_JAX else ".venv-tt"
 """Each has its own rows, because some files run in both."""
 
 NUMBERS = ("items", "programs", "processes")

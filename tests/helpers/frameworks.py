@@ -65,15 +65,6 @@ class JaxSibling(Sibling):
     package = mha_jax
     backend = jax_backend
 
-    def array(self, x: Any) -> Any:
-        return jax_backend.from_numpy(as_array(x))
-
-    def option(self, x: Any) -> Any:
-        return self.array(x) if isinstance(x, np.ndarray) else x
-
-    def numpy(self, x: Any) -> np.ndarray:
-        return jax_backend.to_numpy(x)
-
     def assert_same(self, found: np.ndarray, expected: np.ndarray, path: str) -> None:
         """Only the fused kernel is not exact: XLA compiles another program of it for another shape."""
         __tracebackhide__ = True
@@ -126,15 +117,6 @@ class TorchSibling(Sibling):
     package = mha_torch
     backend = torch_backend
 
-    def array(self, x: Any) -> Any:
-        return torch_backend.from_numpy(as_array(x))
-
-    def option(self, x: Any) -> Any:
-        return self.array(x) if isinstance(x, np.ndarray) else x
-
-    def numpy(self, x: Any) -> np.ndarray:
-        return torch_backend.to_numpy(x)
-
     def module(self, kind: str, spec: AttentionSpec, seed: int = 0, **options: Any) -> Any:
         torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a traceback for each kind of accelerator
         return getattr(mha_torch, kind)(spec, **options)
@@ -152,14 +134,6 @@ class TorchSibling(Sibling):
     def seeded(self, function: str, seed: int = 0) -> dict[str, Any]:
         torch.default_generator.manual_seed(seed)
         return {}
-
-
-def as_array(x: Any) -> np.ndarray:
-    """Return a NumPy array as it is, and a list as int32 or boolean."""
-    if isinstance(x, np.ndarray):
-        return x
-    x = np.asarray(x)
-    return x.astype(np.int32) if np.issubdtype(x.dtype, np.integer) else x
 
 
 @functools.lru_cache(maxsize=256)

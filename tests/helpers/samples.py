@@ -17,16 +17,16 @@ import os
 import zlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
+
+from helpers import HAS_JAX
 
 THOROUGH, EVERY_ROW = "thorough", "all"
 """Values of the variable SAMPLES."""
 TIMES = 2
 """The number of rows of a test in `make test` and `make test-thorough` together, in samples."""
-HAS_JAX = find_spec("jax") is not None
 
 
 def sample(

@@ -10,7 +10,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +18,7 @@ import numpy as np
 import pytest
 
 import parity
+from helpers import HAS_TTNN
 from mha_spec import AttentionSpec
 
 PATHS = ("function-plain", "function-fused", "module-plain", "module-fused")
@@ -29,7 +29,7 @@ EPSILON = float(np.finfo(np.float32).eps)
 
 DTYPES: dict[str, Any] = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 """The dtypes in which every implementation of this environment computes, by name."""
-if find_spec("ttnn") is None:  # which has no float16: see `UNSUPPORTED` in helpers/tt
+if not HAS_TTNN:  # which has no float16: see `UNSUPPORTED` in helpers/tt
     DTYPES["float16"] = np.float16
 
 
@@ -68,17 +68,23 @@ class Sibling(ABC):
 
     # ---- Arrays ------------------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def array(self, x: Any) -> Any:
-        """Return tokens, heads or scores as the framework holds them, with the same values and dtype."""
+        """Return tokens, heads or scores as the framework holds them, with the same values and dtype.
 
-    @abstractmethod
+        Lists become int32 or boolean arrays.
+        """
+        if not isinstance(x, np.ndarray):
+            x = np.asarray(x)
+            x = x.astype(np.int32) if np.issubdtype(x.dtype, np.integer) else x
+        return self.backend.from_numpy(x)
+
     def option(self, x: Any) -> Any:
         """Return a mask, a bias, positions or lengths as the framework takes them. Other values stay as they are."""
+        return self.array(x) if isinstance(x, np.ndarray) else x
 
-    @abstractmethod
     def numpy(self, x: Any) -> np.ndarray:
         """Return a NumPy array with the same values and dtype."""
+        return self.backend.to_numpy(x)
 
     def dtype(self, dtype: Any) -> Any:
         """Return the framework's dtype for a NumPy dtype."""

@@ -44,7 +44,6 @@ SPECS = {
     "qkv-bias-only": parity.AttentionSpec(8, 2, out_bias=False),
     "out-bias-only": parity.AttentionSpec(8, 2, qkv_bias=False),
 }
-every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))
 every_path = pytest.mark.parametrize("path", PATHS)
 every_path_and_dtype = pytest.mark.parametrize(  # in half precision, modules take the same steps as functions
     ("path", "dtype"),
