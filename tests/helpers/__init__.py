@@ -14,6 +14,6 @@ PYTHONPATH = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
 """For processes that import this package, `parity_lab` or tests."""
 
 HAS_JAX = find_spec("jax") is not None
-"""Whether this is .venv, with JAX and PyTorch."""
+"""True in .venv, which has JAX and PyTorch."""
 HAS_TTNN = find_spec("ttnn") is not None
-"""Whether this is .venv-tt."""
+"""True in .venv-tt, which has ttnn."""
