@@ -16,7 +16,7 @@ export PIP_NO_COMPILE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 TWO_WORKERS := --numprocesses 2 --dist worksteal
 SHORT := -m 'not thorough'
-TESTS_TT := tests/siblings
+TESTS_TT := tests/siblings tests/ttnn_mock
 IF_TT := [ ! -e .venv-tt/installed ] ||
 
 .PHONY: parity test test-tt test-thorough budget budget-main budget-tt nightly test-cuda bench-gpu sim docs check-html dist fuzz lint clean

@@ -9,7 +9,6 @@ if importlib.util.find_spec("ttnn") is None:
         f"this is {platform.python_implementation()} {platform.python_version()} on {platform.machine()}"
     )
 
-from mha_tt import mock, recording
 from mha_tt.cache import KVCache, append_to_cache, create_cache_mask, init_cache, kv_cache_nbytes
 from mha_tt.cache_mha import (
     MultiHeadAttentionWithCache,
@@ -109,7 +108,6 @@ __all__ = [
     "init_latent_cache",
     "kv_cache_nbytes",
     "masked_softmax",
-    "mock",
     "multi_head_attention",
     "multi_head_attention_core",
     "multi_head_attention_with_cache",
@@ -122,7 +120,6 @@ __all__ = [
     "project_output",
     "project_qkv",
     "project_with",
-    "recording",
     "repeat_kv_heads",
     "scaled_dot_product_attention",
     "split_heads",

@@ -13,7 +13,7 @@ import ttnn
 from mha_spec import Refusal, WrongType
 from mha_tt.arrays import as_dtype
 from mha_tt.checks import check_dtype, check_on_device
-from mha_tt.mock.shadows import observers, readers
+from ttnn_mock.hooks import observers, readers
 
 # ---- Opening ---------------------------------------------------------------------------------------------------------
 
@@ -74,7 +74,7 @@ def _opening(what: str) -> Iterator[None]:
     """Refuse to open without a device; if opening fails, report the device searched for."""
     where = describe_target()
     if target() is None:
-        raise RuntimeError(f"a device must be there to be opened, found {where}; mha_tt.mock.board() needs none")
+        raise RuntimeError(f"a device must be there to be opened, found {where}; ttnn_mock.board() needs none")
     try:
         yield
     except RuntimeError as error:
@@ -270,14 +270,14 @@ def download(tensor: ttnn.Tensor) -> np.ndarray:
     Raises:
         TypeError: if it is not a tensor on a device.
         ValueError: if the chips of a mesh have different values.
-        RuntimeError: if the device is a mock board without values: see `mha_tt.mock`.
+        RuntimeError: if the device is a mock board without values: see `ttnn_mock`.
     """
     check_on_device("tensor", tensor)
     if readers:
         return readers[-1](tensor)
     if target() == "mock":
         raise RuntimeError(
-            "values must come from a device that computes, got a mock one; mha_tt.mock.shadow() gives them"
+            "values must come from a device that computes, got a mock one; ttnn_mock.shadow() gives them"
         )
     return read_back(tensor)
 
@@ -296,6 +296,11 @@ def read_back(tensor: ttnn.Tensor) -> np.ndarray:
                 hint="mha_tt.download_parts gives those of each",
             )
     return first
+
+
+def has_values() -> bool:
+    """Return whether tensors can be read back: on a mock board only with `ttnn_mock.shadow`."""
+    return bool(readers) or target() != "mock"
 
 
 def download_parts(tensor: ttnn.Tensor) -> list[np.ndarray]:

@@ -23,9 +23,8 @@ from mha_tt.layout import (
     real_heads,
     slots_in,
 )
-from mha_tt.mock.goldens import lines_of
 from mha_tt.norms import apply_norm
-from mha_tt.parallel.local import local_spec, local_weights, whole_weights
+from mha_tt.parallel.local import lines_of, local_spec, local_weights, whole_weights
 
 Project = Callable[[str, Tensor], Tensor]
 """Applies a projection by name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`, `gate_proj`) to an input, or a

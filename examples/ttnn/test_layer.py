@@ -6,13 +6,14 @@ import ttnn
 from layer import PROBLEM, made
 
 import mha_tt
+import ttnn_mock
 
 X, PROMPT = PROBLEM.inputs["query"], 36
 
 
 @pytest.fixture
 def device():
-    with mha_tt.mock.board("n150") as device:
+    with ttnn_mock.board("n150") as device:
         yield device
 
 

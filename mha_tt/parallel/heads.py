@@ -11,8 +11,7 @@ import numpy as np
 import ttnn
 
 from mha_spec import Refusal, WrongType
-from mha_tt.device import target
-from mha_tt.mock.shadows import readers
+from mha_tt.device import has_values
 from mha_tt.parallel.local import check_divides, local_spec
 
 if TYPE_CHECKING:
@@ -59,10 +58,10 @@ def shard(layer: AttentionLayer, mesh: ttnn.MeshDevice, *, heads: int) -> Attent
     if layer.heads is not None:
         raise Refusal("layer", "be divided by heads once", f"one that is, along dimension {layer.heads}")
     check_divides(layer.full_spec, shape[heads])
-    if target() == "mock" and not readers:  # it has no values to divide
-        weights = {name: np.zeros(size, np.float32) for name, size in layer.full_spec.weight_shapes.items()}
-    else:
+    if has_values():
         weights = download_weights(layer.weights, layer.full_spec)
+    else:  # a mock board has none to divide
+        weights = {name: np.zeros(size, np.float32) for name, size in layer.full_spec.weight_shapes.items()}
     layer.weights = upload_weights(weights, layer.full_spec, device=mesh, dtype=layer.weight_dtype, heads=heads)
     layer.spec, layer.heads = local_spec(layer.full_spec, shape[heads]), heads
     return layer

@@ -22,6 +22,12 @@ def local_spec(spec: AttentionSpec, size: int) -> AttentionSpec:
     return replace(spec, num_heads=len(queries), num_kv_heads=len(keys))
 
 
+def lines_of(mesh: Sequence[int], axis: int) -> list[list[int]]:
+    """Return the groups of chips along an axis of a mesh, one for each index of the other."""
+    chips = np.arange(np.prod(mesh)).reshape(mesh)
+    return np.moveaxis(chips, axis, -1).reshape(-1, mesh[axis]).tolist()
+
+
 def local_weights(
     weights: Mapping[str, np.ndarray], spec: AttentionSpec, size: int, chip: int
 ) -> dict[str, np.ndarray]:

@@ -1,8 +1,8 @@
 """tt backend: loading of canonical weights into `mha_tt` modules, and running cases.
 
 Without a card or a simulator, cases run on a mock board, `MHA_TT_MOCK` (p150 by default), which validates all programs.
-Values are then those recorded from such a device for the same program (`mha_tt.recording`), or else those of ttnn's
-golden functions (`mha_tt.mock`).
+Values are then those recorded from such a device for the same program (`ttnn_mock.replayed`), or else those of ttnn's
+golden functions (`ttnn_mock.shadow`).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ os.environ.setdefault("LOGURU_LEVEL", "WARNING")  # ttnn logs its whole configur
 import ttnn  # pyright: ignore[reportMissingImports]  (it lies in the other environment)
 
 import mha_tt
+import ttnn_mock
 from mha_spec import AttentionSpec
 from mha_tt.layout import TILE, padded_features, slots_of
-from mha_tt.mock.goldens import GOLDENS
-from mha_tt.recording import Recording, Replay
 from parity.backends.port import FilledModule, Shapes, kind_of
 from parity.core.case import Case
 from parity.core.problem import Problem
 from parity.core.weights import Weights, check_weights
+from ttnn_mock.goldens import GOLDENS
 
 RECORDINGS = Path(__file__).parents[2] / "parity_lab" / "recorded"
 """Recordings in a clone of the repository, one folder per kind of device: see `tools/record-tt`."""
@@ -48,7 +48,7 @@ def to_numpy(x: ttnn.Tensor) -> np.ndarray:
     """Return the values of a tensor on host or device; bfloat16 and block formats (8 or 4 bits) as bfloat16."""
     kind = str(x.dtype).rpartition(".")[2].lower()
     is_on_device = x.storage_type() == ttnn.StorageType.DEVICE
-    values = mha_tt.download(x) if is_on_device else mha_tt.mock.value_of(x)
+    values = mha_tt.download(x) if is_on_device else ttnn_mock.value_of(x)
     if values is None:  # on the host, where bfloat16 converts to no NumPy dtype
         values = x.to_numpy() if "int" in kind else ttnn._ttnn.operations.core.to_dtype(x, ttnn.float32).to_numpy()
     if "int" in kind:
@@ -83,7 +83,7 @@ def num_chips() -> int:
 def _choose_target() -> None:
     """Use a mock board if there is nothing else."""
     if mha_tt.target() is None:
-        mha_tt.mock.use(os.environ.get("MHA_TT_MOCK", "p150"))
+        ttnn_mock.use(os.environ.get("MHA_TT_MOCK", "p150"))
 
 
 @atexit.register
@@ -253,7 +253,7 @@ def lock(dtype: str) -> Iterator[dict[str, Any]]:
     is_mock = mha_tt.target() == "mock"
     with ExitStack() as stack:
         if is_mock:
-            stack.enter_context(mha_tt.mock.shadow())
+            stack.enter_context(ttnn_mock.shadow())
         yield {
             "arithmetic": arithmetic(),
             "compute_kernel_config": mha_tt.describe_config(mha_tt.accurate_config(device)),
@@ -262,13 +262,13 @@ def lock(dtype: str) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def replayed(problem: Problem) -> Iterator[Replay | None]:
+def replayed(problem: Problem) -> Iterator[ttnn_mock.Replay | None]:
     """Replay, on a mock board, the recording of a problem on a device of the same architecture and grid."""
     path = recording_path(problem.case.name, problem.dtype)
     if mha_tt.target() != "mock" or not path.exists():
         yield None
         return
-    with mha_tt.recording.replayed(Recording.load(path)) as replay:
+    with ttnn_mock.replayed(ttnn_mock.Recording.load(path)) as replay:
         yield replay
 
 

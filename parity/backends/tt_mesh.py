@@ -25,9 +25,7 @@ import mha_tt
 from mha_spec.shares import local_heads
 from mha_tt import parallel
 from mha_tt.device import upload_parts
-from mha_tt.mock.boards import MESHES
-from mha_tt.mock.goldens import is_collective, lines_of
-from mha_tt.parallel.local import all_reduce, check_divides
+from mha_tt.parallel.local import all_reduce, check_divides, lines_of
 from parity.backends import tt as port
 from parity.backends.port import OF_KEYS
 from parity.backends.record import OnMesh, trace_on_mesh
@@ -35,6 +33,8 @@ from parity.core.case import Case
 from parity.core.problem import Problem
 from parity.core.trace import Reference, Trace
 from parity.sharding.mesh import MeshPlan, why_not_divided
+from ttnn_mock.boards import MESHES
+from ttnn_mock.goldens import is_collective
 
 HEADS = 1
 """Mesh dimension that heads are divided over: columns."""

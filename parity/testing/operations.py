@@ -75,7 +75,7 @@ class _Judge:
         if name.rpartition(".")[2] in MOVES:
             return
         if _golden(operation) is None:
-            self.found.not_judged[name] = "it has no golden function; mha_tt.mock.golden takes one"
+            self.found.not_judged[name] = "it has no golden function; ttnn_mock.golden takes one"
             return
         with self._reading():
             self._given = tuple(map(_read, arguments)), {key: _read(x) for key, x in keywords.items()}

@@ -177,7 +177,7 @@ def run_session(block, folder):
 
 
 def imports_tt(code):
-    return "mha_tt" in code
+    return "mha_tt" in code or "ttnn_mock" in code
 
 
 def is_run(language, block):
@@ -273,7 +273,7 @@ def private_imports(code):
             modules = [node.module]
             names = [alias.name for alias in node.names]
             found += [name for name in names if node.module in PUBLIC and name not in PUBLIC[node.module]]
-        ours = [module for module in modules if module.partition(".")[0] in (*PUBLIC, "mha_tt")]
+        ours = [module for module in modules if module.partition(".")[0] in (*PUBLIC, "mha_tt", "ttnn_mock")]
         found += [module for module in ours if "." in module]
     return found
 
@@ -294,7 +294,7 @@ def test_pages_import_public_names_only():
     ("code", "found"),
     [
         ("import parity.core", ["parity.core"]),
-        ("from mha_tt.mock import boards", ["mha_tt.mock"]),
+        ("import ttnn_mock.boards", ["ttnn_mock.boards"]),
         ("from parity import diagnose, no_such", ["no_such"]),
         ("import parity, os.path", []),
     ],

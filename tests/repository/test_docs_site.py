@@ -154,7 +154,7 @@ def test_version_is_the_same_everywhere():
     assert first[1] == version
     code = [
         path
-        for name in ("mha_spec", "mha_jax", "mha_torch", "mha_tt", "parity")
+        for name in ("mha_spec", "mha_jax", "mha_torch", "mha_tt", "ttnn_mock", "parity")
         for path in (ROOT / name).rglob("*.py")
     ]
     assert [path.name for path in code if re.search(r"^__version__", path.read_text("utf-8"), re.MULTILINE)] == []

@@ -102,10 +102,10 @@ def test_mha_tt_names_pythons_with_ttnn():
 @pytest.mark.costly("modules that a new process imports")
 @pytest.mark.parametrize("module", ["parity", "parity.cli.main"])
 def test_parity_imports_no_framework(module):
-    """Importing parity or its command line imports no framework, nor mha_jax, mha_torch or
-    mha_tt.
+    """Importing parity or its command line imports no framework, nor mha_jax, mha_torch, mha_tt
+    or ttnn_mock.
     """
-    packages = FRAMEWORKS | {"mha_jax", "mha_torch", "mha_tt"}
+    packages = FRAMEWORKS | {"mha_jax", "mha_torch", "mha_tt", "ttnn_mock"}
     result = run(f"import sys, {module}", NOTHING_OF.format(packages=packages))
     assert result.returncode == 0, result.stderr
 

@@ -20,12 +20,8 @@ PACKAGES = {"jax": mha_jax, "torch": mha_torch}  # installed in one environment
 
 # ---- Differences between the implementations: the complete list ------------------------------------------------------
 
-FRAMEWORK = {"jax": {"jax", "flax"}, "torch": {"torch"}, "tt": {"ttnn"}}
-
-LAZY_IMPORTS = {
-    ("tt", "mock/shadows.py"): {"torch"},
-    ("tt", "mock/goldens.py"): {"torch"},
-}  # ttnn's golden functions are written in it; without values it is not needed
+FRAMEWORK = {"jax": {"jax", "flax"}, "torch": {"torch"}, "tt": {"ttnn", "ttnn_mock"}}
+"""`lint-imports` limits ttnn_mock to one import."""
 
 WORDS = {
     "jax": {"JAX": "the framework", "jnp.": "xp.", "jax.": "xp."},
@@ -60,8 +56,6 @@ EXTRA_FILES = {  # and folders
     "tt": {
         "device.py",  # opens it, and transfers arrays and weights to and from it
         "layout.py",  # how the features of heads are ordered and padded there
-        "recording.py",  # operations recorded on a device, replayed without one
-        "mock/",  # simulated boards and the results of operations on them
         "kernels/nonfinite.py",  # keeps non-finite values in visible positions, around kernels that do not
         "parallel/heads.py",  # heads sharded over the chips of a mesh, in the framework's terms
         "parallel/local.py",  # and the part that one of these holds
@@ -346,21 +340,15 @@ def summary(name, node):
 
 
 def imports(tree):
-    """Return the packages that a file imports at import time, and those that it imports later or never."""
-    late = set()
+    """Return the packages that a file imports, at import time or later."""
+    found = set()
     for node in ast.walk(tree):
-        is_for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        if is_for_types or isinstance(node, ast.FunctionDef):
-            late |= set(ast.walk(node))
-    at_once, lazily = set(), set()
-    for node in ast.walk(tree):
-        found = lazily if node in late else at_once
         if isinstance(node, ast.Import):
             found |= {alias.name.partition(".")[0] for alias in node.names}
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0
             found.add(node.module.partition(".")[0])
-    return at_once - sys.stdlib_module_names, lazily - sys.stdlib_module_names
+    return found - sys.stdlib_module_names
 
 
 FILES = [file for file in files_of("torch") if is_shared("torch", file)]
@@ -532,11 +520,7 @@ def test_public_definitions_have_docstrings(name):
 
 @every_sibling
 def test_package_imports_only_its_framework(name):
-    """A file imports only its framework, NumPy, jaxtyping, mha_spec and its own package,
-    apart from listed lazy imports.
-    """
+    """A file imports only its framework, NumPy, jaxtyping, mha_spec and its own package."""
     allowed = FRAMEWORK[name] | {f"mha_{name}", "mha_spec", "numpy", "jaxtyping"}
     for file in files_of(name):
-        at_once, lazily = imports(parse(name, file))
-        assert at_once <= allowed, file
-        assert lazily <= allowed | LAZY_IMPORTS.get((name, file), set()), file
+        assert imports(parse(name, file)) <= allowed, file

@@ -336,7 +336,7 @@ def test_mutants_depend_only_on_seed(mutants, monkeypatch):
     draws others; the counts add up to at least 200.
     """
     assert sum(mutants.COUNTS.values()) >= 200
-    assert mutants.COUNTS.keys() == {"mha_spec", "mha_jax", "mha_torch", "mha_tt", "parity", "parity_lab"}
+    assert mutants.COUNTS.keys() == {"mha_spec", "mha_jax", "mha_torch", "mha_tt", "ttnn_mock", "parity", "parity_lab"}
     monkeypatch.setattr(mutants, "COUNTS", {"mha_spec": 25})
     assert mutants.drawn(0) == mutants.drawn(0) != mutants.drawn(1)
     assert {each.package for each in mutants.drawn(0)} == {"mha_spec"}
@@ -363,7 +363,7 @@ def server(mutants, tmp_path, monkeypatch):
     )
     (tmp_path / "test_m.py").write_text(TESTED)
     monkeypatch.setattr(mutants, "BUILD", tmp_path)
-    suite = mutants.Suite("main", (sys.executable, "-m", "pytest", "--rootdir", str(tmp_path)), str(tmp_path), ())
+    suite = mutants.Suite("main", (sys.executable, "-m", "pytest", "--rootdir", str(tmp_path)), (str(tmp_path),), ())
     process = mutants.Server(suite, tmp_path)
     source = (tmp_path / "m.py").read_text()
 
@@ -413,7 +413,7 @@ def test_map_has_lines_of_subprocesses(mutants, tmp_path, monkeypatch):
     monkeypatch.setattr(mutants, "ROOT", tmp_path)
     monkeypatch.setattr(mutants, "BUILD", tmp_path / "build")
     command = (sys.executable, "-m", "pytest", "--rootdir", ".", "-p", "no:cacheprovider")
-    suite = mutants.Suite("main", command, "test_starts.py", ("m", "other"))
+    suite = mutants.Suite("main", command, ("test_starts.py",), ("m", "other"))
     mutants.make_map(suite)
     lines = mutants.Map(suite)
     process, own = "test_starts.py::test_of_a_process", "test_starts.py::test_of_its_own_process"

@@ -5,7 +5,18 @@ import re
 import pytest
 from helpers import ROOT
 
-FOLDERS = ("parity", "parity_lab", "mha_spec", "mha_jax", "mha_torch", "mha_tt", "benchmarks", "examples", "tools")
+FOLDERS = (
+    "parity",
+    "parity_lab",
+    "mha_spec",
+    "mha_jax",
+    "mha_torch",
+    "mha_tt",
+    "ttnn_mock",
+    "benchmarks",
+    "examples",
+    "tools",
+)
 GENERATED = {"models.md"}
 """Pages that tools generate from docstrings and tests."""
 RECORDED = {"cut-pretrained"}

@@ -23,6 +23,7 @@ PACKAGES = {
     "mha_torch": "Multi-head attention in PyTorch.",
     "mha_jax": "Multi-head attention in JAX and Flax.",
     "mha_tt": "Multi-head attention in TTNN.",
+    "ttnn_mock": "TTNN without hardware, for any TTNN code.",
 }
 
 
@@ -124,7 +125,13 @@ def docstring_of(module: ModuleType, name: str) -> list[str]:
     """The text below the definition of a table, in the first module of the package that defines it."""
     from sphinx.pycode import ModuleAnalyzer
 
-    for path in ("parity.core.cases", "parity.core.stages", "parity.conversion.layouts.tables", module.__name__):
+    for path in (
+        "parity.core.cases",
+        "parity.core.stages",
+        "parity.conversion.layouts.tables",
+        "ttnn_mock.boards",
+        module.__name__,
+    ):
         documented = ModuleAnalyzer.for_module(path).find_attr_docs()
         if ("", name) in documented:
             return documented["", name]

@@ -419,9 +419,10 @@ class Tt(Framework):
 
     def __init__(self) -> None:
         import mha_tt
+        import ttnn_mock
 
         self.package = mha_tt
-        self.board = mha_tt.mock.board("n300", values=False)
+        self.board = ttnn_mock.board("n300", values=False)
         self.kernels = {"TTNN": ("output", nullcontext), "TTNN, step": ("step", nullcontext)}
 
     def __enter__(self) -> Framework:

@@ -14,10 +14,10 @@ import torch
 import ttnn
 
 import mha_tt
+import ttnn_mock
 from mha_spec import Alibi, AttentionSpec, Norm, Rope
 from mha_tt import mha, parallel
 from mha_tt.device import upload_parts
-from mha_tt.mock.goldens import lines_of
 from mha_tt.parallel import local
 from parity.backends import tt as backend
 from parity.backends import tt_mesh
@@ -133,7 +133,7 @@ def as_ttnn_says(mesh):
                 "_ttnn_golden_mesh_shard_dims": (None, 0) if axis == 0 else (0, None),
             }
             expected = golden([part[None] for part in each], *dims, cluster_axis=axis, **of_mesh)
-            lines = [[parts[chip] for chip in line] for line in lines_of(shape, axis)]
+            lines = [[parts[chip] for chip in line] for line in local.lines_of(shape, axis)]
             whole = np.concatenate([np.concatenate(line, 3) if is_divided else line[0] for line in lines])
             are_alike = is_divided or all(np.array_equal(line[0], part) for line in lines for part in line)
             found[f"{name} along {axis}"] = are_alike and np.array_equal(whole, expected)
@@ -225,10 +225,10 @@ def carried(mesh):
 
 if __name__ == "__main__":
     board = sys.argv[1]
-    mha_tt.mock.use(board)
+    ttnn_mock.use(board)
     found = {"judged": {}}
     for (shape, axis), names_of in JUDGED[board].items():
-        with mha_tt.open_mesh(shape) as mesh, mha_tt.mock.shadow():
+        with mha_tt.open_mesh(shape) as mesh, ttnn_mock.shadow():
             with on(mesh, axis) as plan:
                 of_mesh = {f"{shape} {axis} {dtype}": judged(plan, names, dtype) for dtype, names in names_of.items()}
                 found["judged"] |= of_mesh

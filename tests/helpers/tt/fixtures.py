@@ -20,9 +20,10 @@ import torch
 import ttnn
 
 import mha_tt
+import ttnn_mock
 from helpers.siblings import fixture_of
-from mha_tt.mock.shadows import observers
 from parity.backends import tt as backend
+from ttnn_mock import hooks
 
 from . import MOCK_BOARD
 from .formulas import IS_MOCK
@@ -57,7 +58,7 @@ def opened_device() -> ttnn.MeshDevice:
 @pytest.fixture
 def device(opened_device: ttnn.MeshDevice) -> Iterator[ttnn.MeshDevice]:
     """The device with values; on a mock device, ttnn's golden functions compute them."""
-    with mha_tt.mock.shadow() if IS_MOCK else nullcontext():
+    with ttnn_mock.shadow() if IS_MOCK else nullcontext():
         yield opened_device
 
 
@@ -100,9 +101,9 @@ def uploads(device: ttnn.MeshDevice) -> Iterator[list[np.ndarray]]:
     def note(tensor: ttnn.Tensor, array: np.ndarray, pad_value: float) -> None:
         made.append(array)
 
-    observers.append(note)
+    hooks.observers.append(note)
     yield made
-    observers.remove(note)
+    hooks.observers.remove(note)
 
 
 @pytest.fixture

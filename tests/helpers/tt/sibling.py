@@ -11,6 +11,7 @@ import numpy as np
 import ttnn
 
 import mha_tt
+import ttnn_mock
 from helpers.siblings import Sibling
 from mha_spec import AttentionSpec
 from parity.backends import tt as backend
@@ -47,7 +48,7 @@ class TtSibling(Sibling):
 
     def running(self) -> AbstractContextManager[Any]:
         self.device  # noqa: B018 (opened before values are computed)
-        return mha_tt.mock.shadow() if IS_MOCK else nullcontext()
+        return ttnn_mock.shadow() if IS_MOCK else nullcontext()
 
     def huge(self, path: str) -> float:
         """In the kernel a mask is -1e9 added to a score, which must be far below that in size."""

@@ -566,12 +566,19 @@ def test_clone_only_command_is_explained(name, capsys, monkeypatch):
 
 
 def test_wheel_excludes_clone_only_packages():
-    """The wheel is configured to have mha_spec, the three implementations and parity, and no
-    .npz files.
+    """The wheel is configured to have mha_spec, the three implementations, ttnn_mock and parity,
+    and no .npz files.
     """
     config = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]
     found = set(find_packages(str(ROOT), **config["packages"]["find"]))
-    assert {name.partition(".")[0] for name in found} == {"mha_spec", "mha_jax", "mha_torch", "mha_tt", "parity"}
+    assert {name.partition(".")[0] for name in found} == {
+        "mha_spec",
+        "mha_jax",
+        "mha_torch",
+        "mha_tt",
+        "ttnn_mock",
+        "parity",
+    }
     assert {"parity.cli", "parity.pretrained", "mha_jax.kernels"} <= found
     assert not any("npz" in pattern for patterns in config["package-data"].values() for pattern in patterns)
 
@@ -584,7 +591,7 @@ def test_wheel_is_small_and_complete(tmp_path):
     """
     source = tmp_path / "source"
     ignore = shutil.ignore_patterns("__pycache__")
-    for package in ("mha_spec", "mha_jax", "mha_torch", "mha_tt", "parity", "parity_lab"):
+    for package in ("mha_spec", "mha_jax", "mha_torch", "mha_tt", "ttnn_mock", "parity", "parity_lab"):
         shutil.copytree(ROOT / package, source / package, ignore=ignore)
     for file in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, source)

@@ -656,7 +656,7 @@ def test_unknown_name_raises_error():
 @pytest.fixture
 def python_with_the_wheel(tmp_path):
     """Return the Python of a fresh environment with the wheel, which borrows dependencies."""
-    for package in ("parity", "mha_spec", "mha_jax", "mha_torch", "mha_tt"):
+    for package in ("parity", "mha_spec", "mha_jax", "mha_torch", "mha_tt", "ttnn_mock"):
         shutil.copytree(ROOT / package, tmp_path / "source" / package, ignore=shutil.ignore_patterns("__pycache__"))
     for file in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, tmp_path / "source")

@@ -78,7 +78,7 @@ OPEN = """
     import sys
 
     sys.modules["torch"] = None  # its import takes more time than everything else here
-    import mha_tt
+    import mha_tt, ttnn_mock
 
     {before}
     try:
@@ -94,7 +94,7 @@ def test_missing_device_raises_with_options(only_mock, run_python):
     """Without a device, open_device raises an error that names all three places it searched."""
     result = run_python(OPEN.format(before="", number=""))
     assert refuses("a device").is_printed_in(result.stdout)
-    assert [word for word in ("/dev/tenstorrent", SIMULATOR, "mha_tt.mock.board()") if word not in result.stdout] == []
+    assert [word for word in ("/dev/tenstorrent", SIMULATOR, "ttnn_mock.board()") if word not in result.stdout] == []
 
 
 @pytest.mark.costly("a process has one board for good")
@@ -137,7 +137,7 @@ def test_incomplete_simulator_raises(only_mock, run_python, tmp_path, name):
 @pytest.mark.costly("a process has one board for good")
 def test_missing_card_error_names_its_number(only_mock, run_python):
     """Opening device 7 of an n150 raises an error that names the device and the board."""
-    program = OPEN.format(before="mha_tt.mock.use('n150')", number="7")
+    program = OPEN.format(before="ttnn_mock.use('n150')", number="7")
     said = run_python(program).stdout
     assert refuses("device 7").is_printed_in(said)
     assert "mock n150" in said

@@ -1,4 +1,4 @@
-"""Code blocks of mha_tt in the documentation run; tests/repository/test_docs.py runs the others."""
+"""Code blocks of mha_tt and ttnn_mock in the documentation run; tests/repository/test_docs.py runs the others."""
 
 import os
 import re
@@ -12,11 +12,11 @@ BLOCKS = {
     f"{path.relative_to(ROOT)}-{number}": block
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
     for number, block in enumerate(re.findall(r"^```python\n(.*?)^```$", path.read_text("utf-8"), re.M | re.S))
-    if "mha_tt" in block
+    if "mha_tt" in block or "ttnn_mock" in block
 }
 FORKS = """
 import os, sys
-import parity, mha_tt.mock, mha_tt.parallel
+import parity, mha_tt.parallel, ttnn_mock
 
 failed = 0
 for name, block in zip(sys.argv[1::2], sys.argv[2::2]):

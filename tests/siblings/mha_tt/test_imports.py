@@ -19,9 +19,10 @@ for name in ("torch", "jax", "jaxlib", "flax", "parity", "mha_jax", "mha_torch")
 USE = """
 import mha_tt
 import numpy as np
+import ttnn_mock
 from mha_spec import AttentionSpec
 
-with mha_tt.mock.board(values=False) as device:
+with ttnn_mock.board(values=False) as device:
     module = mha_tt.MultiHeadAttentionWithCache(AttentionSpec(8, 2), device=device)
     x = mha_tt.upload(np.zeros((1, 3, 8)), device=device)
     output, cache = module(x, module.init_cache(1, 4))
@@ -29,9 +30,9 @@ with mha_tt.mock.board(values=False) as device:
 """
 
 USE_VALUES = """
-import mha_tt
+import ttnn_mock
 
-with mha_tt.mock.board() as device:
+with ttnn_mock.board() as device:
     pass
 """
 
@@ -68,4 +69,4 @@ def test_test_process_reports_no_leaks():  # nanobind reports ttnn objects that 
 def test_mock_values_without_torch_raise(tmp_path):  # shows that torch really is hidden
     """A mock board with values raises ModuleNotFoundError that names torch if it is missing."""
     result = run(tmp_path, WITHOUT_THE_OTHERS, USE_VALUES)
-    assert "ModuleNotFoundError: mha_tt.mock needs torch for values" in result.stderr
+    assert "ModuleNotFoundError: ttnn_mock needs torch for values" in result.stderr

@@ -2,7 +2,7 @@
 
 A mutation wraps a function of `mha_tt` or ttnn, or is a known bug, injected as in `mha_jax` and `mha_torch`. Mutations
 run in bfloat16, because no call in float32 uses the fused path. If the padding of a head is not 0, or a call is one of
-the traps of `mha_tt.mock`, the case fails as a whole.
+the traps of `ttnn_mock`, the case fails as a whole.
 """
 
 from collections.abc import Callable

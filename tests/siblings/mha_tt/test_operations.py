@@ -10,7 +10,7 @@ from helpers.tt.formulas import module_of
 
 import mha_tt
 import parity
-from mha_tt.mock import Shadow
+from ttnn_mock import Shadow
 
 pytestmark = pytest.mark.usefixtures("only_mock")
 

@@ -12,6 +12,7 @@ from helpers.written import WRITTEN, Writing, call_of, module_of, problem_of
 
 import mha_tt
 import parity
+import ttnn_mock
 from mha_spec import AttentionSpec
 from parity.backends import tt
 from parity.core.cases import CASES
@@ -41,7 +42,7 @@ def test_written_layers_match_reference(name):
     """The layer written for each case runs in ttnn and matches the reference."""
     problem = problem_of(name)
     module = module_of(source_of(problem.spec, "ttnn", **call_of(problem.case)))
-    with mha_tt.mock.shadow():
+    with ttnn_mock.shadow():
         outputs = TT.outputs(module, problem)
         parity.assert_parity(outputs, problem=problem, diagnose=False)
 
@@ -51,7 +52,7 @@ def test_written_layer_computes_in_bfloat16():
     spec = AttentionSpec(64, 4, num_kv_heads=2)
     problem = parity.make_problem(parity.Case("bf16", spec, "narrow", seq_len=9, is_causal=True), "bfloat16")
     module = module_of(source_of(spec, "ttnn"))
-    with mha_tt.mock.shadow():
+    with ttnn_mock.shadow():
         layer = module.Attention(problem.weights, tt.open_device())
         output = layer(layer.upload(problem.inputs["query"]))
         assert output.dtype == ttnn.bfloat16

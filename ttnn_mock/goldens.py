@@ -1,7 +1,7 @@
 """Golden functions of operations for which ttnn has none, or a wrong one.
 
 They accept the operations' arguments, with torch tensors instead of ttnn's, and raise errors for invalid arguments that
-the operations accept silently. `mha_tt.mock` calls them.
+the operations accept silently. `ttnn_mock` calls them.
 """
 
 from __future__ import annotations
@@ -381,7 +381,7 @@ def collective(
         cluster_axis: axis of the mesh; default: all chips.
     """
     found = list(parts)
-    for line in lines_of(mesh, cluster_axis):
+    for line in _lines_of(mesh, cluster_axis):
         for chip, part in zip(
             line, COLLECTIVES[name]([parts[chip] for chip in line], *arguments, **keywords), strict=True
         ):
@@ -389,7 +389,7 @@ def collective(
     return found
 
 
-def lines_of(mesh: tuple[int, ...], axis: int | None) -> list[list[int]]:
+def _lines_of(mesh: tuple[int, ...], axis: int | None) -> list[list[int]]:
     """Return the groups of chips of a collective: those along an axis, for each index of the others; or all."""
     chips = np.arange(math.prod(mesh)).reshape(mesh)
     return [chips.ravel().tolist()] if axis is None else np.moveaxis(chips, axis, -1).reshape(-1, mesh[axis]).tolist()

@@ -4,13 +4,13 @@
 and serves any TTNN code.
 
 Golden functions do not model the padding of tiles, rounding inside kernels, and writes outside a tensor. The worst of
-these pitfalls are checked here (`Shadow._check_filling`) and in `mha_tt.mock.goldens`.
+these pitfalls are checked here (`Shadow._check_filling`) and in `ttnn_mock.goldens`.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -18,16 +18,13 @@ from unittest.mock import patch
 import numpy as np
 import ttnn
 
-from mha_spec import Refusal
-from mha_tt.mock.goldens import COLLECTIVES, GOLDENS, TILE, collective, is_collective
+from ttnn_mock.goldens import COLLECTIVES, GOLDENS, TILE, collective, is_collective
+from ttnn_mock.hooks import observers, readers
 
 if TYPE_CHECKING:
     import torch
 
-Observer = Callable[[ttnn.Tensor, np.ndarray | list[np.ndarray], float], None]
-
-observers: list[Observer] = []  # notified of every upload, of one array or one per chip
-readers: list[Callable[[ttnn.Tensor], np.ndarray]] = []  # return values that a device does not have
+PARTS_HINT = "ttnn.get_device_tensors returns the part of each chip"
 
 
 class Shadow:
@@ -58,11 +55,9 @@ class Shadow:
         first, *others = self.parts(tensor)
         for chip, other in enumerate(others, 1):
             if other is not first and not ((other == first) | (other.isnan() & first.isnan())).all():
-                raise Refusal(
-                    "tensor",
-                    "be the same on all chips to be read as one",
-                    f"another value on chip {chip} and shape={tuple(tensor.shape)}",
-                    hint="mha_tt.download_parts gives those of each",
+                raise ValueError(
+                    f"tensor must be the same on all chips to be read as one, got another value on chip {chip} and "
+                    f"shape={tuple(tensor.shape)}; {PARTS_HINT}"
                 )
         return first
 
@@ -137,7 +132,7 @@ class Shadow:
         function = GOLDENS.get(name, golden_function)
         if function is None or (num_chips > 1 and is_collective(name, function)):
             among = " among chips" if function is not None else ""
-            raise NotImplementedError(f"{name} has no golden function{among}; mha_tt.mock.golden({name!r}) takes one")
+            raise NotImplementedError(f"{name} has no golden function{among}; ttnn_mock.golden({name!r}) takes one")
         known: dict[tuple[int, ...], Sequence[torch.Tensor]] = {}  # chips with equal inputs share results
         each = []
         for chip in range(num_chips):
@@ -209,7 +204,7 @@ def _joined(parts: list[torch.Tensor], result: torch.Tensor) -> torch.Tensor:
                 return whole
     raise NotImplementedError(
         f"a mesh_composer must put the parts of all chips side by side on one axis, got {tuple(result.shape)} of "
-        f"{len(parts)} parts of {tuple(parts[0].shape)}; mha_tt.download_parts gives those of each"
+        f"{len(parts)} parts of {tuple(parts[0].shape)}; {PARTS_HINT}"
     )
 
 
@@ -227,8 +222,8 @@ _active: list[Shadow] = []
 def shadow() -> Iterator[Shadow]:
     """Compute the values that a mock board does not, for a `with` block.
 
-    `mha_tt.download` and `ttnn.to_torch` then return these values, so that the same code runs with and without
-    hardware. Nested blocks share values.
+    `ttnn.to_torch`, and a library that asks `ttnn_mock.hooks`, then return these values, so that the same code runs
+    with and without hardware. Nested blocks share values.
 
     Yields:
         Values, by tensor.
@@ -240,7 +235,7 @@ def shadow() -> Iterator[Shadow]:
         yield _active[-1]
         return
     if importlib.util.find_spec("torch") is None:
-        raise ModuleNotFoundError("mha_tt.mock needs torch for values, ttnn's golden functions being written in it")
+        raise ModuleNotFoundError("ttnn_mock needs torch for values, ttnn's golden functions being written in it")
     state = Shadow()
     _active.append(state)
     try:

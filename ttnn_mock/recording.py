@@ -2,12 +2,12 @@
 
 A mock board validates a program without computing, and golden functions are not the kernels. A recording therefore
 contains, in order, each upload, each operation with its arguments, and each array that was read back. A mock board of
-the same architecture and grid that runs the same operations reads back the arrays of the device. It is independent of
-attention and serves any TTNN code:
+the same architecture and grid that runs the same operations reads back the arrays of the device. It serves any program
+whose uploads and reads pass through `ttnn_mock.hooks`:
 
-    with mha_tt.recording.recorded() as recording:  # on a card or a simulator
+    with ttnn_mock.recorded() as recording:  # on a card or a simulator
         run()
-    with mha_tt.recording.replayed(recording) as replay:  # on a mock board
+    with ttnn_mock.replayed(recording) as replay:  # on a mock board
         run()
     print(replay.differs)  # "" or the first difference
 """
@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 import ttnn
 
-from mha_tt.device import describe_config, read_back, target
-from mha_tt.mock.shadows import observed, shadow
+from ttnn_mock.boards import is_in_use
+from ttnn_mock.shadows import PARTS_HINT, observed, shadow
 
 SAME_SUM = 1e-6
 """Tolerance of the sum of an upload, relative to the sum of magnitudes: tables may differ by a rounding between
@@ -66,6 +66,25 @@ class Recording:
             return cls(lines, [(total, size) for total, size in held["sums"].tolist()], arrays, made_on)
 
 
+def read_back(tensor: ttnn.Tensor) -> np.ndarray:
+    """Read back a tensor from a device that computes, exactly, as float32."""
+    parts = [ttnn.to_dtype(part, ttnn.float32).to_numpy() for part in ttnn.get_device_tensors(ttnn.from_device(tensor))]
+    for chip, part in enumerate(parts):
+        if not np.array_equal(part, parts[0], equal_nan=True):
+            raise ValueError(
+                f"tensor must be the same on all chips to be read as one, got another value on chip {chip} and "
+                f"shape={tuple(tensor.shape)}; {PARTS_HINT}"
+            )
+    return parts[0]
+
+
+def _describe_config(config: ttnn.WormholeComputeKernelConfig) -> str:
+    """Describe a compute-kernel configuration, such as `HiFi3, float32 sums, no approximations`."""
+    fidelity = str(config.math_fidelity).rpartition(".")[2]
+    sums = "float32" if config.fp32_dest_acc_en else "bfloat16"
+    return f"{fidelity}, {sums} sums, {'approximations' if config.math_approx_mode else 'no approximations'}"
+
+
 @contextmanager
 def recorded() -> Iterator[Recording]:
     """Record a program on a device that computes, for a `with` block.
@@ -76,7 +95,7 @@ def recorded() -> Iterator[Recording]:
     Raises:
         RuntimeError: if the device is a mock board.
     """
-    if target() == "mock":
+    if is_in_use():
         raise RuntimeError("a recording must be made on a device that computes, got a mock one")
     recorder = _Recorder()
     with observed(recorder):
@@ -129,7 +148,7 @@ class _Program:
         if isinstance(value, list | tuple):
             return f"({', '.join(map(self.words, value))})"
         if isinstance(value, ttnn.WormholeComputeKernelConfig):
-            return describe_config(value)
+            return _describe_config(value)
         words = repr(value)
         if " object at 0x" in words:
             raise NotImplementedError(f"{type(value).__name__} must have words of its own to be recorded, got {words}")

@@ -4,7 +4,7 @@ ttnn can open a *mock* board: every operation checks its arguments and builds it
 but computes nothing. `board` opens one on any machine, without a toolchain, and `shadow` adds the values. Together they
 validate a program and compute its results:
 
-    with mha_tt.mock.board("n150") as device:
+    with ttnn_mock.board("n150") as device:
         x = ttnn.from_torch(torch.randn(2, 40, 64), dtype=ttnn.bfloat16, layout=ttnn.TILE_LAYOUT, device=device)
         y = ttnn.to_torch(ttnn.softmax(x, dim=-1))
 """
@@ -22,8 +22,7 @@ from typing import Any
 
 import ttnn
 
-from mha_spec import Refusal
-from mha_tt.mock.shadows import shadow
+from ttnn_mock.shadows import shadow
 
 # ---- Descriptions in tt-umd's format ---------------------------------------------------------------------------------
 
@@ -87,7 +86,7 @@ boards: [[board_id: 72058994491072686, board_type: n300, chips: [0, 1]]]
 Blackholes."""
 
 MESHES = {"n300": (1, 2), "t3000": (1, 8)}
-"""Mesh shapes in which `mha_tt.mock.board` opens boards of several chips."""
+"""Mesh shapes in which `ttnn_mock.board` opens boards of several chips."""
 
 # ---- Opening ---------------------------------------------------------------------------------------------------------
 
@@ -95,7 +94,7 @@ MESHES = {"n300": (1, 2), "t3000": (1, 8)}
 # for a real kernel. The shell writes the file itself, which saves the process of `cp`.
 _COMPILER = """\
 #!/bin/sh
-case "$*" in *--version*) echo "riscv-tt-elf-g++ (mha_tt mock)"; exit;; esac
+case "$*" in *--version*) echo "riscv-tt-elf-g++ (ttnn_mock)"; exit;; esac
 while [ "$1" != -o ]; do shift; done
 printf 'KERNEL' > "$2" && echo "$2:" > "${2%.*}.d"
 """
@@ -103,10 +102,15 @@ printf 'KERNEL' > "$2" && echo "$2:" > "${2%.*}.d"
 _used: str | None = None
 
 
+def is_in_use() -> bool:
+    """Return whether ttnn opens a mock board in this process."""
+    return bool(os.environ.get("TT_METAL_MOCK_CLUSTER_DESC_PATH"))
+
+
 def use(board: str) -> None:
     """Select a mock board for this process, until its end.
 
-    Writes only to `$XDG_CACHE_HOME/mha_tt` (`~/.cache/mha_tt`), not to ttnn's cache of kernels.
+    Writes only to `$XDG_CACHE_HOME/ttnn_mock` (`~/.cache/ttnn_mock`), not to ttnn's cache of kernels.
 
     Args:
         board: `n150`, `n300`, `t3000`, `p100` or `p150`.
@@ -117,14 +121,16 @@ def use(board: str) -> None:
     """
     global _used
     if board not in BOARDS:
-        raise Refusal("board", f"be one of {list(BOARDS)}", board=board)
+        raise ValueError(f"board must be one of {list(BOARDS)}, got {board=}")
     if _used not in (None, board):
         raise RuntimeError(f"board must stay the same for the whole process, got {board!r} after {_used!r}")
     package = Path(ttnn.__file__).parent  # pyright: ignore
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    root = cache / "mha_tt" / f"mock-{zlib.crc32(str(package).encode()):08x}"  # two environments must not share one
+    root = cache / "ttnn_mock" / f"{zlib.crc32(str(package).encode()):08x}"  # two environments must not share one
     if any(character.isspace() for character in str(root)):
-        raise Refusal("the cache folder", "have no blanks in its path, which ttnn's build cannot take", str(root))
+        raise ValueError(
+            f"the cache folder must have no blanks in its path, which ttnn's build cannot take, got {root}"
+        )
     binaries = root / "runtime" / "sfpi" / "compiler" / "bin"
     binaries.mkdir(parents=True, exist_ok=True)
     for name in ("tt_metal", "ttnn", "runtime/hw"):  # without the last, each process links all kernels again

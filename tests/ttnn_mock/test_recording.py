@@ -9,8 +9,8 @@ import ttnn
 from helpers.tt.formulas import IS_MOCK
 
 import mha_tt
-from mha_tt import recording
-from mha_tt.recording import Recording
+import ttnn_mock
+from ttnn_mock import Recording, recording
 
 pytestmark = pytest.mark.skipif(not IS_MOCK, reason="recordings are given back on a mock board only")
 
@@ -30,8 +30,8 @@ def program(device, *, x=X, factor=2.0, times=1, is_of_first=False):
 
 def keep(device, monkeypatch, **options):
     """Return a recording of the program, made on a device whose values are off by one."""
-    with mha_tt.mock.shadow() as values, monkeypatch.context() as patched:
-        patched.setattr(recording, "target", lambda: "simulator")
+    with ttnn_mock.shadow() as values, monkeypatch.context() as patched:
+        patched.setattr(recording, "is_in_use", lambda: False)
         patched.setattr(recording, "read_back", lambda tensor: values.download(tensor) + 1)
         with recording.recorded() as found:
             assert np.array_equal(program(device, **options), 2 ** options.get("times", 1) * X + 1)
