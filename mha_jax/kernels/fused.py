@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from mha_jax.arrays import platform_of
-from mha_jax.kernels import Kernel, blockwise, library, splash, whole, windows
-from mha_jax.kernels.blocks import BlockSizes
+from mha_jax.kernels import Kernel, library, splash
+from mha_jax.kernels.cpu import blockwise, whole, windows
+from mha_jax.kernels.cpu.blocks import BlockSizes
 from mha_jax.masks import Mask, MaskKeywords
 from mha_jax.parallel.sharding import head_sharding, with_auto_axes
 from mha_jax.parallel.tokens import ContextParallel, token_axis

@@ -20,8 +20,8 @@ from jax import lax
 from jaxtyping import Array
 
 from mha_jax.arrays import at_least_float32
-from mha_jax.kernels.blocks import BlockSizes, Hidden, Options, Scoring
-from mha_jax.kernels.blockwise import gradient_of_sinks, gradients_of_part, sums_of_part
+from mha_jax.kernels.cpu.blocks import BlockSizes, Hidden, Options, Scoring
+from mha_jax.kernels.cpu.blockwise import gradient_of_sinks, gradients_of_part, sums_of_part
 from mha_jax.kernels.nonfinite import nan_where, nonfinite_tokens
 from mha_jax.masks import Mask
 from mha_jax.parallel.sharding import is_automatic, varying

@@ -19,8 +19,8 @@ from jaxtyping import Array
 
 from mha_jax.compiled import compiled
 from mha_jax.kernels import Kernel, step_of
-from mha_jax.kernels.blocks import BlockSizes
-from mha_jax.kernels.blockwise import with_relative_bias
+from mha_jax.kernels.cpu.blocks import BlockSizes
+from mha_jax.kernels.cpu.blockwise import with_relative_bias
 from mha_jax.masks import Mask, to_scores_rank
 from mha_jax.parallel.ring import attend_to_visitors
 from mha_jax.parallel.sharding import head_sharding, is_explicit, placed, spec_of, varying, with_auto_axes

@@ -31,10 +31,7 @@ WORDS = {
 
 EXTRA_FILES = {  # and folders
     "jax": {
-        "kernels/blockwise.py",  # the fused CPU kernel, which the other frameworks provide,
-        "kernels/blocks.py",  # how it divides its work,
-        "kernels/windows.py",  # and where it skips most keys
-        "kernels/whole.py",  # its form for few scores
+        "kernels/cpu/",  # fused CPU kernels, which the other frameworks provide
         "kernels/library.py",  # the framework's own kernel, for other devices,
         "kernels/splash.py",  # and the one for TPUs
         "kernels/nonfinite.py",  # keeps non-finite values in visible positions, around kernels that do not

@@ -445,7 +445,7 @@ def test_divided_blocks_match_plain_path(monkeypatch, name):
     """Blocks on automatic mesh axes, which XLA divides among devices, match the plain path on one
     device.
     """
-    monkeypatch.setattr(mha_jax.kernels.blockwise, "is_automatic", lambda x: True)
+    monkeypatch.setattr(mha_jax.kernels.cpu.blockwise, "is_automatic", lambda x: True)
     arrays, options = named(name)
     attend = functools.partial(jax_blocks, kernel=DIVIDED)
     found = numpy_of(jitted_with_gradients(attend, **options)(as_jax(arrays)))
@@ -456,7 +456,7 @@ def test_divided_step_matches_plain_path(monkeypatch):
     """A step on automatic mesh axes, which XLA divides among devices, matches the plain path on one
     device.
     """
-    monkeypatch.setattr(mha_jax.kernels.blockwise, "is_automatic", lambda x: True)
+    monkeypatch.setattr(mha_jax.kernels.cpu.blockwise, "is_automatic", lambda x: True)
     arrays = cache_problem((6, 2), LAST_POSITIONS["ragged"])
     attend = functools.partial(attend_to_cache, kernel=DIVIDED)
     parity.assert_parity(numpy_of(jitted_with_gradients(attend)(as_jax(arrays))), **yardstick(arrays))

@@ -21,7 +21,7 @@ from torch.nn.attention import flex_attention
 import mha_jax
 import mha_torch
 import parity
-from mha_jax.kernels import blockwise
+from mha_jax.kernels.cpu import blockwise
 from mha_jax.kernels.fused import FusedAttention
 from mha_jax.masks import Mask
 from mha_jax.scores import Scores

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 import mha_jax
 import mha_torch
 import parity
-from mha_jax.kernels import blockwise
+from mha_jax.kernels.cpu import blockwise
 from mha_jax.kernels.fused import FusedAttention
 from mha_jax.masks import Mask
 from mha_jax.parallel import ContextParallel, tokens

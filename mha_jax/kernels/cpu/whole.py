@@ -15,7 +15,7 @@ from jaxtyping import Array
 from mha_jax.alibi import alibi_bias
 from mha_jax.arrays import at_least_float32
 from mha_jax.compiled import compiled
-from mha_jax.kernels.blockwise import with_relative_bias
+from mha_jax.kernels.cpu.blockwise import with_relative_bias
 from mha_jax.kernels.nonfinite import contained, zero_where
 from mha_jax.masks import Mask, to_scores_rank
 from mha_jax.scores import Scores

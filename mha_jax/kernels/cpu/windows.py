@@ -10,8 +10,8 @@ from jax import lax
 from jaxtyping import Array, Bool
 
 from mha_jax.compiled import compiled
-from mha_jax.kernels import blockwise, whole
-from mha_jax.kernels.blocks import BlockSizes, place_in
+from mha_jax.kernels.cpu import blockwise, whole
+from mha_jax.kernels.cpu.blocks import BlockSizes, place_in
 from mha_jax.kernels.nonfinite import attends_to_any, nan_where, nonfinite_tokens, zero_where
 from mha_jax.masks import Mask, to_scores_rank
 from mha_jax.parallel.sharding import is_automatic
