@@ -8,10 +8,7 @@ from mha_jax.cache_mha import (
     multi_head_attention_with_cache,
     multi_head_attention_with_static_cache,
 )
-from mha_jax.functional import multi_head_attention, multi_head_attention_core
-from mha_jax.heads import combine_heads, repeat_kv_heads, split_heads
-from mha_jax.kernels import fused
-from mha_jax.latent import (
+from mha_jax.features.latent import (
     LatentCache,
     absorb_keys,
     absorb_values,
@@ -20,7 +17,13 @@ from mha_jax.latent import (
     init_latent_cache,
     project_latents,
 )
-from mha_jax.latent_mha import MultiHeadLatentAttention, multi_head_latent_attention
+from mha_jax.features.latent_mha import MultiHeadLatentAttention, multi_head_latent_attention
+from mha_jax.features.norms import apply_norm
+from mha_jax.features.rope import apply_rope
+from mha_jax.features.temperature import apply_temperature
+from mha_jax.functional import multi_head_attention, multi_head_attention_core
+from mha_jax.heads import combine_heads, repeat_kv_heads, split_heads
+from mha_jax.kernels import fused
 from mha_jax.mask_arrays import (
     create_causal_mask,
     create_causal_mask_with_cache,
@@ -29,9 +32,7 @@ from mha_jax.mask_arrays import (
 )
 from mha_jax.masks import create_attention_mask
 from mha_jax.mha import MultiHeadAttention, MultiHeadSelfAttention
-from mha_jax.norms import apply_norm
 from mha_jax.projections import apply_gate, project_output, project_qkv
-from mha_jax.rope import apply_rope
 from mha_jax.stages import (
     apply_dropout,
     attention_context,
@@ -39,7 +40,6 @@ from mha_jax.stages import (
     masked_softmax,
     scaled_dot_product_attention,
 )
-from mha_jax.temperature import apply_temperature
 from mha_jax.weights import project_with
 
 __all__ = [

@@ -28,9 +28,16 @@ from mha_jax.cache import (
 )
 from mha_jax.checks import check_floating, check_is_cache, check_layer_positions, check_shared_kv, check_weights
 from mha_jax.compiled import compiled
+from mha_jax.features.latent import (
+    LatentCache,
+    absorb_keys,
+    absorb_values,
+    check_latent_cache,
+    expand_latents,
+    project_latents,
+)
 from mha_jax.kernels import Kernel, fused, step_of
 from mha_jax.kernels.nonfinite import contained_projection, zero_where
-from mha_jax.latent import LatentCache, absorb_keys, absorb_values, check_latent_cache, expand_latents, project_latents
 from mha_jax.masks import Mask
 from mha_jax.mha import AttentionLayer, FunctionalLayer, Projection
 from mha_jax.projections import project_output, project_qkv

@@ -13,8 +13,8 @@ from jaxtyping import Array
 
 from mha_spec import AttentionSpec, GridBias, Latent, Norm, Refusal, RelativeBias, RelativeProducts, Rope, WrongType
 from mha_spec.attention import check_spec
-from mha_spec.norm import check_norm
-from mha_spec.rope import position_shapes
+from mha_spec.features.norm import check_norm
+from mha_spec.features.rope import position_shapes
 from mha_spec.rules import as_count, check_head_groups
 
 

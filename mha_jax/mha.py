@@ -18,10 +18,10 @@ from mha_jax import stages
 from mha_jax.arrays import cast
 from mha_jax.axes import with_one_batch_axis
 from mha_jax.checks import check_layer_inputs, check_projected, check_tokens
+from mha_jax.features.norms import NormLayer
 from mha_jax.kernels import Kernel, fused
 from mha_jax.kernels.nonfinite import contained_projection
 from mha_jax.masks import Mask, MaskKeywords
-from mha_jax.norms import NormLayer
 from mha_jax.projections import project_output, project_qkv
 from mha_jax.scores import LEARNED, Scores
 from mha_jax.stages import apply_dropout, check_attention

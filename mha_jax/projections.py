@@ -9,11 +9,11 @@ from jaxtyping import Array, Float, Int
 
 from mha_jax.arrays import at_least_float32
 from mha_jax.checks import check_gated
+from mha_jax.features.latent import expand_latents, project_latents
+from mha_jax.features.rope import apply_rope
+from mha_jax.features.temperature import apply_temperature
 from mha_jax.heads import combine_heads, split_heads
 from mha_jax.kernels.nonfinite import nan_where, nonfinite_tokens, zero_where
-from mha_jax.latent import expand_latents, project_latents
-from mha_jax.rope import apply_rope
-from mha_jax.temperature import apply_temperature
 from mha_jax.weights import Project
 from mha_spec import AttentionSpec, Rope
 from mha_spec.attention import check_spec

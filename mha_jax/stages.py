@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mha_jax.alibi import alibi_bias
 from mha_jax.arrays import at_least_float32
 from mha_jax.checks import (
     check_bias,
@@ -24,12 +23,13 @@ from mha_jax.checks import (
     check_weighed,
 )
 from mha_jax.compiled import compiled
+from mha_jax.features.alibi import alibi_bias
+from mha_jax.features.relative_bias import relative_position_bias
+from mha_jax.features.relative_products import relative_position_products
 from mha_jax.heads import repeat_kv_heads
 from mha_jax.kernels.nonfinite import contained_with_weights
 from mha_jax.masks import Mask, MaskKeywords, to_scores_rank
 from mha_jax.parallel.sharding import head_sharding, reshard_like, with_auto_axes
-from mha_jax.relative_bias import relative_position_bias
-from mha_jax.relative_products import relative_position_products
 from mha_jax.scores import Scores
 from mha_spec import AttentionSpec, Refusal, WrongType
 from mha_spec.attention import check_spec

@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from mha_jax.arrays import at_least_float32
 from mha_jax.checks import check_projected
-from mha_jax.norms import apply_norm
+from mha_jax.features.norms import apply_norm
 from mha_jax.parallel.sharding import is_explicit, placed, spec_of
 from mha_spec import AttentionSpec
 

@@ -1,16 +1,14 @@
 """Framework-independent specification of attention layers, in pure Python and NumPy."""
 
-from mha_spec.alibi import Alibi
 from mha_spec.attention import AttentionSpec
-from mha_spec.gate import Gate
-from mha_spec.latent import Latent
-from mha_spec.norm import Norm
-from mha_spec.projection import Projection
-from mha_spec.refusal import Refusal, WrongType
-from mha_spec.relative_bias import GridBias, RelativeBias
-from mha_spec.relative_products import RelativeProducts
-from mha_spec.rope import Rope
-from mha_spec.scaling import (
+from mha_spec.features.alibi import Alibi
+from mha_spec.features.gate import Gate
+from mha_spec.features.latent import Latent
+from mha_spec.features.norm import Norm
+from mha_spec.features.relative_bias import GridBias, RelativeBias
+from mha_spec.features.relative_products import RelativeProducts
+from mha_spec.features.rope import Rope
+from mha_spec.features.scaling import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
@@ -18,7 +16,9 @@ from mha_spec.scaling import (
     ProportionalScaling,
     YarnScaling,
 )
-from mha_spec.temperature import Temperature
+from mha_spec.features.temperature import Temperature
+from mha_spec.projection import Projection
+from mha_spec.refusal import Refusal, WrongType
 
 __all__ = [
     "Alibi",

@@ -8,21 +8,21 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mha_spec.alibi import Alibi
-from mha_spec.gate import Gate
-from mha_spec.latent import Latent, check_latent_rope
-from mha_spec.norm import Norm
+from mha_spec.features.alibi import Alibi
+from mha_spec.features.gate import Gate
+from mha_spec.features.latent import Latent, check_latent_rope
+from mha_spec.features.norm import Norm
+from mha_spec.features.relative_bias import GridBias, RelativeBias
+from mha_spec.features.relative_products import RelativeProducts
+from mha_spec.features.rope import Rope, check_rotated
+from mha_spec.features.scaling import YarnScaling
+from mha_spec.features.temperature import Temperature, check_temperature
 from mha_spec.projection import Projection, shapes_of
 from mha_spec.record import Record
 from mha_spec.refusal import Refusal, WrongType
-from mha_spec.relative_bias import GridBias, RelativeBias
-from mha_spec.relative_products import RelativeProducts
-from mha_spec.rope import Rope, check_rotated
 from mha_spec.rules import as_boolean, as_count, as_factor, as_rate, check_head_groups
-from mha_spec.scaling import YarnScaling
 from mha_spec.serialization import from_json, to_json
 from mha_spec.span import Span, span_of
-from mha_spec.temperature import Temperature, check_temperature
 
 SIZES = ("d_model", "num_heads", "num_kv_heads", "head_dim", "d_in", "d_kv", "value_head_dim")
 REACHES = ("window_size", "chunk_size")

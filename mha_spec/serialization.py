@@ -6,17 +6,17 @@ import json
 from dataclasses import MISSING, asdict, fields
 from typing import Any, TypeVar
 
-from mha_spec.alibi import Alibi
-from mha_spec.gate import Gate
-from mha_spec.latent import Latent
-from mha_spec.norm import Norm
+from mha_spec.features.alibi import Alibi
+from mha_spec.features.gate import Gate
+from mha_spec.features.latent import Latent
+from mha_spec.features.norm import Norm
+from mha_spec.features.relative_bias import GridBias, RelativeBias
+from mha_spec.features.relative_products import RelativeProducts
+from mha_spec.features.rope import Rope
+from mha_spec.features.scaling import SCALINGS
+from mha_spec.features.temperature import Temperature
 from mha_spec.record import Record
 from mha_spec.refusal import Refusal
-from mha_spec.relative_bias import GridBias, RelativeBias
-from mha_spec.relative_products import RelativeProducts
-from mha_spec.rope import Rope
-from mha_spec.scaling import SCALINGS
-from mha_spec.temperature import Temperature
 
 RECORDS: dict[str, type[Record]] = {"alibi": Alibi, "gate": Gate, "latent": Latent, "qk_norm": Norm, "v_norm": Norm}
 RECORDS |= {"relative_bias": RelativeBias, "temperature": Temperature, "context_norm": Norm}

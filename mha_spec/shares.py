@@ -7,7 +7,7 @@ from math import gcd
 from typing import NamedTuple
 
 from mha_spec.attention import AttentionSpec
-from mha_spec.relative_products import SIDES
+from mha_spec.features.relative_products import SIDES
 
 OUT_BIAS = "out_proj.bias"
 

@@ -6,10 +6,7 @@ from mha_torch.cache_mha import (
     multi_head_attention_with_cache,
     multi_head_attention_with_static_cache,
 )
-from mha_torch.functional import multi_head_attention, multi_head_attention_core
-from mha_torch.heads import combine_heads, repeat_kv_heads, split_heads
-from mha_torch.kernels import fused
-from mha_torch.latent import (
+from mha_torch.features.latent import (
     LatentCache,
     absorb_keys,
     absorb_values,
@@ -18,7 +15,13 @@ from mha_torch.latent import (
     init_latent_cache,
     project_latents,
 )
-from mha_torch.latent_mha import MultiHeadLatentAttention, multi_head_latent_attention
+from mha_torch.features.latent_mha import MultiHeadLatentAttention, multi_head_latent_attention
+from mha_torch.features.norms import apply_norm
+from mha_torch.features.rope import apply_rope
+from mha_torch.features.temperature import apply_temperature
+from mha_torch.functional import multi_head_attention, multi_head_attention_core
+from mha_torch.heads import combine_heads, repeat_kv_heads, split_heads
+from mha_torch.kernels import fused
 from mha_torch.mask_arrays import (
     create_causal_mask,
     create_causal_mask_with_cache,
@@ -27,9 +30,7 @@ from mha_torch.mask_arrays import (
 )
 from mha_torch.masks import create_attention_mask
 from mha_torch.mha import MultiHeadAttention, MultiHeadSelfAttention
-from mha_torch.norms import apply_norm
 from mha_torch.projections import apply_gate, project_output, project_qkv
-from mha_torch.rope import apply_rope
 from mha_torch.stages import (
     apply_dropout,
     attention_context,
@@ -37,7 +38,6 @@ from mha_torch.stages import (
     masked_softmax,
     scaled_dot_product_attention,
 )
-from mha_torch.temperature import apply_temperature
 from mha_torch.weights import project_with
 
 __all__ = [

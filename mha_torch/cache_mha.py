@@ -37,9 +37,7 @@ from mha_torch.checks import (
     check_shared_kv,
     check_weights,
 )
-from mha_torch.kernels import Kernel, fused
-from mha_torch.kernels.nonfinite import contained_projection, nan_where, zero_where
-from mha_torch.latent import (
+from mha_torch.features.latent import (
     LatentCache,
     absorb_keys,
     absorb_values,
@@ -47,6 +45,8 @@ from mha_torch.latent import (
     expand_latents,
     project_latents,
 )
+from mha_torch.kernels import Kernel, fused
+from mha_torch.kernels.nonfinite import contained_projection, nan_where, zero_where
 from mha_torch.masks import Mask, as_lengths, block_of
 from mha_torch.mha import AttentionLayer, FunctionalLayer
 from mha_torch.projections import project_output, project_qkv

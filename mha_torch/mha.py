@@ -20,11 +20,11 @@ from mha_torch import stages
 from mha_torch.arrays import is_distributed
 from mha_torch.axes import with_one_batch_axis
 from mha_torch.checks import check_layer_inputs, check_projected, check_tokens
+from mha_torch.features.norms import NormLayer
 from mha_torch.kernels import Kernel, fused
 from mha_torch.kernels.nonfinite import contained_projection, nonfinite_tokens
 from mha_torch.kernels.sdpa import check_context_parallel
 from mha_torch.masks import Mask, MaskKeywords
-from mha_torch.norms import NormLayer
 from mha_torch.projections import project_output, project_qkv
 from mha_torch.scores import LEARNED, Scores
 from mha_torch.stages import check_attention

@@ -11,11 +11,11 @@ from mha_spec import AttentionSpec, Refusal, Rope
 from mha_spec.attention import check_spec
 from mha_torch.arrays import at_least_float32
 from mha_torch.checks import check_features, check_gated, check_positions
+from mha_torch.features.latent import expand_latents, project_latents
+from mha_torch.features.rope import apply_rope, rotation_of
+from mha_torch.features.temperature import apply_temperature
 from mha_torch.heads import combine_heads, split_heads
 from mha_torch.kernels.nonfinite import maybe_any, nan_where, nonfinite_tokens, zero_where
-from mha_torch.latent import expand_latents, project_latents
-from mha_torch.rope import apply_rope, rotation_of
-from mha_torch.temperature import apply_temperature
 from mha_torch.weights import Project
 
 

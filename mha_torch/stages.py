@@ -14,7 +14,6 @@ from torch import Tensor
 from mha_spec import AttentionSpec, Refusal, WrongType
 from mha_spec.attention import check_spec
 from mha_spec.rules import as_rate
-from mha_torch.alibi import alibi_bias
 from mha_torch.arrays import at_least_float32, without_autocast
 from mha_torch.checks import (
     check_bias,
@@ -28,11 +27,12 @@ from mha_torch.checks import (
     check_sinks,
     check_weighed,
 )
+from mha_torch.features.alibi import alibi_bias
+from mha_torch.features.relative_bias import relative_position_bias
+from mha_torch.features.relative_products import relative_position_products
 from mha_torch.heads import repeat_kv_heads
 from mha_torch.kernels.nonfinite import contained_with_weights, maybe_any
 from mha_torch.masks import Mask, MaskKeywords
-from mha_torch.relative_bias import relative_position_bias
-from mha_torch.relative_products import relative_position_products
 from mha_torch.scores import Scores
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mha_spec import AttentionSpec
 from mha_torch.checks import check_projected
-from mha_torch.norms import apply_norm
+from mha_torch.features.norms import apply_norm
 
 Project = Callable[[str, Tensor], Tensor]
 """Applies a projection by name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`, `gate_proj`) to an input, or a

@@ -28,10 +28,7 @@ from mha_tt.device import (
     target,
     upload,
 )
-from mha_tt.functional import multi_head_attention, multi_head_attention_core
-from mha_tt.heads import combine_heads, repeat_kv_heads, split_heads
-from mha_tt.kernels import fused
-from mha_tt.latent import (
+from mha_tt.features.latent import (
     HeadWeights,
     LatentCache,
     absorb_keys,
@@ -42,7 +39,13 @@ from mha_tt.latent import (
     project_latents,
     weights_of_heads,
 )
-from mha_tt.latent_mha import MultiHeadLatentAttention, multi_head_latent_attention
+from mha_tt.features.latent_mha import MultiHeadLatentAttention, multi_head_latent_attention
+from mha_tt.features.norms import apply_norm
+from mha_tt.features.rope import Rotation, apply_rope
+from mha_tt.features.temperature import apply_temperature
+from mha_tt.functional import multi_head_attention, multi_head_attention_core
+from mha_tt.heads import combine_heads, repeat_kv_heads, split_heads
+from mha_tt.kernels import fused
 from mha_tt.layout import head_slots, padded_head_dim
 from mha_tt.mask_arrays import (
     create_causal_mask,
@@ -52,9 +55,7 @@ from mha_tt.mask_arrays import (
 )
 from mha_tt.masks import DeviceMask, create_attention_mask
 from mha_tt.mha import MultiHeadAttention, MultiHeadSelfAttention
-from mha_tt.norms import apply_norm
 from mha_tt.projections import apply_gate, project_output, project_qkv
-from mha_tt.rope import Rotation, apply_rope
 from mha_tt.stages import (
     apply_dropout,
     attention_context,
@@ -62,7 +63,6 @@ from mha_tt.stages import (
     masked_softmax,
     scaled_dot_product_attention,
 )
-from mha_tt.temperature import apply_temperature
 from mha_tt.weights import download_weights, project_with, upload_weights
 
 __all__ = [

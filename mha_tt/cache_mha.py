@@ -46,13 +46,13 @@ from mha_tt.decode.pages import paged
 from mha_tt.decode.slots import first_slots, joined
 from mha_tt.decode.step import decode_step, project_new_tokens
 from mha_tt.device import upload, zeros
+from mha_tt.features.latent import HeadWeights, LatentCache, absorb_keys, absorb_values, expand_latents
+from mha_tt.features.rope import rotation_of
 from mha_tt.kernels import Kernel, fused
-from mha_tt.latent import HeadWeights, LatentCache, absorb_keys, absorb_values, expand_latents
 from mha_tt.layout import padded_features, padded_width, round_up
 from mha_tt.masks import DeviceMask, Mask, block_of
 from mha_tt.mha import AttentionLayer, FunctionalLayer
 from mha_tt.projections import project_output, project_qkv
-from mha_tt.rope import rotation_of
 from mha_tt.scores import Scores
 from mha_tt.stages import check_attention
 

@@ -11,8 +11,8 @@ from ttnn import Tensor
 
 from mha_spec import AttentionSpec, GridBias, Norm, Refusal, RelativeBias, RelativeProducts, Rope, WrongType
 from mha_spec.attention import check_spec
-from mha_spec.norm import check_norm
-from mha_spec.rope import position_shapes
+from mha_spec.features.norm import check_norm
+from mha_spec.features.rope import position_shapes
 from mha_spec.rules import as_count, check_head_groups
 from mha_tt.layout import (
     TAKEN,

@@ -8,7 +8,7 @@ import numpy as np
 import ttnn
 
 from mha_spec import AttentionSpec, Rope, WrongType
-from mha_spec.relative_products import SIDES
+from mha_spec.features.relative_products import SIDES
 
 TILE = 32
 """Rows and columns of a tile, the unit of storage and computation."""

@@ -26,11 +26,11 @@ from mha_tt.axes import with_one_batch_axis
 from mha_tt.checks import check_dtype, check_input_dtype, check_layer_inputs, check_tokens
 from mha_tt.decode.places import PreparedWeights
 from mha_tt.device import accurate_config, describe_config
+from mha_tt.features.rope import Rotation, rotation_of
 from mha_tt.kernels import Kernel, fused
 from mha_tt.masks import CausalMask, Mask, MaskKeywords
 from mha_tt.parallel.local import all_reduce
 from mha_tt.projections import project_output, project_qkv
-from mha_tt.rope import Rotation, rotation_of
 from mha_tt.scores import LEARNED, Scores
 from mha_tt.stages import check_attention, drop
 from mha_tt.weights import project_with, upload_weights

@@ -15,11 +15,11 @@ from mha_spec.attention import check_spec
 from mha_tt.arrays import as_dtype, at_least_float32
 from mha_tt.checks import check_gated
 from mha_tt.device import zeros
+from mha_tt.features.latent import expand_latents, project_latents
+from mha_tt.features.rope import Rotation, positions_and_rotation
+from mha_tt.features.temperature import apply_temperature
 from mha_tt.heads import combine_heads, split_heads
-from mha_tt.latent import expand_latents, project_latents
 from mha_tt.layout import TILE, padded_features
-from mha_tt.rope import Rotation, positions_and_rotation
-from mha_tt.temperature import apply_temperature
 from mha_tt.weights import Project
 
 

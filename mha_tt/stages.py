@@ -18,7 +18,6 @@ from ttnn import Tensor
 from mha_spec import AttentionSpec, Refusal, WrongType
 from mha_spec.attention import check_spec
 from mha_spec.rules import as_rate
-from mha_tt.alibi import alibi_bias
 from mha_tt.arrays import as_dtype, at_least_float32
 from mha_tt.checks import (
     check_bias,
@@ -32,11 +31,12 @@ from mha_tt.checks import (
     check_weighed,
 )
 from mha_tt.device import accurate_config, upload
+from mha_tt.features.alibi import alibi_bias
+from mha_tt.features.relative_bias import relative_position_bias
+from mha_tt.features.relative_products import relative_position_products
 from mha_tt.heads import repeat_kv_heads
 from mha_tt.kernels.nonfinite import contained_with_weights, nan_where, zero_masked_rows
 from mha_tt.masks import MASKED, DeviceMask, Mask, MaskKeywords, on_device
-from mha_tt.relative_bias import relative_position_bias
-from mha_tt.relative_products import relative_position_products
 from mha_tt.scores import Scores, bias_on_device
 
 

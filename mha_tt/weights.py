@@ -10,9 +10,10 @@ from ttnn import Tensor
 
 from mha_spec import AttentionSpec, Refusal
 from mha_spec.attention import check_spec
-from mha_spec.relative_products import SIDES
+from mha_spec.features.relative_products import SIDES
 from mha_tt.checks import check_dtype, check_finite, check_projected, check_weights
 from mha_tt.device import accurate_config, download, download_parts, upload, upload_parts
+from mha_tt.features.norms import apply_norm
 from mha_tt.layout import (
     OF_SCORES,
     TAKEN,
@@ -23,7 +24,6 @@ from mha_tt.layout import (
     real_heads,
     slots_in,
 )
-from mha_tt.norms import apply_norm
 from mha_tt.parallel.local import lines_of, local_spec, local_weights, whole_weights
 
 Project = Callable[[str, Tensor], Tensor]

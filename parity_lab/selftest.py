@@ -49,20 +49,24 @@ SELFTESTED = [name for name, backend in BACKENDS.items() if backend.has_all_bugs
 """Backends that support all bugs. Only masks of mha_tt are arrays: `tests/siblings/mha_tt` injects a few bugs there."""
 
 HOLDERS = (
-    *(
-        "alibi",
-        "relative_bias",
-        "relative_products",
-        "masks",
-        "rope",
-        "norms",
-        "weights",
-        "projections",
-        "stages",
-        "mha",
-        "cache",
-    ),
-    *("cache_mha", "latent", "latent_mha", "heads", "temperature", "mask_arrays", "functional"),
+    "features.alibi",
+    "features.relative_bias",
+    "features.relative_products",
+    "masks",
+    "features.rope",
+    "features.norms",
+    "weights",
+    "projections",
+    "stages",
+    "mha",
+    "cache",
+    "cache_mha",
+    "features.latent",
+    "features.latent_mha",
+    "heads",
+    "features.temperature",
+    "mask_arrays",
+    "functional",
 )
 """Modules of an implementation that have its functions, in addition to the package itself."""
 

@@ -16,7 +16,7 @@ from mha_jax.cache import Cache, CacheT
 from mha_jax.mha import AttentionLayer
 from mha_jax.parallel.tokens import ContextParallel
 from mha_spec import AttentionSpec, Refusal, WrongType
-from mha_spec.relative_products import SIDES
+from mha_spec.features.relative_products import SIDES
 from mha_spec.shares import axis_of_heads
 
 __all__ = ["shard", "shard_cache"]

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mha_spec import Refusal, RelativeBias
-from mha_torch.alibi import alibi_bias
 from mha_torch.arrays import at_least_float32, values_of, without_autocast
+from mha_torch.features.alibi import alibi_bias
+from mha_torch.features.relative_bias import relative_position_bias
 from mha_torch.heads import repeat_kv_heads
 from mha_torch.masks import Mask
-from mha_torch.relative_bias import relative_position_bias
 from mha_torch.scores import Scores
 
 _KERNEL = F.scaled_dot_product_attention

@@ -17,10 +17,10 @@ from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel, pa
 from mha_spec import AttentionSpec, Refusal, WrongType
 from mha_spec.shares import OF_QUERIES, axis_of_heads, local_heads
 from mha_torch.arrays import is_distributed
-from mha_torch.latent_mha import hooks_of
+from mha_torch.features.latent_mha import hooks_of
+from mha_torch.features.norms import NormLayer
 from mha_torch.masks import Mask
 from mha_torch.mha import AttentionLayer
-from mha_torch.norms import NormLayer
 from mha_torch.parallel.local import PLACES, ShardedNorm, WidthShard, any_over_ranks, local_weight
 from mha_torch.parallel.ring import RingAttention, check_known_to_ring
 from mha_torch.scores import LEARNED, Scores

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from mha_spec import Refusal
 from mha_torch.arrays import is_distributed
-from mha_torch.norms import NormLayer, apply_norm, apply_norm_by_mean
+from mha_torch.features.norms import NormLayer, apply_norm, apply_norm_by_mean
 
 PLACES = "_places"
 """Marks a hook that only moves tensors to a weight: multiplying by the local weight directly is equivalent."""

@@ -16,8 +16,8 @@ from ttnn import Tensor
 from mha_spec import AttentionSpec, Refusal
 from mha_tt.arrays import as_dtype
 from mha_tt.device import accurate_config, upload, upload_rows, zeros
+from mha_tt.features.rope import Rotation, cos_and_sin, rotated_head
 from mha_tt.layout import TILE, largest_divisor
-from mha_tt.rope import Rotation, cos_and_sin, rotated_head
 
 SUBBLOCK = 4
 """Maximum number of float32 result tiles that a core computes at a time."""

@@ -15,12 +15,12 @@ from mha_spec import AttentionSpec
 from mha_tt.cache import Cache, CacheT, write_rows
 from mha_tt.decode.places import SUBBLOCK, DecodePositions, PreparedWeights
 from mha_tt.device import accurate_config
+from mha_tt.features.latent import HeadWeights, LatentCache, absorb_values, project_absorbed, project_latents
+from mha_tt.features.rope import Rotation
 from mha_tt.kernels import fused
-from mha_tt.latent import HeadWeights, LatentCache, absorb_values, project_absorbed, project_latents
 from mha_tt.layout import TILE, largest_divisor, padded_features, round_up
 from mha_tt.mha import AttentionLayer, FunctionalLayer
 from mha_tt.projections import project_output, project_qkv
-from mha_tt.rope import Rotation
 from mha_tt.scores import Scores
 from mha_tt.weights import Project
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mha_spec import AttentionSpec
-from mha_spec.relative_products import SIDES
+from mha_spec.features.relative_products import SIDES
 from parity.backends.port import Port
 from parity.core.arrays import to_numpy
 from parity.core.problem import Problem

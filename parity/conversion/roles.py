@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from mha_spec import AttentionSpec
-from mha_spec.relative_products import SIDES
+from mha_spec.features.relative_products import SIDES
 from mha_spec.shares import OF_QUERIES
 
 

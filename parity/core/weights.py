@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from mha_spec import AttentionSpec, Refusal, WrongType
-from mha_spec.relative_products import SIDES
+from mha_spec.features.relative_products import SIDES
 from parity.core.arrays import to_numpy_by_name
 from parity.files.reading import SUFFIXES, open_file
 from parity.files.safetensors import safetensors_bytes

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mha_spec import RelativeProducts
-from mha_spec.relative_products import SIDES
+from mha_spec.features.relative_products import SIDES
 from parity.core.arrays import to_numpy
 from parity.identification.ends import end_of
 from parity.identification.found import Fit

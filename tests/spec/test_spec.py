@@ -30,7 +30,7 @@ from mha_spec import (
     Temperature,
     YarnScaling,
 )
-from mha_spec.scaling import SCALINGS
+from mha_spec.features.scaling import SCALINGS
 from parity import CASES, AttentionSpec, pretrained, random_case
 from parity.cli.run import MOST_RANDOM
 from parity.core import reference

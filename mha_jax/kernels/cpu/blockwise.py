@@ -26,11 +26,11 @@ from jaxtyping import Array, Float
 
 from mha_jax.arrays import at_least_float32
 from mha_jax.compiled import compiled
+from mha_jax.features.relative_bias import relative_position_bias
 from mha_jax.kernels.cpu.blocks import Blocks, BlockSizes, Hidden, Keys, Options, Rows, Scoring, Sums, Tile
 from mha_jax.kernels.nonfinite import nan_where, nonfinite_tokens, zero_where
 from mha_jax.masks import Mask, to_scores_rank
 from mha_jax.parallel.sharding import is_automatic
-from mha_jax.relative_bias import relative_position_bias
 from mha_jax.scores import Scores
 from mha_spec import AttentionSpec
 from mha_spec.span import Span

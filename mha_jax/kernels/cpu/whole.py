@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from mha_jax.alibi import alibi_bias
 from mha_jax.arrays import at_least_float32
 from mha_jax.compiled import compiled
+from mha_jax.features.alibi import alibi_bias
 from mha_jax.kernels.cpu.blockwise import with_relative_bias
 from mha_jax.kernels.nonfinite import contained, zero_where
 from mha_jax.masks import Mask, to_scores_rank

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from mha_spec.relative_products import SIDES
+from mha_spec.features.relative_products import SIDES
 from parity.conversion.layouts.layout import Tensor
 
 ROWS, COLUMNS = "(n h) d", "d (n h)"  # (out, in) as in torch, and (in, out)

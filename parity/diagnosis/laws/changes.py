@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mha_spec import Norm
-from mha_spec.relative_products import SIDES
+from mha_spec.features.relative_products import SIDES
 from parity.core.problem import Problem
 from parity.core.stages import Values
 from parity.core.weights import QKV

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mha_spec import AttentionSpec, LinearScaling, RelativeBias, Rope
-from mha_spec.scaling import Scaling
+from mha_spec.features.scaling import Scaling
 from parity.diagnosis.bugs.families import DIVIDED, THETA
 from parity.diagnosis.bugs.record import Change, Changed, instead
 from parity.diagnosis.laws.record import Law, OtherSpec, Seen

@@ -341,7 +341,8 @@ def mutate(monkeypatch, sibling, name, broken):
     package = sibling.package
     original = getattr(package, name)
     replacement = broken(original, sibling)
-    holders = [package, *(getattr(package, part) for part in ("masks", "rope", "stages", "mha", "cache", "cache_mha"))]
+    parts = ("masks", "stages", "mha", "cache", "cache_mha")
+    holders = [package, package.features.rope, *(getattr(package, part) for part in parts)]
     for holder in holders:
         if getattr(holder, name, None) is original:
             monkeypatch.setattr(holder, name, replacement)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mha_spec.norm import Norm
+from mha_spec.features.norm import Norm
 from mha_spec.record import Record
 from mha_spec.refusal import Refusal
 from mha_spec.rules import as_count, as_factor
 
 if TYPE_CHECKING:
-    from mha_spec.rope import Rope
+    from mha_spec.features.rope import Rope
 
 
 @dataclass(frozen=True, repr=False)

@@ -7,8 +7,8 @@ from mha_jax.arrays import at_least_float32
 from mha_jax.checks import check_floating, check_positions
 from mha_jax.compiled import compiled
 from mha_spec import DynamicScaling, LongRopeScaling, Rope
-from mha_spec.rope import check_rope
-from mha_spec.scaling import exponents
+from mha_spec.features.rope import check_rope
+from mha_spec.features.scaling import exponents
 
 
 def apply_rope(

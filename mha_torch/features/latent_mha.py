@@ -9,35 +9,34 @@ Without a cache, `mha` has the same layer: it expands the latents to keys and va
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
-from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
 
-from mha_jax.arrays import cast
-from mha_jax.cache import check_cached_input
-from mha_jax.cache_mha import cached_layer
-from mha_jax.checks import check_is_cache, check_weights
-from mha_jax.kernels import Kernel, fused
-from mha_jax.latent import LatentCache, init_latent_cache
-from mha_jax.mha import AttentionLayer, FunctionalLayer, Projection
 from mha_spec import AttentionSpec
 from mha_spec.attention import check_latent, check_spec, spec_from
+from mha_torch.arrays import is_distributed
+from mha_torch.cache import check_cached_input
+from mha_torch.cache_mha import cache_dtype, cached_layer
+from mha_torch.checks import check_is_cache, check_weights
+from mha_torch.features.latent import LatentCache, init_latent_cache
+from mha_torch.kernels import Kernel, fused
+from mha_torch.mha import AttentionLayer, FunctionalLayer
 
 
 def multi_head_latent_attention(
-    x: Float[Array, "B T d_in"],
-    weights: Mapping[str, Any],
+    x: Float[Tensor, "B T d_in"],
+    weights: Mapping[str, Tensor],
     spec: AttentionSpec,
     cache: LatentCache,
     *,
-    new_lengths: Int[Array, " B"] | Sequence[int] | None = None,
-    mask: Bool[Array, "..."] | None = None,
-    bias: Float[Array, "..."] | None = None,
-    positions: Int[Array, "... #B T"] | None = None,
+    new_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
+    mask: Bool[Tensor, "..."] | None = None,
+    bias: Float[Tensor, "..."] | None = None,
+    positions: Int[Tensor, "... #B T"] | None = None,
     absorb: bool | None = None,
     kernel: Kernel = fused.attend,
-    dtype: jnp.dtype | None = None,
-) -> tuple[Float[Array, "B T E"], LatentCache]:
+) -> tuple[Float[Tensor, "B T E"], LatentCache]:
     """Causal self-attention of new tokens over all tokens so far, with a cache of latents.
 
     Results, errors and other arguments are those of `multi_head_attention_with_static_cache`.
@@ -50,11 +49,10 @@ def multi_head_latent_attention(
     """
     check_spec(spec, is_self_attention=True)
     check_latent(spec)
-    x, bias, weights = cast((x, bias, weights), dtype)
     check_weights(weights, spec)
     check_is_cache(cache, LatentCache)
     check_cached_input(x, cache)
-    absorb = spec.absorbs(x.shape[1], cache.capacity) if absorb is None else absorb
+    absorb = spec.absorbs(x.shape[1]) if absorb is None else absorb
     return cached_layer(
         FunctionalLayer(weights, spec, kernel),
         x,
@@ -63,7 +61,7 @@ def multi_head_latent_attention(
         bias,
         new_lengths=new_lengths,
         positions=positions,
-        kv_b=weights["kv_b_proj"]["kernel"] if absorb else None,
+        kv_b=weights["kv_b_proj.weight"] if absorb else None,
     )
 
 
@@ -74,65 +72,72 @@ class MultiHeadLatentAttention(AttentionLayer):
     """
 
     _is_self_attention = True
-    kv_b_proj: Projection  # declared for type checkers
+    kv_b_proj: nn.Linear  # declared for type checkers
 
     def __init__(
         self,
         spec: AttentionSpec | int | None = None,
         num_heads: int | None = None,
         *,
-        dtype: jnp.dtype | None = None,
-        param_dtype: jnp.dtype = jnp.float32,
-        rngs: nnx.Rngs,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         **fields: Any,
     ) -> None:
         spec = spec_from(spec, num_heads, fields)
         check_latent(spec)
-        super().__init__(spec, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        super().__init__(spec, device=device, dtype=dtype)
 
-    def init_cache(self, batch_size: int, capacity: int, dtype: jnp.dtype | None = None) -> LatentCache:
+    def init_cache(self, batch_size: int, capacity: int, dtype: torch.dtype | None = None) -> LatentCache:
         """Return an empty cache for this module, on the device of its weights.
 
         Args:
             batch_size: number of sequences, B.
             capacity: number of slots per sequence.
-            dtype: floating-point dtype of the latents; default: that of the layer, or of its weights.
+            dtype: floating-point dtype of the latents; default: that of autocast if on, else of the weights.
 
         Raises:
             TypeError: if a size is not an integer or the dtype not floating point.
             ValueError: if the capacity is below 1 or the batch size below 0.
         """
-        latent = check_latent(self.spec)
-        dtype = self.dtype if dtype is None else dtype
-        if dtype is None:
-            held: Projection = getattr(self, next(iter(self.spec.projections)))
-            dtype = held.kernel[...].dtype
-        return init_latent_cache(batch_size, capacity, latent.kv_rank, latent.rope_dim, dtype=dtype)
+        latent, weight = check_latent(self.spec), next(self.parameters())
+        dtype = cache_dtype(weight) if dtype is None else dtype
+        return init_latent_cache(
+            batch_size, capacity, latent.kv_rank, latent.rope_dim, dtype=dtype, device=weight.device
+        )
 
-    def __call__(
+    def forward(
         self,
-        x: Float[Array, "B T d_in"],
+        x: Float[Tensor, "B T d_in"],
         cache: LatentCache,
         *,
-        new_lengths: Int[Array, " B"] | Sequence[int] | None = None,
-        mask: Bool[Array, "..."] | None = None,
-        bias: Float[Array, "..."] | None = None,
-        positions: Int[Array, "... #B T"] | None = None,
-    ) -> tuple[Float[Array, "B T E"], LatentCache]:
+        new_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
+        mask: Bool[Tensor, "..."] | None = None,
+        bias: Float[Tensor, "..."] | None = None,
+        positions: Int[Tensor, "... #B T"] | None = None,
+    ) -> tuple[Float[Tensor, "B T E"], LatentCache]:
         """Append the latents of new tokens to the cache; each attends to all tokens up to itself.
 
         Results, errors and other arguments are those of `MultiHeadAttentionWithCache`.
         """
         check_is_cache(cache, LatentCache)
         check_cached_input(x, cache)
-        x, bias = cast((x, bias), self.dtype)
-        kv_b = self._kv_b() if self.spec.absorbs(x.shape[1], cache.capacity) else None
+        kv_b = self._kv_b() if self.full_spec.absorbs(x.shape[1]) else None
         output, cache = cached_layer(
             self, x, cache, mask, bias, new_lengths=new_lengths, positions=positions, kv_b=kv_b
         )
         return self.drop_output(output), cache
 
-    def _kv_b(self) -> Array | None:
-        """Return the kernel of kv_b_proj; None if kv_b_proj was replaced and must be called."""
+    def _kv_b(self) -> Tensor | None:
+        """Return the weight of kv_b_proj; None if kv_b_proj was replaced, hooked or biased and must be called."""
         held = self.kv_b_proj
-        return cast(held.kernel[...], self.dtype) if type(held) is Projection else None
+        is_plain = type(held) is nn.Linear and held.bias is None and "forward" not in vars(held) and not hooks_of(held)
+        return held.weight if is_plain and not is_distributed(held.weight) else None
+
+
+def hooks_of(module: nn.Module) -> list[Any]:
+    """Return the hooks that run when a module is called."""
+    found = (
+        *(module._forward_hooks, module._forward_pre_hooks),
+        *(module._backward_hooks, module._backward_pre_hooks),
+    )
+    return [hook for each in found for hook in each.values()]

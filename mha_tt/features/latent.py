@@ -20,10 +20,10 @@ from mha_tt.arrays import as_dtype, at_least_float32
 from mha_tt.cache import Cache, append_checked, check_cache, check_room, num_added
 from mha_tt.checks import check_count, check_dtype, check_floating, check_heads, check_is_cache, check_latents
 from mha_tt.device import accurate_config, zeros
+from mha_tt.features.rope import Rotation, positions_and_rotation
+from mha_tt.features.temperature import apply_temperature
 from mha_tt.heads import split_heads
 from mha_tt.layout import padded_features, padded_head_dim, padded_width, round_up
-from mha_tt.rope import Rotation, positions_and_rotation
-from mha_tt.temperature import apply_temperature
 from mha_tt.weights import Project
 
 

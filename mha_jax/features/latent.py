@@ -13,10 +13,10 @@ from jaxtyping import Array, Float, Int
 from mha_jax.arrays import at_least_float32
 from mha_jax.cache import Cache, append_checked, check_cache, check_room, num_added
 from mha_jax.checks import check_count, check_floating, check_is_cache, check_latents
+from mha_jax.features.rope import apply_rope
+from mha_jax.features.temperature import apply_temperature
 from mha_jax.heads import split_heads
 from mha_jax.parallel.sharding import broadcast_like
-from mha_jax.rope import apply_rope
-from mha_jax.temperature import apply_temperature
 from mha_jax.weights import Project
 from mha_spec import AttentionSpec, Latent, WrongType
 from mha_spec.attention import check_latent

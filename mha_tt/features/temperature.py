@@ -1,23 +1,27 @@
 """Position-dependent temperature of queries."""
 
-import torch
+from __future__ import annotations
+
+import numpy as np
+import ttnn
 from jaxtyping import Float, Int
-from torch import Tensor
+from ttnn import Tensor
 
 from mha_spec import Temperature
-from mha_spec.temperature import check_temperature
-from mha_torch.arrays import at_least_float32
-from mha_torch.checks import check_floating, check_positions
+from mha_spec.features.temperature import check_temperature
+from mha_tt.arrays import as_dtype, at_least_float32
+from mha_tt.checks import check_floating, check_positions
+from mha_tt.device import upload
 
 
 def apply_temperature(
-    x: Float[Tensor, "B N T H"], positions: Int[Tensor, "#B T"], temperature: Temperature
+    x: Float[Tensor, "B N T H"], positions: Int[np.ndarray, "#B T"], temperature: Temperature
 ) -> Float[Tensor, "B N T H"]:
     """Multiply queries by 1 + scale * ln(1 + floor((position + first_position) / length)).
 
     Args:
         x: queries, split into heads, after RoPE; multiplied in at least float32, returned in their dtype.
-        positions: position of each token in its sequence, from 0, (B or 1, T).
+        positions: position of each token in its sequence, from 0, (B or 1, T), on the host.
         temperature: length, scale and first position.
 
     Raises:
@@ -29,7 +33,9 @@ def apply_temperature(
     check_floating("x", x, rank=4)
     check_temperature(temperature)
     check_positions(positions, x.shape[0], x.shape[2], None)
-    wide = at_least_float32(x)
     lengths = (positions + temperature.first_position) // temperature.length
-    factors = 1.0 + temperature.scale * torch.log1p(lengths.to(wide.dtype))
-    return (wide * factors[:, None, :, None]).to(x.dtype)
+    if 0 in (x.shape[0], x.shape[2]) or not lengths.any():  # all factors are 1
+        return x
+    factors = 1.0 + temperature.scale * np.log1p(lengths)
+    factors = upload(factors[:, None, :, None], device=x.device(), dtype=ttnn.float32)
+    return as_dtype(ttnn.multiply(at_least_float32(x), factors), x.dtype)

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from ttnn import Tensor
 
 from mha_spec import AttentionSpec, Rope
-from mha_spec.rope import check_rope
+from mha_spec.features.rope import check_rope
 from mha_tt.arrays import as_dtype, at_least_float32
 from mha_tt.checks import check_floating, check_head_dim, check_pair_order, check_positions
 from mha_tt.device import upload

@@ -20,8 +20,8 @@ from mha_spec import AttentionSpec
 from mha_spec.attention import check_latent, check_spec, spec_from
 from mha_tt.cache_mha import cached_layer
 from mha_tt.checks import check_floating, check_is_cache, check_weights
+from mha_tt.features.latent import HeadWeights, LatentCache, init_latent_cache, weights_of_heads
 from mha_tt.kernels import Kernel, fused
-from mha_tt.latent import HeadWeights, LatentCache, init_latent_cache, weights_of_heads
 from mha_tt.masks import DeviceMask
 from mha_tt.mha import AttentionLayer, FunctionalLayer
 

@@ -15,9 +15,9 @@ from mha_spec.attention import check_latent
 from mha_torch.arrays import at_least_float32
 from mha_torch.cache import Cache, append_checked, check_cache, check_room
 from mha_torch.checks import check_count, check_features, check_floating, check_is_cache, check_latents, check_positions
+from mha_torch.features.rope import apply_rope, rotation_of
+from mha_torch.features.temperature import apply_temperature
 from mha_torch.heads import split_heads
-from mha_torch.rope import apply_rope, rotation_of
-from mha_torch.temperature import apply_temperature
 from mha_torch.weights import Project
 
 

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int
 from mha_jax.arrays import at_least_float32
 from mha_jax.checks import check_floating, check_positions
 from mha_spec import Temperature
-from mha_spec.temperature import check_temperature
+from mha_spec.features.temperature import check_temperature
 
 
 def apply_temperature(

@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from mha_spec.features.scaling import DynamicScaling, LongRopeScaling, ProportionalScaling, Scaling, exponents, powers
 from mha_spec.record import Record
 from mha_spec.refusal import Refusal, WrongType
 from mha_spec.rules import as_count, as_factor, as_one_of
-from mha_spec.scaling import DynamicScaling, LongRopeScaling, ProportionalScaling, Scaling, exponents, powers
 
 CHOICES = {
     "rotated": ("first", "last"),

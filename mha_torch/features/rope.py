@@ -7,8 +7,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mha_spec import DynamicScaling, LongRopeScaling, Rope
-from mha_spec.rope import check_rope
-from mha_spec.scaling import exponents
+from mha_spec.features.rope import check_rope
+from mha_spec.features.scaling import exponents
 from mha_torch.arrays import at_least_float32, constant
 from mha_torch.checks import check_floating, check_positions
 

@@ -1,0 +1,1 @@
+"""Features that only some layers have: a module for each."""

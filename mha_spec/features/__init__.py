@@ -1,0 +1,1 @@
+"""Specifications of features that only some layers have: a module for each."""
