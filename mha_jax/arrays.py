@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from mha_spec import WrongType
 
@@ -23,6 +23,11 @@ def platform_of(*arrays: Array) -> str:
     # Under `jax.jit` arrays have no device yet, and `lax.platform_dependent` would trace all kernels in each call.
     default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     return jax.default_backend() if default is None else getattr(default, "platform", default)
+
+
+def is_on_accelerator(x: object) -> bool:
+    """Return whether x is an array on a device other than a CPU, where reading values waits for the device."""
+    return isinstance(x, jax.Array) and next(iter(x.devices())).platform != "cpu"
 
 
 def cast(arrays: _Tree, dtype: DTypeLike | None) -> _Tree:
@@ -48,3 +53,13 @@ def cast(arrays: _Tree, dtype: DTypeLike | None) -> _Tree:
 def at_least_float32(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """Return x in float32, or unchanged if it is float64."""
     return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
+
+
+def zero_where(x: Float[Array, "..."], where: Bool[Array, "..."]) -> Float[Array, "..."]:
+    """Return x with 0 at `where`, which blocks the gradient."""
+    return jnp.where(where, 0.0, x)
+
+
+def nan_where(x: Float[Array, "..."], where: Bool[Array, "..."]) -> Float[Array, "..."]:
+    """Return x with NaN at `where`; the gradient is that of the identity, NaN only if the incoming one is NaN."""
+    return x + jnp.where(where, jnp.nan, 0.0)

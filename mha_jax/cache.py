@@ -14,9 +14,9 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
+from mha_jax.arrays import zero_where
 from mha_jax.checks import check_count, check_floating, check_is_cache, check_lengths
 from mha_jax.compiled import compiled
-from mha_jax.kernels.nonfinite import zero_where
 from mha_jax.masks import Mask
 from mha_jax.parallel.sharding import specs_of, with_auto_axes
 from mha_spec import Refusal, WrongType
@@ -66,7 +66,7 @@ class Cache:
             TypeError: if the indices are not integers.
             ValueError: if an index is known and lies outside 0..B - 1.
         """
-        check_lengths("indices", indices, None, self.lengths.shape[0] - 1)
+        check_lengths("indices", _on_host(indices), None, self.lengths.shape[0] - 1)
         indices = jnp.asarray(indices, jnp.int32)
         slots = (jnp.asarray(x)[indices] for x in self.slots.values())
         return self.with_slots(slots, jnp.asarray(self.lengths)[indices])
@@ -120,7 +120,7 @@ class Cache:
         """
         if isinstance(lengths, int):
             lengths = [lengths] * self.lengths.shape[0]
-        check_lengths("lengths", lengths, self.lengths.shape[0], self.capacity)
+        check_lengths("lengths", _on_host(lengths), self.lengths.shape[0], self.capacity)
         if not isinstance(lengths, Tracer) and not isinstance(self.lengths, Tracer):
             kept, held = np.asarray(lengths), np.asarray(self.lengths)
             if bool((kept > held).any()):
@@ -285,7 +285,7 @@ def has_room(cache: Cache, added: Array, seq_len: int) -> Array:
 def without_new(cache: CacheT, seq_len: int, new_lengths: Array | Sequence[int] | None) -> CacheT:
     """Return the cache of another layer with its lengths before the new tokens, which it has already appended."""
     if new_lengths is not None:
-        check_lengths("new_lengths", new_lengths, cache.lengths.shape[0], seq_len)
+        check_lengths("new_lengths", _on_host(new_lengths), cache.lengths.shape[0], seq_len)
     added = num_added(cache, seq_len, new_lengths)
     if not isinstance(cache.lengths, Tracer) and not isinstance(added, Tracer):
         check_holds_new(np.asarray(cache.lengths).tolist(), np.asarray(added).tolist())
@@ -365,12 +365,19 @@ def check_appended(cache: KVCache, key: Array, value: Array, new_lengths: Array 
 def check_room(cache: Cache, seq_len: int, new_lengths: Array | Sequence[int] | None) -> None:
     """Refuse more new tokens than free slots: they would be written out of bounds."""
     batch_size = cache.lengths.shape[0]
-    check_lengths("cache.lengths", cache.lengths, batch_size, cache.capacity)
+    lengths = _on_host(cache.lengths)
+    check_lengths("cache.lengths", lengths, batch_size, cache.capacity)
+    added = seq_len
     if new_lengths is not None:
-        check_lengths("new_lengths", new_lengths, batch_size, seq_len)
-    added = seq_len if new_lengths is None else new_lengths
+        added = _on_host(new_lengths)
+        check_lengths("new_lengths", added, batch_size, seq_len)
     # Under jit values may be unknown; they are at least 0.
-    lengths, added = (np.zeros(1, np.int64) if isinstance(x, Tracer) else np.asarray(x) for x in (cache.lengths, added))
+    lengths, added = (np.zeros(1, np.int64) if isinstance(x, Tracer) else np.asarray(x) for x in (lengths, added))
     if bool((lengths.astype(np.int64) + added > cache.capacity).any()):
         rule = f"not exceed the {cache.capacity} slots of the cache"
         raise Refusal("lengths + new tokens", rule, lengths=lengths.tolist(), new_lengths=added.tolist())
+
+
+def _on_host(lengths: Any) -> Any:
+    """Return lengths as a NumPy array, from any device: one beyond the capacity must raise an error. Tracers stay."""
+    return lengths if isinstance(lengths, Tracer) else np.asarray(lengths)

@@ -4,14 +4,14 @@ Axes: B batch, T new tokens, S keys or cache slots, N query heads, K key/value h
 Hv value_head_dim, E d_model.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mha_jax.arrays import cast
+from mha_jax.arrays import cast, zero_where
 from mha_jax.cache import (
     Cache,
     CacheT,
@@ -37,7 +37,6 @@ from mha_jax.features.latent import (
     project_latents,
 )
 from mha_jax.kernels import Kernel, fused, step_of
-from mha_jax.kernels.nonfinite import contained_projection, zero_where
 from mha_jax.masks import Mask
 from mha_jax.mha import AttentionLayer, FunctionalLayer, Projection
 from mha_jax.projections import project_output, project_qkv
@@ -99,17 +98,16 @@ def multi_head_attention_with_cache(
         cache_len -= seq_len
     layer = FunctionalLayer(weights, spec, kernel)
     positions = cache_len + jnp.arange(seq_len, dtype=jnp.int32)[None] if positions is None else positions
-    project = contained_projection(layer.project)
     key: Any = cache_k if spec.shared_kv else x
     value: Any = cache_v if spec.shared_kv else x
-    q, k, v = project_qkv(project, x, key, value, spec, positions)
+    q, k, v = project_qkv(layer.project, x, key, value, spec, positions)
     if not spec.shared_kv and cache_k is not None and cache_v is not None:
         check_cache(cache_k, cache_v, k, v)
         k, v = jnp.concatenate([cache_k, k], axis=2), jnp.concatenate([cache_v, v], axis=2)
     q_offset = jnp.full((1,), cache_len, jnp.int32) if cache_len else None
     visible, scores = Mask(mask, is_causal=True, span=spec.span, q_offset=q_offset), layer.scores(bias)
     check_attention(q, k, v, visible, scores)
-    return project_output(project, kernel(q, k, v, visible, scores), x, spec), k, v
+    return project_output(layer.project, kernel(q, k, v, visible, scores), x, spec), k, v
 
 
 def multi_head_attention_with_static_cache(
@@ -167,18 +165,18 @@ def cached_layer(
     positions = token_positions(lengths, seq_len) if positions is None else positions
     if new_lengths is not None:  # padding adds no length
         positions = _of_real_tokens(positions, added)
-    project = contained_projection(layer.project)
-    q, new = _project_new_tokens(project, x, cache, spec, positions)
+    q, new = _project_new_tokens(layer.project, x, cache, spec, positions)
     before, cache = cache, held if spec.shared_kv else append_checked(cache, new, added)
-    q, k, v, seen_spec = _keys_and_values(q, cache, spec, project, kv_b)
+    q, k, v, seen_spec = _keys_and_values(q, cache, spec, layer.project, kv_b)
     scores = replace(layer.scores(bias), spec=seen_spec)
     # Full sequences attend to an existing slot, so that their output is finite before it is set to NaN.
     visible = Mask(mask, is_causal=True, span=spec.span, q_offset=jnp.minimum(lengths, cache.capacity - 1))
     check_attention(q, k, v, visible, scores)
     attend = step_of(layer.kernel) if seq_len == 1 else layer.kernel
     context = attend(q, k, v, visible, scores)
-    context = context if kv_b is None else _absorb(absorb_values, context, kv_b, spec)
-    output = project_output(project, context, x, spec)
+    if kv_b is not None:
+        context = absorb_values(context, kv_b, spec)
+    output = project_output(layer.project, context, x, spec)
     return _tell_what_fits(output, before, added), cache
 
 
@@ -199,11 +197,6 @@ def _project_new_tokens(
     return q, (k, v)
 
 
-def _absorb(absorb: Callable[..., Array], x: Array, kv_b: Array, spec: AttentionSpec) -> Array:
-    """Call `absorb_keys` or `absorb_values` so that non-finite tokens do not spread to the gradient of kv_b."""
-    return contained_projection(lambda _, x: absorb(x, kv_b, spec))("kv_b_proj", x)
-
-
 def _keys_and_values(
     q: Array, cache: Cache, spec: AttentionSpec, project: Project, kv_b: Array | None
 ) -> tuple[Array, Array, Array, AttentionSpec]:
@@ -213,7 +206,7 @@ def _keys_and_values(
     (latents,) = cache.slots.values()
     if kv_b is None:
         return q, *expand_latents(project, latents, spec), spec
-    return _absorb(absorb_keys, q, kv_b, spec), latents, latents[..., : check_latent(spec).kv_rank], spec.absorbed
+    return absorb_keys(q, kv_b, spec), latents, latents[..., : check_latent(spec).kv_rank], spec.absorbed
 
 
 @compiled()

@@ -11,6 +11,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array
 
+from mha_jax.arrays import is_on_accelerator
 from mha_spec import AttentionSpec, GridBias, Latent, Norm, Refusal, RelativeBias, RelativeProducts, Rope, WrongType
 from mha_spec.attention import check_spec
 from mha_spec.features.norm import check_norm
@@ -62,8 +63,12 @@ def check_integers(name: str, x: Array, shapes: Sequence[tuple[int, ...]], in_wo
         raise Refusal(name, f"have shape {in_words}", {f"{name}.shape": x.shape})
 
 
-def check_lengths(name: str, lengths: Array | Sequence[int], batch_size: int | None, maximum: int) -> None:
-    """Refuse lengths that are not one integer in 0..maximum per sequence."""
+def check_lengths(name: str, lengths: Array | Sequence[int], batch_size: int | None, maximum: int) -> list[int] | None:
+    """Refuse lengths that are not one integer in 0..maximum per sequence.
+
+    Returns:
+        Lengths if known: under jit those of an array are not, and on an accelerator they are not read.
+    """
     array = lengths if isinstance(lengths, jax.Array) else np.asarray(lengths)
     if isinstance(array, np.ndarray) and not array.size:  # NumPy reads [] as floats
         array = array.astype(np.int32)
@@ -72,11 +77,12 @@ def check_lengths(name: str, lengths: Array | Sequence[int], batch_size: int | N
     if array.ndim != 1 or (batch_size is not None and len(array) != batch_size):
         expected = "(B,)" if batch_size is None else f"(B,) = ({batch_size},)"
         raise Refusal(name, f"have shape {expected}", {f"{name}.shape": array.shape})
-    if isinstance(array, Tracer):  # values are unknown under jit
-        return
-    array = np.asarray(array).astype(np.int64)  # a narrow dtype cannot hold every maximum
-    if bool(((array < 0) | (array > maximum)).any()):
-        raise Refusal(name, f"lie in 0..{maximum}", {name: array.tolist()})
+    if isinstance(array, Tracer) or is_on_accelerator(array):
+        return None
+    values = np.asarray(array).tolist()
+    if any(not 0 <= value <= maximum for value in values):
+        raise Refusal(name, f"lie in 0..{maximum}", {name: values})
+    return values
 
 
 def check_weights(weights: Mapping[str, Any], spec: AttentionSpec) -> None:

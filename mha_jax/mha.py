@@ -20,8 +20,8 @@ from mha_jax.axes import with_one_batch_axis
 from mha_jax.checks import check_layer_inputs, check_projected, check_tokens
 from mha_jax.features.norms import NormLayer
 from mha_jax.kernels import Kernel, fused
-from mha_jax.kernels.nonfinite import contained_projection
 from mha_jax.masks import Mask, MaskKeywords
+from mha_jax.padding import find_padding, finite_inputs, zero_padding
 from mha_jax.projections import project_output, project_qkv
 from mha_jax.scores import LEARNED, Scores
 from mha_jax.stages import apply_dropout, check_attention
@@ -65,16 +65,23 @@ def attention_layer(
     key = query if key is None else key
     value = key if value is None else value
     mask = mask.within(spec)
-    project = layer.project if mask.is_trivial and bias is None else contained_projection(layer.project)
-    q, k, v = project_qkv(project, query, key, value, spec, positions)
+    # A kernel that divides the tokens knows which of them are here.
+    find = getattr(layer.kernel, "find_padding", find_padding)
+    mask, is_padding = find(mask, query.shape[0], key.shape[-2])
+    if is_padding is not None and not spec.shared_kv:
+        query, key, value = finite_inputs(query, key, value, is_padding)
+    q, k, v = project_qkv(layer.project, query, key, value, spec, positions)
     scores = layer.scores(bias)
     check_attention(q, k, v, mask, scores)
+    if is_padding is not None:
+        k = zero_padding(k, is_padding)
+        v = zero_padding(v, is_padding)
     mask = mask.as_arrays()
     if need_weights:
         context, attn_weights = stages.attend(q, k, v, mask, scores)
     else:
         context, attn_weights = layer.kernel(q, k, v, mask, scores), None
-    return project_output(project, context, query, spec), attn_weights
+    return project_output(layer.project, context, query, spec), attn_weights
 
 
 @dataclass(frozen=True, eq=False)

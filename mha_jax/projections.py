@@ -13,7 +13,6 @@ from mha_jax.features.latent import expand_latents, project_latents
 from mha_jax.features.rope import apply_rope
 from mha_jax.features.temperature import apply_temperature
 from mha_jax.heads import combine_heads, split_heads
-from mha_jax.kernels.nonfinite import nan_where, nonfinite_tokens, zero_where
 from mha_jax.weights import Project
 from mha_spec import AttentionSpec, Rope
 from mha_spec.attention import check_spec
@@ -97,16 +96,10 @@ def project_output(
         Output (B, T, E), or (B, T, N * Hv) without `out_proj`.
     """
     if spec.gate is not None:
-        context = _gated(context, project("gate_proj", query), query)
+        context = apply_gate(context, project("gate_proj", query))
     output = combine_heads(context)
     output = output if spec.context_norm is None else project("context_norm", output)
     return project("out_proj", output) if spec.out_proj else output
-
-
-def _gated(context: Array, gate: Array, query: Array) -> Array:
-    """Call `apply_gate` so that non-finite rows and tokens do not spread to the gradients of others."""
-    wrong, of_token = ~jnp.isfinite(context), nonfinite_tokens(query)
-    return nan_where(apply_gate(zero_where(context, wrong), zero_where(gate, of_token)), wrong | of_token[:, None])
 
 
 def _clip(x: Array, limit: float) -> Array:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mha_jax.arrays import at_least_float32
+from mha_jax.arrays import at_least_float32, zero_where
 from mha_jax.checks import (
     check_bias,
     check_floating,
@@ -27,8 +27,8 @@ from mha_jax.features.alibi import alibi_bias
 from mha_jax.features.relative_bias import relative_position_bias
 from mha_jax.features.relative_products import relative_position_products
 from mha_jax.heads import repeat_kv_heads
-from mha_jax.kernels.nonfinite import contained_with_weights
 from mha_jax.masks import Mask, MaskKeywords, to_scores_rank
+from mha_jax.padding import zero_heads_in_padding
 from mha_jax.parallel.sharding import head_sharding, reshard_like, with_auto_axes
 from mha_jax.scores import Scores
 from mha_spec import AttentionSpec, Refusal, WrongType
@@ -108,12 +108,12 @@ def masked_softmax(
 def _softmax(scores: Array, mask: Array | None) -> Array:
     if mask is None:
         return jax.nn.softmax(scores, axis=-1)
-    # -inf, because a score may be as low as any finite value (a bias of finfo.min). Scores of fully masked rows are 0
-    # instead, which avoids NaN in the row and its gradient; the last `where` sets weights to 0.
+    # -inf, because a score may be as low as any finite value (a bias of finfo.min). The softmax of a row of -inf would
+    # be NaN, and so would its gradient: a fully masked row keeps its scores, and its weights become 0 afterwards.
     mask = to_scores_rank(mask)
     empty_rows = mask.all(axis=-1, keepdims=True)
-    attn_weights = jax.nn.softmax(jnp.where(empty_rows, 0.0, jnp.where(mask, -jnp.inf, scores)), axis=-1)
-    return jnp.where(mask, 0.0, attn_weights)
+    scores = jnp.where(mask & ~empty_rows, -jnp.inf, scores)
+    return zero_where(jax.nn.softmax(scores, axis=-1), empty_rows)
 
 
 def attention_context(
@@ -211,13 +211,13 @@ def scaled_dot_product_attention(
     products: Any = {"relative_keys": relative_keys, "relative_queries": relative_queries}
     scores = Scores(spec, bias, sinks, relative_bias, dropout, dropout_keep, dropout_rng, **products)
     check_attention(query, key, value, visible, scores)
+    visible, key, value = zero_heads_in_padding(visible, key, value)
     inputs = (query, key, value, visible.as_arrays(), scores)
     return attend(*inputs) if need_weights else (attend_without_weights(*inputs), None)
 
 
 @compiled()
 @with_auto_axes(head_sharding)
-@contained_with_weights
 def attend(
     query: Float[Array, "B N T H"],
     key: Float[Array, "B K S H"],

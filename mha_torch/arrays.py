@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -85,3 +85,13 @@ def replicate_like(x: Tensor, other: Tensor) -> Tensor:
 
     mesh = other.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
     return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim)
+
+
+def zero_where(x: Float[Tensor, "..."], where: Bool[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """Return x with 0 at `where`, which blocks the gradient."""
+    return x.masked_fill(replicate_like(where, x), 0.0)
+
+
+def nan_where(x: Float[Tensor, "..."], where: Bool[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """Return x with NaN at `where`; the gradient is that of the identity, NaN only if the incoming one is NaN."""
+    return x + replicate_like(torch.where(where, torch.nan, 0.0).to(x.dtype), x)

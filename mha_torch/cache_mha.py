@@ -4,7 +4,7 @@ Axes: B batch, T new tokens, S keys or cache slots, N query heads, K key/value h
 Hv value_head_dim, E d_model.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from mha_spec import AttentionSpec, Refusal
 from mha_spec.attention import check_latent, check_spec
 from mha_spec.rules import check_holds_new
-from mha_torch.arrays import is_autocast_on
+from mha_torch.arrays import is_autocast_on, nan_where, zero_where
 from mha_torch.cache import (
     Cache,
     CacheT,
@@ -46,7 +46,6 @@ from mha_torch.features.latent import (
     project_latents,
 )
 from mha_torch.kernels import Kernel, fused
-from mha_torch.kernels.nonfinite import contained_projection, nan_where, zero_where
 from mha_torch.masks import Mask, as_lengths, block_of
 from mha_torch.mha import AttentionLayer, FunctionalLayer
 from mha_torch.projections import project_output, project_qkv
@@ -106,10 +105,9 @@ def multi_head_attention_with_cache(
         cache_len -= seq_len
     layer = FunctionalLayer(weights, spec, kernel)
     positions = cache_len + torch.arange(seq_len, device=x.device)[None] if positions is None else positions
-    project = contained_projection(layer.project)
     key: Any = cache_k if spec.shared_kv else x
     value: Any = cache_v if spec.shared_kv else x
-    q, k, v = project_qkv(project, x, key, value, spec, positions)
+    q, k, v = project_qkv(layer.project, x, key, value, spec, positions)
     if not spec.shared_kv and cache_k is not None and cache_v is not None:
         check_cache(cache_k, cache_v, k, v)
         k, v = torch.cat([cache_k, k], dim=2), torch.cat([cache_v, v], dim=2)
@@ -119,7 +117,7 @@ def multi_head_attention_with_cache(
     elif cache_len:
         visible = replace(visible, q_offset=torch.full((1,), cache_len))
     check_attention(q, k, v, visible, scores)
-    return project_output(project, kernel(q, k, v, visible, scores), x, spec), k, v
+    return project_output(layer.project, kernel(q, k, v, visible, scores), x, spec), k, v
 
 
 def multi_head_attention_with_static_cache(
@@ -178,14 +176,13 @@ def cached_layer(
             positions = cache.lengths[:, None] + torch.arange(seq_len, device=x.device)
         if is_real is not None:  # padding adds no length
             positions = torch.where(is_real, positions, positions[..., :1])
-    project = contained_projection(layer.project, layer.find_nonfinite)
-    q, new = _project_new_tokens(project, x, cache, spec, positions)
+    q, new = _project_new_tokens(layer.project, x, cache, spec, positions)
     scores = layer.scores(bias)
     check_mask(mask, (*q.shape[:3], cache.capacity))
     check_bias(bias, (*q.shape[:3], cache.capacity), q)
     before, cache = cache, held if spec.shared_kv else append_checked(cache, new, new_lengths, lengths)
     slots, rows = _slots_seen(cache.capacity, spec, lengths, seq_len), slice(0, seq_len)
-    q, k, v, seen_spec = _keys_and_values(q, cache, slots, spec, project, kv_b)
+    q, k, v, seen_spec = _keys_and_values(q, cache, slots, spec, layer.project, kv_b)
     scores = (scores if seen_spec is spec else replace(scores, spec=seen_spec)).block(rows, slots)
     visible = _mask_of_slots(mask, slots, spec, before.lengths, lengths, seq_len)
     check_attention(q, k, v, visible, scores)
@@ -193,8 +190,9 @@ def cached_layer(
     if lengths is None:
         added = seq_len if new_lengths is None else as_lengths(new_lengths, q.device)
         context = nan_where(context, ~has_room(before, seq_len, added)[:, None, None, None])
-    context = context if kv_b is None else _absorb(absorb_values, context, kv_b, spec)
-    output = project_output(project, context, x, spec)
+    if kv_b is not None:
+        context = absorb_values(context, kv_b, spec)
+    output = project_output(layer.project, context, x, spec)
     if is_real is not None:
         output = zero_where(output, ~is_real[:, :, None])
     return output, cache
@@ -226,11 +224,6 @@ def _slots_seen(capacity: int, spec: AttentionSpec, lengths: list[int] | None, s
     return slice(0 if spec.span is None else max(spec.span.first(first), 0), filled)
 
 
-def _absorb(absorb: Callable[..., Tensor], x: Tensor, kv_b: Tensor, spec: AttentionSpec) -> Tensor:
-    """Call `absorb_keys` or `absorb_values` so that non-finite tokens do not spread to the gradient of kv_b."""
-    return contained_projection(lambda _, x: absorb(x, kv_b, spec))("kv_b_proj", x)
-
-
 def _keys_and_values(
     q: Tensor, cache: Cache, slots: slice, spec: AttentionSpec, project: Project, kv_b: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
@@ -240,7 +233,7 @@ def _keys_and_values(
     (latents,) = (x[:, :, slots] for x in cache.slots.values())
     if kv_b is None:
         return q, *expand_latents(project, latents, spec), spec
-    return _absorb(absorb_keys, q, kv_b, spec), latents, latents[..., : check_latent(spec).kv_rank], spec.absorbed
+    return absorb_keys(q, kv_b, spec), latents, latents[..., : check_latent(spec).kv_rank], spec.absorbed
 
 
 def _mask_of_slots(

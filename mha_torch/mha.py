@@ -22,9 +22,9 @@ from mha_torch.axes import with_one_batch_axis
 from mha_torch.checks import check_layer_inputs, check_projected, check_tokens
 from mha_torch.features.norms import NormLayer
 from mha_torch.kernels import Kernel, fused
-from mha_torch.kernels.nonfinite import contained_projection, nonfinite_tokens
 from mha_torch.kernels.sdpa import check_context_parallel
 from mha_torch.masks import Mask, MaskKeywords
+from mha_torch.padding import find_padding, finite_inputs, zero_padding
 from mha_torch.projections import project_output, project_qkv
 from mha_torch.scores import LEARNED, Scores
 from mha_torch.stages import check_attention
@@ -50,18 +50,25 @@ def attention_layer(
     check_layer_inputs(query, key, value, positions, spec)
     key = query if key is None else key
     value = key if value is None else value
-    mask, scores = mask.within(spec), layer.scores(bias)
+    scores = layer.scores(bias)
+    mask = mask.within(spec)
     check_context_parallel(mask, scores, positions, need_weights=need_weights)
-    sees_all = mask.is_trivial and bias is None
-    project = layer.project if sees_all else contained_projection(layer.project, layer.find_nonfinite)
-    q, k, v = project_qkv(project, query, key, value, spec, positions)
+    # A kernel that divides the tokens knows which of them are here.
+    find = getattr(layer.kernel, "find_padding", find_padding)
+    mask, is_padding = find(mask, query.shape[0], key.shape[-2], query.device)
+    if is_padding is not None and not spec.shared_kv:
+        query, key, value = finite_inputs(query, key, value, is_padding)
+    q, k, v = project_qkv(layer.project, query, key, value, spec, positions)
     check = getattr(layer.kernel, "check", check_attention)
     check(q, k, v, mask, scores)
+    if is_padding is not None:
+        k = zero_padding(k, is_padding)
+        v = zero_padding(v, is_padding)
     if need_weights:
         context, attn_weights = stages.attend(q, k, v, mask, scores)
     else:
         context, attn_weights = layer.kernel(q, k, v, mask, scores), None
-    return project_output(project, context, query, spec), attn_weights
+    return project_output(layer.project, context, query, spec), attn_weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,10 +84,6 @@ class FunctionalLayer:
     def project(self, name: str, x: Float[Tensor, "B T d_in"]) -> Float[Tensor, "B T d_out"]:
         """Apply the projection or norm `name`."""
         return project_with(self.weights, self.spec)(name, x)
-
-    def find_nonfinite(self, name: str, x: Float[Tensor, "B T d_in"]) -> Bool[Tensor, "B T 1"]:
-        """Return the non-finite tokens in the input of projection `name`."""
-        return nonfinite_tokens(x)
 
     def scores(self, bias: Float[Tensor, "..."] | None) -> Scores:
         """Return the scores of a call: bias, learned weights, and dropout in training."""
@@ -167,10 +170,6 @@ class AttentionLayer(nn.Module):
         if name.endswith("_proj") and isinstance(weight := getattr(module, "weight", None), Tensor):
             check_projected(name, x, weight)  # a replaced layer may store its weights elsewhere
         return module(x)
-
-    def find_nonfinite(self, name: str, x: Float[Tensor, "B T d_in"]) -> Bool[Tensor, "B T 1"]:
-        """Return the non-finite tokens in the input of projection or norm `name`."""
-        return nonfinite_tokens(x)
 
     def scores(self, bias: Float[Tensor, "..."] | None) -> Scores:
         """Return the scores of a call: bias, learned weights, and dropout in training."""

@@ -15,7 +15,6 @@ from mha_torch.features.latent import expand_latents, project_latents
 from mha_torch.features.rope import apply_rope, rotation_of
 from mha_torch.features.temperature import apply_temperature
 from mha_torch.heads import combine_heads, split_heads
-from mha_torch.kernels.nonfinite import maybe_any, nan_where, nonfinite_tokens, zero_where
 from mha_torch.weights import Project
 
 
@@ -107,18 +106,10 @@ def project_output(
     if spec.gate is not None:
         gate = project("gate_proj", query)
         check_features("gate_proj", gate, spec.num_heads * (1 if spec.gate.per_head else spec.value_head_dim))
-        context = _gated(context, gate, query)
+        context = apply_gate(context, gate)
     output = combine_heads(context)
     output = output if spec.context_norm is None else project("context_norm", output)
     return project("out_proj", output) if spec.out_proj else output
-
-
-def _gated(context: Tensor, gate: Tensor, query: Tensor) -> Tensor:
-    """Call `apply_gate` so that non-finite rows and tokens do not spread to the gradients of others."""
-    wrong, of_token = ~context.detach().isfinite(), nonfinite_tokens(query)
-    if not torch.is_grad_enabled() or not maybe_any(wrong.any() | of_token.any()):
-        return apply_gate(context, gate)
-    return nan_where(apply_gate(zero_where(context, wrong), zero_where(gate, of_token)), wrong | of_token[:, None])
 
 
 def _unpack_qkv(packed: Tensor, spec: AttentionSpec) -> list[Tensor]:

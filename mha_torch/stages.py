@@ -31,8 +31,8 @@ from mha_torch.features.alibi import alibi_bias
 from mha_torch.features.relative_bias import relative_position_bias
 from mha_torch.features.relative_products import relative_position_products
 from mha_torch.heads import repeat_kv_heads
-from mha_torch.kernels.nonfinite import contained_with_weights, maybe_any
 from mha_torch.masks import Mask, MaskKeywords
+from mha_torch.padding import zero_heads_in_padding
 from mha_torch.scores import Scores
 
 
@@ -103,13 +103,11 @@ def masked_softmax(
 def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return torch.softmax(scores, dim=-1)
-    # -inf, because a score may be as low as any finite value (a bias of finfo.min). Scores of fully masked rows are 0
-    # instead, which avoids NaN in the row and its gradient; weights are set to 0 after the softmax.
-    scores = scores.masked_fill(mask, -torch.inf)
+    # -inf, because a score may be as low as any finite value (a bias of finfo.min). The softmax of a row of -inf would
+    # be NaN, and so would its gradient: a fully masked row keeps its scores, and its weights become 0 afterwards.
     empty_rows = mask.all(dim=-1, keepdim=True)
-    if not maybe_any(empty_rows):  # saves two passes over the scores
-        return torch.softmax(scores, dim=-1)
-    return torch.softmax(scores.masked_fill(empty_rows, 0.0), dim=-1).masked_fill(empty_rows, 0.0)
+    scores = scores.masked_fill(mask & ~empty_rows, -torch.inf)
+    return torch.softmax(scores, dim=-1).masked_fill(empty_rows, 0.0)
 
 
 def attention_context(
@@ -194,11 +192,11 @@ def scaled_dot_product_attention(
     products: Any = {"relative_keys": relative_keys, "relative_queries": relative_queries}
     scores = Scores(spec, bias, sinks, relative_bias, dropout, dropout_keep, **products)
     check_attention(query, key, value, visible, scores)
+    visible, key, value = zero_heads_in_padding(visible, key, value)
     context, attn_weights = attend(query, key, value, visible, scores)
     return context, attn_weights if need_weights else None
 
 
-@contained_with_weights
 def attend(
     query: Float[Tensor, "B N T H"],
     key: Float[Tensor, "B K S H"],

@@ -3,7 +3,8 @@
 On a CPU it works block by block, like FlashAttention, and skips fully masked blocks; few scores are one kernel. On a
 TPU it is JAX's splash attention, and on a GPU cuDNN's by JAX's dot_product_attention, with this package's semantics of
 masks and fully masked rows. Calls that these do not support store their scores, or work block by block if there are
-many.
+many. A NaN that is not padding does what it does in the products of JAX: see `contained` for kernels in which it
+reaches only the rows that attend to it.
 """
 
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from mha_jax.kernels import Kernel, library, splash
 from mha_jax.kernels.cpu import blockwise, whole, windows
 from mha_jax.kernels.cpu.blocks import BlockSizes
 from mha_jax.masks import Mask, MaskKeywords
+from mha_jax.padding import find_padding, zero_heads_in_padding
 from mha_jax.parallel.sharding import head_sharding, with_auto_axes
 from mha_jax.parallel.tokens import ContextParallel, token_axis
 from mha_jax.scores import Scores
@@ -123,6 +125,9 @@ def scaled_dot_product_attention(
     products: Any = {"relative_keys": relative_keys, "relative_queries": relative_queries}
     scores = Scores(spec, bias, sinks, relative_bias, dropout, dropout_rng=dropout_rng, **products)
     check_attention(query, key, value, visible, scores)
+    # A kernel that divides the tokens knows which of them are here.
+    find = getattr(kernel, "find_padding", find_padding)
+    visible, key, value = zero_heads_in_padding(visible, key, value, find)
     return kernel(query, key, value, visible.as_arrays(), scores), None
 
 

@@ -1,7 +1,4 @@
-"""JAX's `dot_product_attention` with the cheapest form of the mask.
-
-All functions expect finite inputs: `nonfinite.contained` wraps them, because kernels disagree about others.
-"""
+"""JAX's `dot_product_attention` with the cheapest form of the mask."""
 
 from typing import Any
 
@@ -9,9 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from mha_jax.arrays import zero_where
 from mha_jax.compiled import compiled
-from mha_jax.kernels.nonfinite import contained, zero_where
 from mha_jax.masks import Mask, to_scores_rank
+from mha_jax.padding import padding_after
 from mha_jax.scores import Scores
 from mha_jax.stages import score_scale
 
@@ -34,7 +32,6 @@ def is_flash(query: Array, key: Array, value: Array, mask: Mask, scores: Scores,
 
 
 @compiled("platform")
-@contained
 def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *, platform: str) -> Array:
     """Return the context on a platform, with the cheapest form of the mask."""
     seq_len_q, seq_len_k = query.shape[2], key.shape[2]
@@ -56,9 +53,10 @@ def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *
     elif mask.span is not None or lengths is not None:
         first, stop = (x.clip(0, seq_len_k) for x in mask.key_range(seq_len_q, seq_len_k))
         masked_rows = (first >= stop)[:, None, :, None]
-    if told is not None and lengths is not None:  # ignores the kernel's gradient of padding
-        is_padding = jnp.arange(seq_len_k, dtype=jnp.int32)[None] >= jnp.asarray(lengths)[:, None]
-        key, value = (zero_where(x, is_padding[:, None, :, None]) for x in (key, value))
+    if told is not None and lengths is not None:
+        is_padding = padding_after(jnp.asarray(lengths), seq_len_k)[:, None, :, None]
+        key = _without_gradient(key, is_padding)
+        value = _without_gradient(value, is_padding)
     if bias is not None:
         bias = to_scores_rank(jnp.where(jnp.isneginf(bias), 0.0, bias))  # the mask hides these
     query, key, value = (jnp.pad(x, [(0, 0)] * 3 + [(0, head_dim - x.shape[3])]) for x in (query, key, value))
@@ -75,6 +73,17 @@ def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *
         )
     context = context.astype(dtype).swapaxes(1, 2)[..., :width]
     return context if masked_rows is None else zero_where(context, masked_rows)
+
+
+@jax.custom_jvp
+def _without_gradient(x: Array, where: Array) -> Array:
+    """Return x, with a gradient of 0 at `where`: that of cuDNN may be anything in padding."""
+    return x
+
+
+@_without_gradient.defjvp
+def _without_gradient_tangent(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    return primals[0], zero_where(tangents[0], primals[1])
 
 
 def _fits_cudnn(query: Array, value: Array, platform: str) -> bool:

@@ -1,49 +1,140 @@
-"""Containment of NaN and infinity: rows that mask a non-finite token stay finite, rows that attend to it become NaN.
+"""NaN and infinity, contained: `contained` makes them reach exactly the rows that attend to them.
 
-0 * NaN is NaN. Non-finite tokens are therefore set to 0 before each product, forward and backward, and dependent
-outputs to NaN afterwards. Finite inputs are unaffected.
+By default a NaN does what it does in JAX. The weight of a masked key is 0, and 0 * NaN is NaN, so it may reach rows
+that mask it. In a contained kernel non-finite tokens are set to 0 before the products, forward and backward, and the
+rows that attend to them become NaN afterwards. Finite inputs give the same values, bit for bit.
 """
 
 from collections.abc import Callable
-from functools import wraps
-from typing import Any
+from dataclasses import replace
+from functools import partial, wraps
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from mha_jax.arrays import nan_where, zero_where
 from mha_jax.compiled import compiled
+from mha_jax.kernels import Kernel
 from mha_jax.masks import Mask, to_scores_rank
-from mha_jax.parallel.sharding import is_automatic
+from mha_jax.parallel.sharding import head_sharding, is_automatic, with_auto_axes
 from mha_jax.scores import Scores
 
-_RANGES = ("is_causal", "key_padding_lengths", "span", "q_offset")  # these hide only keys outside `key_range`
+
+def contained(kernel: Kernel) -> Kernel:
+    """Return a kernel in which NaN and infinity reach exactly the rows that attend to them, forward and backward.
+
+    For a layer: `layer.kernel = contained(fused.attend)`. It covers calls without attention weights.
+
+    - A row is NaN if its query is not finite, or a key, value or bias that it attends to, or if all its scores
+      overflow to -inf.
+    - All other rows have the values that they would have without the NaN, bit for bit.
+    - Tokens that no row attends to affect no gradient, and have a gradient of 0.
+
+    No value is read: a call follows the rules even if all values are finite, and a step over a cache looks at
+    all of its slots.
+
+    Args:
+        kernel: computes the context, (B, N, T, Hv), of finite inputs.
+    """
+
+    @wraps(kernel)
+    def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
+        if not query.size or not key.size:
+            return kernel(query, key, value, mask, scores)
+        contain = with_auto_axes(head_sharding)(partial(_contain, kernel))
+        return contain(query, key, value, mask, scores)
+
+    return attend
+
+
+def _contain(kernel: Kernel, query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
+    """Call a kernel with non-finite tokens as 0, and set rows that attend to one to NaN."""
+    finite, rows = _set_aside(query, key, value, mask, scores)
+    context = kernel(finite.query, finite.key, finite.value, mask, replace(scores, bias=finite.bias))
+    return _with_nan(context, rows)
+
+
+class _Finite(NamedTuple):
+    """Finite inputs of a kernel.
+
+    Attributes:
+        query, key, value: heads with 0 for tokens that are not finite.
+        bias: bias of the scores with 0 for NaN and +infinity, or None.
+    """
+
+    query: Array
+    key: Array
+    value: Array
+    bias: Array | None
+
+
+class _NanRows(NamedTuple):
+    """Rows that become NaN, (B, N, T, 1).
+
+    Attributes:
+        always: rows with a query that is not finite, or that attend to something not finite.
+        if_zero: rows whose scores may all have overflowed to -inf, for which a kernel may return 0.
+    """
+
+    always: Array
+    if_zero: Array
+
+
+@compiled()
+def _set_aside(query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> tuple[_Finite, _NanRows]:
+    """Return the inputs with 0 for everything that is not finite, and the rows that depend on it."""
+    num_groups = query.shape[1] // key.shape[1]
+    seq_len_q, seq_len_k = query.shape[2], key.shape[2]
+    largest_in_query = _largest_features(query)
+    largest_in_key = _largest_features(key)
+    nan_rows = ~jnp.isfinite(largest_in_query)
+    nonfinite_keys = ~jnp.isfinite(largest_in_key) | nonfinite_tokens(value)
+    largest_in_query = zero_where(largest_in_query, nan_rows)
+    largest_in_key = zero_where(largest_in_key, nonfinite_keys)
+    query = zero_where(query, nan_rows)
+    key = zero_where(key, nonfinite_keys)
+    value = zero_where(value, nonfinite_keys)
+    nonfinite_keys = jnp.repeat(nonfinite_keys[..., 0], num_groups, axis=1)
+    visible = mask.with_bias(scores.bias)
+    nan_rows = nan_rows | attends_to_any(nonfinite_keys, seq_len_q, visible)
+    bias = scores.bias
+    if bias is not None:
+        nonfinite_bias = jnp.isnan(bias) | jnp.isposinf(bias)
+        bias = zero_where(bias, nonfinite_bias)
+        hidden: Any = visible.to_bool(seq_len_q, seq_len_k)
+        nonfinite_bias = to_scores_rank(nonfinite_bias) & ~to_scores_rank(hidden)
+        nan_rows = nan_rows | nonfinite_bias.any(axis=-1, keepdims=True)
+    has_key = attends_to_any(jnp.ones_like(nonfinite_keys), seq_len_q, visible)
+    if scores.sinks is None:
+        factor = query.shape[3] * max(scores.scale or 1.0, 1.0)
+        may_be_lost = _may_overflow(largest_in_query, largest_in_key, factor)
+    else:  # sinks take the whole weight of a row whose scores are all -inf
+        may_be_lost = jnp.zeros_like(has_key)
+    return _Finite(query, key, value, bias), _NanRows(nan_rows & has_key, may_be_lost & has_key)
+
+
+@compiled()
+def _with_nan(context: Array, rows: _NanRows) -> Array:
+    is_zero = (context == 0).all(axis=-1, keepdims=True)
+    return nan_where(context, rows.always | (rows.if_zero & is_zero))
 
 
 def nonfinite_tokens(x: Float[Array, "*tokens H"]) -> Bool[Array, "*tokens 1"]:
     """Return True for each token that contains a NaN or an infinity."""
-    return ~jnp.isfinite(x).all(axis=-1, keepdims=True)
+    return ~jnp.isfinite(_largest_features(x))
 
 
-def zero_where(x: Float[Array, "..."], where: Bool[Array, "..."]) -> Float[Array, "..."]:
-    """Return x with 0 at `where`, which blocks the gradient."""
-    return jnp.where(where, 0.0, x)
+def _largest_features(x: Float[Array, "*tokens H"]) -> Float[Array, "*tokens 1"]:
+    """Return the size of the largest feature of each token."""
+    return jnp.abs(lax.stop_gradient(x)).max(axis=-1, keepdims=True)
 
 
-def nan_where(x: Float[Array, "..."], where: Bool[Array, "..."]) -> Float[Array, "..."]:
-    """Return x with NaN at `where`; the gradient is that of the identity, NaN only if the incoming one is NaN."""
-    return x + jnp.where(where, jnp.nan, 0.0)
-
-
-def attends_to_any(
-    marked: Bool[Array, "B N S"], seq_len_q: int, mask: Mask, *, checks_first: bool = True
-) -> Bool[Array, "B N T 1"]:
-    """Return whether each query attends to any of the marked keys; T and S are not 0.
-
-    Without `checks_first` no value decides what runs next.
-    """
+def attends_to_any(marked: Bool[Array, "B N S"], seq_len_q: int, mask: Mask) -> Bool[Array, "B N T 1"]:
+    """Return whether each query attends to any of the marked keys; T and S are not 0."""
     seq_len_k = marked.shape[2]
-    if mask.has_only(*_RANGES):
+    if mask.has_only("is_causal", "key_padding_lengths", "span", "q_offset"):
         first, stop = (x.clip(0, seq_len_k) for x in mask.key_range(seq_len_q, seq_len_k))
         counts = jnp.pad(lax.cumsum(marked.astype(jnp.int32), axis=2), [(0, 0), (0, 0), (1, 0)])  # up to each key
         before, within = (jnp.take_along_axis(counts, places[:, None], axis=2) for places in (first, stop))
@@ -57,8 +148,6 @@ def attends_to_any(
 
     if is_automatic(marked):  # devices would have to agree on whether to check, and XLA gathers what it slices
         return among(0, seq_len_k)
-    if not checks_first:
-        return _in_any_block(among, seq_len_k)
     # Scores are checked only if needed. Without keys the result is False, of the type that `shard_map` expects.
     return lax.cond(marked.any(), lambda: _in_any_block(among, seq_len_k), lambda: among(0, 0))
 
@@ -92,77 +181,11 @@ def _in_any_block(found_in: Callable[[Array | int, int], Array], seq_len_k: int)
     return lax.fori_loop(1, -(-seq_len_k // max(size, 1)), add, found_in(0, size))
 
 
-def contained_projection(project: Callable[[str, Array], Array]) -> Callable[[str, Array], Array]:
-    """Wrap projections: non-finite tokens yield NaN, but none in weight gradients if no query attends to them."""
-
-    def project_finite(name: str, x: Array) -> Array:
-        x, wrong = _set_aside(x)
-        return _nan_where(project(name, x), wrong)
-
-    return project_finite
-
-
-@compiled()
-def _set_aside(x: Array) -> tuple[Array, Array]:
-    wrong = nonfinite_tokens(x)
-    return zero_where(x, wrong), wrong
-
-
-_nan_where = compiled()(nan_where)
-
-
-# ---- Kernels ---------------------------------------------------------------------------------------------------------
-
-
-def contained(kernel: Callable[..., Array]) -> Callable[..., Array]:
-    """Wrap a kernel for finite inputs so that it follows the rules for non-finite ones.
-
-    Non-finite tokens are 0 to the kernel, and rows that attend to one are NaN afterwards.
-    """
-
-    @wraps(kernel)
-    def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, **options: Any) -> Array:
-        hidden = mask.with_bias(scores.bias)
-        query, key, value, nonfinite_rows = _contained(query, key, value, hidden)
-        return nan_where(kernel(query, key, value, mask, scores, **options), nonfinite_rows)
-
-    return attend
-
-
-def contained_with_weights(attend: Callable[..., tuple[Array, Array]]) -> Callable[..., tuple[Array, Array]]:
-    """Wrap `stages.attend` as `contained` wraps a kernel; hidden keys have weight 0 even in rows of NaN."""
-
-    @wraps(attend)
-    def contained(query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> tuple[Array, Array]:
-        hidden = mask.with_bias(scores.bias).to_bool(query.shape[2], key.shape[2])
-        if hidden is None:  # all rows attend to all keys: NaN spreads by itself
-            return attend(query, key, value, mask, scores)
-        query, key, value, nonfinite_rows = _contained(query, key, value, Mask(hidden))
-        context, attn_weights = attend(query, key, value, mask, scores)
-        return nan_where(context, nonfinite_rows), nan_where(attn_weights, nonfinite_rows & ~to_scores_rank(hidden))
-
-    return contained
-
-
-def _contained(query: Array, key: Array, value: Array, hidden: Mask) -> tuple[Array, Array, Array, Array]:
-    """Return the inputs with non-finite tokens as 0, and the rows that become NaN, which excludes fully masked ones."""
-    nonfinite_rows, nonfinite_keys = nonfinite_tokens(query), nonfinite_tokens(key) | nonfinite_tokens(value)
-    query, key, value = (
-        zero_where(query, nonfinite_rows),
-        zero_where(key, nonfinite_keys),
-        zero_where(value, nonfinite_keys),
-    )
-    nonfinite_rows &= _has_key(hidden, query.shape[2], key.shape[2])
-    nonfinite_keys = jnp.repeat(nonfinite_keys[..., 0], query.shape[1] // key.shape[1], axis=1)
-    return query, key, value, nonfinite_rows | attends_to_any(nonfinite_keys, query.shape[2], hidden)
-
-
-def _has_key(hidden: Mask, seq_len_q: int, seq_len_k: int) -> Bool[Array, "#B #N #T 1"]:
-    """Return whether a row attends to any key."""
-    if hidden.has_only(*_RANGES):
-        first, stop = (x.clip(0, seq_len_k) for x in hidden.key_range(seq_len_q, seq_len_k))
-        return (first < stop)[:, None, :, None]
-    if hidden.mask is not None and hidden.has_only("mask"):
-        return ~to_scores_rank(hidden.mask).all(axis=-1, keepdims=True)
-    seen = _seen_keys(hidden, seq_len_q, seq_len_k)
-    return _in_any_block(lambda *keys: seen(*keys).any(axis=-1, keepdims=True), seq_len_k)
+def _may_overflow(
+    of_query: Float[Array, "B N T 1"], of_key: Float[Array, "B K S 1"], factor: float
+) -> Bool[Array, "B N T 1"]:
+    """Return whether the largest feature of a row times that of any key times a factor exceeds float32."""
+    # Each is scaled by 2**-64, because the product itself may overflow.
+    of_query, of_key = (x.astype(jnp.float32) * 2.0**-64 for x in (of_query, of_key))
+    largest_key = jnp.repeat(of_key.max(axis=2, keepdims=True), of_query.shape[1] // of_key.shape[1], axis=1)
+    return of_query * largest_key * factor >= 0.99

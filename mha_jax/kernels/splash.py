@@ -1,6 +1,6 @@
 """JAX's splash attention, a fused kernel for TPUs that skips blocks hidden by causality, a window or chunks.
 
-All functions expect finite inputs: `nonfinite.contained` wraps them. The kernel has a derivative in reverse mode.
+The kernel has a derivative in reverse mode.
 """
 
 from typing import Any
@@ -11,7 +11,6 @@ from jaxtyping import Array
 
 from mha_jax.arrays import at_least_float32
 from mha_jax.compiled import compiled
-from mha_jax.kernels.nonfinite import contained
 from mha_jax.masks import Mask
 from mha_jax.parallel.sharding import is_on_one_device
 from mha_jax.scores import Scores
@@ -38,7 +37,6 @@ def supports(query: Array, key: Array, mask: Mask, scores: Scores) -> bool:
 
 
 @compiled("interpret")
-@contained
 def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *, interpret: bool = False) -> Array:
     """Return the context. Queries are scaled in their own dtype; `interpret` runs the kernel without a TPU."""
     # Imported lazily: it is slow to import, and for TPUs only.

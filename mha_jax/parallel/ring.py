@@ -22,7 +22,6 @@ from jaxtyping import Array
 from mha_jax.arrays import at_least_float32
 from mha_jax.kernels.cpu.blocks import BlockSizes, Hidden, Options, Scoring
 from mha_jax.kernels.cpu.blockwise import gradient_of_sinks, gradients_of_part, sums_of_part
-from mha_jax.kernels.nonfinite import nan_where, nonfinite_tokens
 from mha_jax.masks import Mask
 from mha_jax.parallel.sharding import is_automatic, varying
 from mha_jax.scores import Scores
@@ -108,9 +107,8 @@ def attend_to_visitors(
     given = _Given(as_bool, bias, mask.key_padding_lengths, sinks, mask.q_offset)  # pyright: ignore[reportArgumentType]
     same = query.shape[2] == key.shape[2] and span is None and as_bool is None and bias is None
     is_halved = mask.is_causal and not is_cached and same and query.shape[2] % 2 == 0
-    hides = mask.is_causal or span is not None or as_bool is not None or given.lengths is not None
     scoring = Scoring.of_layer(query, scores.spec)
-    options = Options(False, scoring, sizes, is_automatic(query), is_part=hides)
+    options = Options(False, scoring, sizes, is_automatic(query))
     walks = () if is_cached else _walks(mask, query.shape[2], key.shape[2], size)
     plan = _Plan(axis, size, mask.is_causal, span, is_halved, is_cached, walks, options)
     arrays = varying((group(query), key, value, given), axis)
@@ -277,14 +275,12 @@ class _Sums(NamedTuple):
 
     context: Array
     lse: Array
-    is_empty: Array
 
 
 def _nothing(query: Array, width: int) -> _Sums:
     """Return the identity element of `_joined`."""
     row = at_least_float32(query[..., :1])
-    empty = jnp.zeros_like(row, dtype=bool)
-    return _Sums(jnp.broadcast_to(row * 0.0, (*row.shape[:-1], width)), jnp.full_like(row, -jnp.inf), ~empty)
+    return _Sums(jnp.broadcast_to(row * 0.0, (*row.shape[:-1], width)), jnp.full_like(row, -jnp.inf))
 
 
 def _joined(ours: _Sums, theirs: _Sums) -> _Sums:
@@ -296,7 +292,7 @@ def _joined(ours: _Sums, theirs: _Sums) -> _Sums:
     context = ours.context * weights[0] + theirs.context * weights[1]
     context = context / jnp.where(total == 0.0, 1.0, total)
     lse = jnp.where(jnp.isneginf(largest), -jnp.inf, shift + jnp.log(jnp.where(total == 0.0, 1.0, total)))
-    return _Sums(context, lse, ours.is_empty & theirs.is_empty)
+    return _Sums(context, lse)
 
 
 def _sums_of(plan: _Plan, given: _Given, pair: _Pair, query: Array, key: Array, value: Array) -> _Sums:
@@ -308,9 +304,8 @@ def _sums_of(plan: _Plan, given: _Given, pair: _Pair, query: Array, key: Array, 
     def look() -> _Sums:
         def of_sequence(hidden: Hidden, query: Array, key: Array, value: Array) -> _Sums:
             found = sums_of_part(options, query, key, value, hidden)
-            empty = jnp.broadcast_to(found.is_empty, found.lse.shape)
             lse = jnp.where(jnp.isposinf(found.lse), -jnp.inf, found.lse)
-            return varying(_Sums(found.context, lse, empty), plan.axis)
+            return varying(_Sums(found.context, lse), plan.axis)
 
         return _by_sequence(plan, of_sequence, _hidden_of(plan, given, pair), rows, keys, values)
 
@@ -374,32 +369,21 @@ def _forward(plan: _Plan, query: Array, key: Array, value: Array, given: _Given)
         sinks = jnp.broadcast_to(at_least_float32(given.sinks), sums.lse.shape)
         if plan.is_cached:  # one device has the sinks
             sinks = jnp.where(lax.axis_index(plan.axis) == 0, sinks, -jnp.inf)
-        sums = _joined(sums, _Sums(jnp.zeros_like(sums.context), sinks, sums.is_empty))
-    if plan.is_cached:
-        sums = _joined_by_all(plan, given, sums, nonfinite_tokens(query))
-    context, lse, is_empty = sums
+        sums = _joined(sums, _Sums(jnp.zeros_like(sums.context), sinks))
+    context, lse = _joined_by_all(plan, sums) if plan.is_cached else sums
     lse = jnp.where(jnp.isneginf(lse), jnp.inf, lse)
-    if given.sinks is None:  # a row to which no key gave anything may see some: if all of its scores are -inf
-        gave_nothing = jnp.isposinf(lse)
-        context, lse = (nan_where(x, gave_nothing & ~is_empty) for x in (context, lse))
-    residuals = (query, key, value, given, context, lse)
-    if plan.options.is_part and not plan.is_cached:
-        context = nan_where(context, nonfinite_tokens(query) & ~is_empty)
-    return context.astype(query.dtype), residuals
+    return context.astype(query.dtype), (query, key, value, given, context, lse)
 
 
-def _joined_by_all(plan: _Plan, given: _Given, sums: _Sums, wrong: Array) -> _Sums:
-    """Merge the results of all devices, each with its own keys for the same queries; wrong rows become NaN."""
-    context, lse, is_empty = sums
+def _joined_by_all(plan: _Plan, sums: _Sums) -> _Sums:
+    """Merge the results of all devices, each with its own keys for the same queries."""
+    context, lse = sums
     largest = lax.pmax(lse, plan.axis)
     weights = jnp.exp(lse - jnp.where(jnp.isneginf(largest), 0.0, largest))
-    weights = nan_where(weights, wrong & ~is_empty)
     total = lax.psum(weights, plan.axis)
     context = lax.psum(context * weights, plan.axis) / jnp.where(total == 0.0, 1.0, total)
     lse = jnp.where(total == 0.0, -jnp.inf, largest + jnp.log(jnp.where(total == 0.0, 1.0, total)))
-    if given.mask is None:  # each token attends to its own slot
-        return _Sums(context, lse, jnp.zeros_like(lse, dtype=bool))
-    return _Sums(context, lse, lax.pmin(is_empty.astype(jnp.int32), plan.axis) > 0)
+    return _Sums(context, lse)
 
 
 # ---- Gradients -------------------------------------------------------------------------------------------------------
@@ -409,9 +393,6 @@ def _backward(plan: _Plan, residuals: tuple[Any, ...], cotangent: Array) -> tupl
     query, key, value, given, context, lse = residuals
     bias: Any = given.bias
     query, cotangent, context, lse = varying((query, at_least_float32(cotangent), context, lse), plan.axis)
-    if plan.is_cached:  # rows that are NaN due to their query give no gradient to keys
-        wrong = nonfinite_tokens(query)
-        context, lse = jnp.where(wrong, 0.0, context), jnp.where(wrong, jnp.inf, lse)
     by_row = (at_least_float32(query), cotangent, context, lse)
     lengths = query.shape[3], key.shape[2]
     me = lax.axis_index(plan.axis)

@@ -13,15 +13,17 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
-from jaxtyping import Array
+from jaxtyping import Array, Bool
 
 from mha_jax.compiled import compiled
 from mha_jax.kernels import Kernel, step_of
 from mha_jax.kernels.cpu.blocks import BlockSizes
 from mha_jax.kernels.cpu.blockwise import with_relative_bias
 from mha_jax.masks import Mask, to_scores_rank
+from mha_jax.padding import find_padding, padding_after
 from mha_jax.parallel.ring import attend_to_visitors
 from mha_jax.parallel.sharding import head_sharding, is_explicit, placed, spec_of, varying, with_auto_axes
 from mha_jax.scores import Scores
@@ -57,6 +59,18 @@ class ContextParallel:
         attend = with_auto_axes(head_sharding)(replace(self, axis=axis, passes_keys=passes_keys)._attend)
         return attend(query, key, value, mask, scores)
 
+    def find_padding(self, mask: Mask, batch_size: int, seq_len: int) -> tuple[Mask, Bool[Array, "B S"] | None]:
+        """Return the mask, and which tokens are padding, as `padding.find_padding` does.
+
+        Lengths are those of whole sequences. In a `shard_map` of the user, tokens are local.
+        """
+        mesh = jax.sharding.get_abstract_mesh()
+        is_local = self.axis in mesh.axis_names and _is_manual(mesh, self.axis)
+        if not is_local or mask.key_padding_lengths is None:
+            return find_padding(mask, batch_size, seq_len)
+        first = lax.axis_index(self.axis) * seq_len
+        return mask, padding_after(jnp.asarray(mask.key_padding_lengths, jnp.int32) - first, seq_len)
+
     def step(self, query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
         """Return the context of one new token of each sequence over a cache."""
         is_whole = token_axis(query, key, mask, self.axis) is None
@@ -89,12 +103,17 @@ def token_axis(query: Array, key: Array, mask: Mask, axis: Any = None) -> str | 
             {"axis": axis, "mesh.axis_names": mesh.axis_names},
         )
     size = mesh.shape[axis]
-    is_manual = mesh.axis_types[mesh.axis_names.index(axis)] == AxisType.Manual
+    is_manual = _is_manual(mesh, axis)
     divided = {"keys": key.shape[2]} | ({} if mask.q_offset is not None else {"queries": query.shape[2]})
     for name, count in divided.items():
         if count % size and not is_manual:
             raise Refusal(name, f"be a multiple of the devices along {axis}", f"{count} and {size}")
     return axis if size > 1 else None
+
+
+def _is_manual(mesh: Any, axis: Any) -> bool:
+    """Return whether a dimension of a mesh is manual: arrays are then local parts."""
+    return mesh.axis_types[mesh.axis_names.index(axis)] == AxisType.Manual
 
 
 def _cannot_share(key: Array, axis: str) -> bool:
@@ -123,7 +142,7 @@ def _attend_to_tokens(
     axis: Any = how.axis
     mesh = jax.typeof(query).sharding.mesh
     size, is_cached = mesh.shape[axis], mask.q_offset is not None
-    is_manual = mesh.axis_types[mesh.axis_names.index(axis)] == AxisType.Manual
+    is_manual = _is_manual(mesh, axis)
     mask, scores = _with(mask, scores, lambda x: None if x is None else to_scores_rank(x))
     if key.shape[1] % size == 0 and not (is_cached or how.passes_keys or scores.slopes):
         heads = _Heads(axis, size, query.shape[1], key.shape[1])

@@ -17,8 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.attention import flex_attention as library
 
-from mha_torch.arrays import at_least_float32, constant, is_transformed, needs_gradient
-from mha_torch.kernels.nonfinite import contained, nan_where, nonfinite_tokens, sees_any_between, zero_where
+from mha_torch.arrays import at_least_float32, constant, is_transformed, needs_gradient, zero_where
 from mha_torch.masks import Mask
 from mha_torch.scores import Scores
 
@@ -65,34 +64,9 @@ def attend(
 
     Source: FlexAttention, arXiv:2412.05496; torch.nn.attention.flex_attention.
     """
-    return _ATTEND(query, key, value, mask, scores)
-
-
-def _attend_finite(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
     first, stop = _seen_keys(mask, query.shape[0], query.shape[2], key.shape[2], query.device)
     context, lse = _attend_between(query, key, value, first, stop, mask.segments, scores)
     return zero_where(context, torch.isneginf(lse))  # fully masked rows
-
-
-def _attend_with_rules(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
-    """Return the context with the rules for non-finite tokens, without a full mask."""
-    first, stop = _seen_keys(mask, query.shape[0], query.shape[2], key.shape[2], query.device)
-    nonfinite_rows, nonfinite_keys = nonfinite_tokens(query), nonfinite_tokens(key) | nonfinite_tokens(value)
-    query = zero_where(query, nonfinite_rows)
-    key, value = (zero_where(x, nonfinite_keys) for x in (key, value))
-    marked = nonfinite_keys[..., 0].repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    begin, end = first, stop
-    if mask.segments is not None:
-        order, begin, end = _in_segments(mask.segments, first, stop)
-        marked = marked.gather(2, order[:, None].expand_as(marked))
-    nonfinite_rows = nonfinite_rows | sees_any_between(marked, begin, end)
-    context, lse = _attend_between(query, key, value, first, stop, mask.segments, scores)
-    if scores.sinks is None:
-        nonfinite_rows = nonfinite_rows | torch.isneginf(lse)  # all scores overflowed
-    return zero_where(nan_where(context, nonfinite_rows), (begin == end)[:, None, :, None])
-
-
-_ATTEND = contained(_attend_finite, _attend_with_rules)
 
 
 def _attend_between(
@@ -153,17 +127,6 @@ def _seen_keys(
     first, stop = mask.key_range(seq_len_q, seq_len_k, device)
     first, stop = (x.to(torch.int32).clamp(0, seq_len_k).expand(batch_size, -1) for x in (first, stop))
     return torch.minimum(first, stop), stop
-
-
-def _in_segments(
-    segments: tuple[Tensor, Tensor], first: Int[Tensor, "B T"], stop: Int[Tensor, "B T"]
-) -> tuple[Int[Tensor, "B S"], Int[Tensor, "B T"], Int[Tensor, "B T"]]:
-    """Return the keys ordered by segment, and the range of each query in this order."""
-    of_queries, of_keys = (ids.long() for ids in segments)
-    order, seq_len_k = of_keys.argsort(dim=1, stable=True), of_keys.shape[1]
-    places = of_keys.gather(1, order) * seq_len_k + order
-    begin, end = (torch.searchsorted(places, of_queries * seq_len_k + limit) for limit in (first, stop))
-    return order, begin, end
 
 
 def _block_mask(

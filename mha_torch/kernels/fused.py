@@ -1,8 +1,8 @@
 """Fast path: attention without attention weights.
 
-Wraps PyTorch's scaled_dot_product_attention with this package's semantics of masks, fully masked rows and NaN. (The
-function itself returns 0 for some rows of NaN, and lets a masked NaN through.) On CUDA, FlexAttention serves calls that
-it does not support.
+Wraps PyTorch's scaled_dot_product_attention with this package's semantics of masks and fully masked rows. A NaN that is
+not padding does what PyTorch does with it: see `contained` for kernels in which it reaches only the rows that attend to
+it. On CUDA, FlexAttention serves calls that PyTorch's function does not support.
 """
 
 from typing import Any, Unpack
@@ -15,8 +15,8 @@ from torch.autograd import forward_ad
 from mha_spec import AttentionSpec, Refusal
 from mha_torch import stages
 from mha_torch.kernels import flex, sdpa, windows
-from mha_torch.kernels.nonfinite import contained
 from mha_torch.masks import Mask, MaskKeywords
+from mha_torch.padding import zero_heads_in_padding
 from mha_torch.scores import Scores
 from mha_torch.stages import check_attention
 
@@ -64,6 +64,7 @@ def scaled_dot_product_attention(
     products: Any = {"relative_keys": relative_keys, "relative_queries": relative_queries}
     scores = Scores(spec, bias, sinks, relative_bias, dropout, **products)
     check_attention(query, key, value, visible, scores)
+    visible, key, value = zero_heads_in_padding(visible, key, value)
     return attend(query, key, value, visible, scores), None
 
 
@@ -80,11 +81,6 @@ def attend(
         return flex.attend(query, key, value, mask, scores)
     if is_forward_mode or not sdpa.supports(scores):
         return stages.attend(query, key, value, mask, scores)[0]
-    return _attend_contained(query, key, value, mask, scores)
-
-
-@contained
-def _attend_contained(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
     if windows.supports(query, key, value, mask):
         return windows.attend(query, key, value, mask, scores)
     return sdpa.attend(query, key, value, mask, scores)

@@ -1,23 +1,100 @@
-"""Containment of NaN and infinity: rows that mask a non-finite token stay finite, rows that attend to it become NaN.
+"""NaN and infinity, contained: `contained` makes them reach exactly the rows that attend to them.
 
-0 * NaN is NaN. Non-finite tokens are therefore set to 0 before each product, forward and backward, and dependent
-outputs to NaN afterwards. Finite inputs are unaffected.
+By default a NaN does what it does in PyTorch. The weight of a masked key is 0, and 0 * NaN is NaN, so it may reach rows
+that mask it. In a contained kernel non-finite tokens are set to 0 before the products, forward and backward, and the
+rows that attend to them become NaN afterwards. Finite inputs give the same values, bit for bit.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial, wraps
-from typing import Any
+from functools import wraps
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mha_torch.arrays import is_distributed, is_graph, is_transformed, needs_gradient, replicate_like, values_of
+from mha_torch.arrays import (
+    is_distributed,
+    is_graph,
+    is_transformed,
+    nan_where,
+    needs_gradient,
+    values_of,
+    zero_where,
+)
 from mha_torch.kernels import Kernel
 from mha_torch.masks import Mask, as_lengths
 from mha_torch.scores import Scores
+
+
+def contained(kernel: Kernel) -> Kernel:
+    """Return a kernel in which NaN and infinity reach exactly the rows that attend to them, forward and backward.
+
+    For a layer: `layer.kernel = contained(fused.attend)`. It covers calls without attention weights.
+
+    - A row is NaN if its query is not finite, or a key, value or bias that it attends to, or if all its scores
+      overflow to -inf.
+    - All other rows have the values that they would have without the NaN, bit for bit.
+    - Tokens that no row attends to affect no gradient, and have a gradient of 0.
+
+    The kernel itself is called as it is if the values show that all are finite. On a GPU, reading them waits for the
+    device, once for each call. Compiled and captured graphs have no values to read, and always follow the rules.
+
+    Args:
+        kernel: computes the context, (B, N, T, Hv), of finite inputs.
+    """
+
+    @wraps(kernel)
+    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
+        if is_graph() or is_transformed():
+            return _contain(kernel, query, key, value, mask, scores)
+        if needs_gradient(query, key, value) or scores.dropout:
+            # In the gradient a masked key is multiplied by 0, so it must be finite beforehand. Dropout draws only once.
+            if _cannot_overflow(query, key, value, scores):
+                return kernel(query, key, value, mask, scores)
+            return _contain(kernel, query, key, value, mask, scores)
+        # Reading the smaller context first is faster than reading all inputs.
+        context = kernel(query, key, value, mask, scores)
+        if _has_sound_rows(context, key) or _cannot_overflow(query, key, value, scores):
+            return context
+        return _contain(kernel, query, key, value, mask, scores)
+
+    return attend
+
+
+def _contain(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
+    """Call a kernel with non-finite tokens as 0, and set rows that attend to one to NaN."""
+    if query.numel() == 0 or key.numel() == 0:
+        return kernel(query, key, value, mask, scores)
+    num_groups = query.shape[1] // key.shape[1]
+    seq_len_q = query.shape[2]
+    largest_in_query = _largest_features(query)
+    largest_in_key = _largest_features(key)
+    nan_rows = ~torch.isfinite(largest_in_query)
+    nonfinite_keys = ~torch.isfinite(largest_in_key) | nonfinite_tokens(value)
+    largest_in_query = zero_where(largest_in_query, nan_rows)
+    largest_in_key = zero_where(largest_in_key, nonfinite_keys)
+    query = zero_where(query, nan_rows)
+    key = zero_where(key, nonfinite_keys)
+    value = zero_where(value, nonfinite_keys)
+    nonfinite_keys = nonfinite_keys[..., 0].repeat_interleave(num_groups, dim=1)
+    visible = mask.with_bias(scores.bias)
+    nan_rows = nan_rows | attends_to_any(nonfinite_keys, seq_len_q, visible)
+    if scores.bias is not None:
+        nonfinite_bias = torch.isnan(scores.bias) | torch.isposinf(scores.bias)
+        scores = replace(scores, bias=zero_where(scores.bias, nonfinite_bias))
+        hidden = visible.to_bool(seq_len_q, key.shape[2], query.device)
+        if hidden is not None:
+            nonfinite_bias = nonfinite_bias & ~hidden
+        nan_rows = nan_rows | nonfinite_bias.any(dim=-1, keepdim=True)
+    context = kernel(query, key, value, mask, scores)
+    if scores.sinks is None:  # sinks take the whole weight of a row whose scores are all -inf
+        # If all scores of a row overflow to -inf, the kernel returns 0.
+        factor = query.shape[3] * max(scores.scale or 1.0, 1.0)
+        is_zero = (context == 0).all(dim=-1, keepdim=True)
+        nan_rows = nan_rows | (is_zero & _may_overflow(largest_in_query, largest_in_key, factor))
+    has_key = attends_to_any(torch.ones_like(nonfinite_keys), seq_len_q, visible)
+    return nan_where(context, nan_rows & has_key)
 
 
 def nonfinite_tokens(x: Float[Tensor, "*tokens H"]) -> Bool[Tensor, "*tokens 1"]:
@@ -28,21 +105,6 @@ def nonfinite_tokens(x: Float[Tensor, "*tokens H"]) -> Bool[Tensor, "*tokens 1"]
 def _largest_features(x: Float[Tensor, "*tokens H"]) -> Float[Tensor, "*tokens 1"]:
     """Return the size of the largest feature of each token."""
     return torch.linalg.vector_norm(x.detach(), torch.inf, dim=-1, keepdim=True)  # reads x once, without a copy
-
-
-def maybe_any(x: Bool[Tensor, "..."]) -> bool:
-    """Return whether any of x is True; True if values are unavailable."""
-    return is_graph() or values_of(x.any()) is not False
-
-
-def zero_where(x: Float[Tensor, "..."], where: Bool[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Return x with 0 at `where`, which blocks the gradient."""
-    return x.masked_fill(replicate_like(where, x), 0.0)
-
-
-def nan_where(x: Float[Tensor, "..."], where: Bool[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Return x with NaN at `where`; the gradient is that of the identity, NaN only if the incoming one is NaN."""
-    return x + replicate_like(torch.where(where, torch.nan, 0.0).to(x.dtype), x)
 
 
 def attends_to_any(marked: Bool[Tensor, "B N S"], seq_len_q: int, mask: Mask) -> Bool[Tensor, "B N #T 1"]:
@@ -75,83 +137,6 @@ def sees_any_between(
     return (within > before)[..., None]
 
 
-def contained_projection(
-    project: Callable[[str, Tensor], Tensor], find: Callable[[str, Tensor], Tensor] | None = None
-) -> Callable[[str, Tensor], Tensor]:
-    """Wrap projections: non-finite tokens yield NaN, but none in weight gradients if no query attends to them.
-
-    Args:
-        project: applies a projection by its name.
-        find: returns the non-finite tokens of its input; default `nonfinite_tokens`.
-    """
-    if not torch.is_grad_enabled():  # in the forward pass a token affects only itself
-        return project
-
-    def project_finite(name: str, x: Tensor) -> Tensor:
-        wrong = nonfinite_tokens(x) if find is None else find(name, x)
-        return nan_where(project(name, zero_where(x, wrong)), wrong) if maybe_any(wrong) else project(name, x)
-
-    return project_finite
-
-
-# ---- Kernels ---------------------------------------------------------------------------------------------------------
-
-
-def contained(kernel: Kernel, with_rules: Kernel | None = None) -> Kernel:
-    """Wrap a kernel for finite inputs so that it follows the rules for non-finite ones.
-
-    The kernel gets non-finite tokens as 0, and rows that attend to one become NaN afterwards. Both are skipped if the
-    values show that all are finite. On a GPU reading values synchronizes, which costs a tenth of the thirty small
-    kernels that it saves. Compiled or captured graphs have no values to read.
-
-    Args:
-        kernel: called with finite inputs.
-        with_rules: called with non-finite inputs; default: `kernel` with the rules around it.
-    """
-    with_rules = partial(_with_rules, kernel) if with_rules is None else with_rules
-
-    @wraps(kernel)
-    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
-        if is_graph() or is_transformed():  # values are unavailable
-            return with_rules(query, key, value, mask, scores)
-        # In the gradient a masked key is multiplied by 0, so it must be finite beforehand. Dropout draws only once.
-        if needs_gradient(query, key, value) or scores.dropout:
-            attend = kernel if _are_moderate(query, key, value, scores) else with_rules
-            return attend(query, key, value, mask, scores)
-        context = kernel(query, key, value, mask, scores)
-        if _is_sound(context, key) or _are_moderate(query, key, value, scores):
-            return context
-        return with_rules(query, key, value, mask, scores)
-
-    return attend
-
-
-def _with_rules(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
-    if query.numel() == 0 or key.numel() == 0:
-        return kernel(query, key, value, mask, scores)
-    num_groups, seq_len_q = query.shape[1] // key.shape[1], query.shape[2]
-    of_query, of_key = _largest_features(query), _largest_features(key)
-    nonfinite_rows, nonfinite_keys = ~torch.isfinite(of_query), ~torch.isfinite(of_key) | nonfinite_tokens(value)
-    query, of_query = (zero_where(x, nonfinite_rows) for x in (query, of_query))
-    key, value, of_key = (zero_where(x, nonfinite_keys) for x in (key, value, of_key))
-    nonfinite_keys = nonfinite_keys[..., 0].repeat_interleave(num_groups, dim=1)
-    hidden = mask.with_bias(scores.bias)
-    nonfinite_rows = nonfinite_rows | attends_to_any(nonfinite_keys, seq_len_q, hidden)
-    if scores.bias is not None:
-        nonfinite_bias = torch.isnan(scores.bias) | torch.isposinf(scores.bias)
-        scores = replace(scores, bias=zero_where(scores.bias, nonfinite_bias))
-        as_bool = hidden.to_bool(seq_len_q, key.shape[2], query.device)
-        nonfinite_rows = nonfinite_rows | (nonfinite_bias if as_bool is None else nonfinite_bias & ~as_bool).any(
-            dim=-1, keepdim=True
-        )
-    context = kernel(query, key, value, mask, scores)
-    if scores.sinks is None:  # sinks take the whole weight of a row whose scores are all -inf
-        # If all scores of a row overflow to -inf, the kernel returns 0.
-        may_overflow = _may_overflow(of_query, of_key, query.shape[3] * max(scores.scale or 1.0, 1.0))
-        nonfinite_rows = nonfinite_rows | (may_overflow & (context == 0).all(dim=-1, keepdim=True))
-    return nan_where(context, nonfinite_rows & attends_to_any(torch.ones_like(nonfinite_keys), seq_len_q, hidden))
-
-
 def _may_overflow(
     of_query: Float[Tensor, "B N T 1"], of_key: Float[Tensor, "B K S 1"], factor: float
 ) -> Bool[Tensor, "B N T 1"]:
@@ -162,7 +147,7 @@ def _may_overflow(
     return of_query * of_key.amax(dim=2, keepdim=True).repeat_interleave(num_groups, dim=1) * factor >= 0.99
 
 
-def _is_sound(context: Tensor, key: Tensor) -> bool:
+def _has_sound_rows(context: Tensor, key: Tensor) -> bool:
     """Return whether all rows and keys are finite and no row is 0, as the kernel returns for NaN; False if unknown.
 
     An infinite key may have a score of -inf, which does not show in the context.
@@ -173,7 +158,7 @@ def _is_sound(context: Tensor, key: Tensor) -> bool:
     return total is not None and total == total
 
 
-def _are_moderate(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> bool:
+def _cannot_overflow(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> bool:
     """Return whether all inputs and all scores are finite; False if unknown."""
     dtype = torch.promote_types(query.dtype, torch.float32)  # reading float64 is 20 times slower
     sizes = [torch.linalg.vector_norm(x.detach(), dtype=dtype) for x in (query, key, value)]
@@ -185,30 +170,3 @@ def _are_moderate(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> 
         return False
     bounds = (known[0] * known[1] * max(scores.scale or 1.0, 1.0), *known[2:])
     return all(bound < torch.finfo(torch.float32).max for bound in bounds)
-
-
-def contained_with_weights(attend: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Wrap `stages.attend` as `contained` wraps a kernel; attention weights follow the same rules."""
-
-    @wraps(attend)
-    def contained(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> tuple[Tensor, Tensor]:
-        if mask.is_trivial and scores.bias is None:  # all rows attend to all keys: NaN spreads by itself
-            return attend(query, key, value, mask, scores)
-        # One number of each tensor shows that all are finite; to look at each token takes ten times as long.
-        if not key.numel() or (not is_graph() and _are_moderate(query, key, value, scores)):
-            return attend(query, key, value, mask, scores)
-        wrong = [nonfinite_tokens(x) for x in (query, key, value)]
-        if not any(maybe_any(of_one) for of_one in wrong):
-            return attend(query, key, value, mask, scores)
-        query, key, value = (zero_where(x, where) for x, where in zip((query, key, value), wrong, strict=True))
-        context, attn_weights = attend(query, key, value, mask, scores)
-        nonfinite_key, nonfinite_value = (
-            where[..., 0].repeat_interleave(query.shape[1] // key.shape[1], dim=1) for where in wrong[1:]
-        )
-        hidden: Any = mask.with_bias(scores.bias).to_bool(query.shape[2], key.shape[2], query.device)
-        seen, has_key = Mask(hidden), ~hidden.all(dim=-1, keepdim=True)
-        nonfinite_scores = wrong[0] | attends_to_any(nonfinite_key, query.shape[2], seen)
-        nonfinite_rows = nonfinite_scores | attends_to_any(nonfinite_value, query.shape[2], seen)
-        return nan_where(context, nonfinite_rows & has_key), nan_where(attn_weights, nonfinite_scores & has_key)
-
-    return contained

@@ -1,7 +1,4 @@
-"""PyTorch's scaled_dot_product_attention with the cheapest form of the mask.
-
-All functions expect finite inputs: `nonfinite.contained` wraps them.
-"""
+"""PyTorch's scaled_dot_product_attention with the cheapest form of the mask."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

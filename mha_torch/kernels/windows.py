@@ -1,7 +1,4 @@
-"""Windows and chunks, a block of queries at a time over the keys of its span: work linear in the length.
-
-All functions expect finite inputs: `nonfinite.contained` wraps them.
-"""
+"""Windows and chunks, a block of queries at a time over the keys of its span: work linear in the length."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -21,7 +21,7 @@ from mha_torch.features.latent_mha import hooks_of
 from mha_torch.features.norms import NormLayer
 from mha_torch.masks import Mask
 from mha_torch.mha import AttentionLayer
-from mha_torch.parallel.local import PLACES, ShardedNorm, WidthShard, any_over_ranks, local_weight
+from mha_torch.parallel.local import PLACES, ShardedNorm, WidthShard, local_weight
 from mha_torch.parallel.ring import RingAttention, check_known_to_ring
 from mha_torch.scores import LEARNED, Scores
 
@@ -181,12 +181,6 @@ class _Sharded(AttentionLayer):
         held: dict[str, Any] = {name: getattr(self, name) for name in LEARNED}
         own = {name: None if weight is None else local_weight(weight) for name, weight in held.items()}
         return replace(super().scores(bias), **own)
-
-    def find_nonfinite(self, name: str, x: Tensor) -> Tensor:
-        """Return the non-finite tokens, of any rank if the result depends on the features of all ranks."""
-        found = super().find_nonfinite(name, x)
-        is_over_heads = name == "out_proj" or getattr(getattr(self, name), "width", None) is not None
-        return any_over_ranks(found, self.mesh) if is_over_heads else found
 
     def _kv_b(self) -> Tensor | None:
         """Return the local part of the weight of kv_b_proj; None if kv_b_proj must be called."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -35,11 +35,6 @@ def copy_from_full(x: Tensor, full: Tensor) -> None:
     """Distribute the first rank's copy of a whole tensor."""
     mesh = x.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
     x.copy_(DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=not full.is_meta))
-
-
-def any_over_ranks(flags: Bool[Tensor, ...], mesh: DeviceMesh) -> Bool[Tensor, ...]:
-    """Return the flags that are set on any rank."""
-    return DTensor.from_local(flags.to(torch.uint8), mesh, [Partial("max")]).full_tensor() > 0
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,16 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mha_spec import AttentionSpec, GridBias, Refusal
-from mha_torch.arrays import at_least_float32
+from mha_torch.arrays import at_least_float32, zero_where
 from mha_torch.checks import check_lengths
-from mha_torch.kernels.nonfinite import attends_to_any, nonfinite_tokens, zero_where
+from mha_torch.kernels.nonfinite import attends_to_any, nonfinite_tokens
 from mha_torch.masks import Mask, as_lengths
+from mha_torch.padding import padding_after
 from mha_torch.scores import Scores
 from mha_torch.stages import attention_context, attention_scores, check_attention
 
@@ -54,6 +55,17 @@ class RingAttention:
     def positions(self, seq_len: int, device: torch.device) -> Int[Tensor, "1 T"]:
         """Return the positions of local tokens in the whole sequence."""
         return self.rank * seq_len + torch.arange(seq_len, device=device)[None]
+
+    def find_padding(
+        self, mask: Mask, batch_size: int, seq_len: int, device: torch.device
+    ) -> tuple[Mask, Bool[Tensor, "B S"] | None]:
+        """Return the mask, and which local tokens are padding; lengths are those of whole sequences."""
+        lengths = mask.key_padding_lengths
+        if lengths is None:
+            return mask, None
+        check_lengths("key_padding_lengths", lengths, batch_size, self.num_parts * seq_len)
+        local_lengths = as_lengths(lengths) - self.rank * seq_len
+        return mask, padding_after(local_lengths, seq_len, device)
 
     def check(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> None:
         """Refuse arguments that do not fit; lengths are those of whole sequences."""

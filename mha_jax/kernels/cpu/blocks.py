@@ -16,7 +16,6 @@ from jax import lax
 from jaxtyping import Array
 
 from mha_jax.arrays import at_least_float32
-from mha_jax.kernels.nonfinite import nonfinite_tokens, zero_where
 from mha_jax.stages import score_scale
 from mha_spec import AttentionSpec
 from mha_spec.rules import as_count
@@ -132,11 +131,6 @@ class Options(NamedTuple):
     scoring: Scoring
     sizes: BlockSizes
     at_once: bool  # all sequences and heads, without skipping blocks: on accelerators, and if XLA partitions the work
-    is_part: bool = False  # part of the keys, some of which are hidden elsewhere
-
-    def hides(self, hidden: Hidden) -> bool:
-        """Return whether any key may be hidden from a query."""
-        return self.is_causal or self.is_part or hidden.hides
 
 
 class Sums(NamedTuple):
@@ -256,14 +250,13 @@ class Blocks:
         hidden: Hidden,
         options: Options,
     ) -> None:
-        is_causal, scoring, sizes, at_once, _ = options
+        is_causal, scoring, sizes, at_once = options
         self.batch_size, self.num_kv_heads, self.group_size, self.seq_len_q, _ = query_shape
         self.seq_len_k = key_shape[2]
         # XLA would need minutes to evaluate a constant mask.
         hidden = hidden._replace(**lax.optimization_barrier({"mask": hidden.mask, "bias": hidden.bias}))
         self.hidden = hidden
         self.is_causal = is_causal
-        self.hides = options.hides(hidden)
         self.scoring = scoring
         # Two matrix products at a time use two cores better than one.
         self.tile_shape = (1, 2 if self.group_size == 1 and self.num_kv_heads % 2 == 0 else 1)
@@ -417,51 +410,6 @@ class Blocks:
         number = jnp.arange(seen.shape[-1], dtype=jnp.int32).reshape((1,) * (seen.ndim - 1) + (-1,))
         return jnp.where(seen, number, self.seq_len_k).min(axis=-1), jnp.where(seen, number + 1, 0).max(axis=-1)
 
-    def mark_nonfinite(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
-        """Return inputs with 0 for non-finite queries and values, and NaN for their keys; finite inputs are unchanged.
-
-        Rows that attend to a non-finite key or value then have a score of NaN; others are unaffected.
-        """
-        if not self.hides:
-            return q, k, v
-        wrong = nonfinite_tokens(v)
-        return zero_where(q, nonfinite_tokens(q)), jnp.where(wrong, jnp.nan, k), zero_where(v, wrong)
-
-    def empty_rows(self, gave_nothing: Array) -> Array:
-        """Return the fully masked rows among those without weights, (B or 1, K or 1, G or 1, T or 1, 1)."""
-        lengths = None if self.hidden.lengths is None else self.hidden.lengths.reshape(-1, 1, 1, 1, 1)
-        if not self.hidden._replace(lengths=None).hides:
-            return jnp.zeros((1,) * 5, bool) if lengths is None else lengths == 0
-
-        def are_hidden(begin: Array | int, size: int) -> Array:
-            """Return whether all of these keys are hidden from each row."""
-            positions = (begin + jnp.arange(size, dtype=jnp.int32)).reshape(1, 1, 1, 1, -1)
-            parts = self.hidden.masks(
-                lambda x: x if x.shape[4] == 1 else lax.dynamic_slice_in_dim(x, begin, size, axis=4)
-            )
-            if self.between is not None:
-                first, stop = self.between
-                parts.append((positions < first) | (positions >= stop))
-            if self.is_causal:
-                parts.append(positions > jnp.arange(self.seq_len_q, dtype=jnp.int32).reshape(1, 1, 1, -1, 1))
-            if lengths is not None:
-                parts.append(positions >= lengths)
-            if self.segments is not None:
-                of_queries, of_keys = self.segments
-                parts.append(of_queries != lax.dynamic_slice_in_dim(of_keys, begin, size, axis=4))
-            return reduce(jnp.logical_or, parts).all(axis=-1, keepdims=True)
-
-        def look() -> Array:
-            size = self.block_keys  # block by block, to avoid comparing all pairs of tokens at once
-
-            def add(i: Array, found: Array) -> Array:
-                return found & are_hidden(jnp.minimum(i * size, self.seq_len_k - size), size)
-
-            return gave_nothing & lax.fori_loop(1, -(-self.seq_len_k // size), add, are_hidden(0, size))
-
-        # Devices would have to agree on whether to check.
-        return look() if self.at_once else lax.cond(gave_nothing.any(), look, lambda: gave_nothing)
-
     def with_sinks(self, sums: Sums, tile: Tile, rows: Rows) -> Sums:
         """Return the sums of a block of queries with the sinks, whose values are 0."""
         if self.hidden.sinks is None:
@@ -476,10 +424,10 @@ class Blocks:
 
     def scores(
         self, q_rows: Array, k_block: Array, tile: Tile, rows: Rows, keys: Keys, *, by_key: bool = False
-    ) -> tuple[Array, Array | float, Array | None]:
+    ) -> tuple[Array, Array | float]:
         """Scores of a block, -inf where a key is hidden, (P, G t, s) or (P, s, G t).
 
-        Also return the derivative of the scores by the products, and the hidden keys, if any.
+        Also return the derivative of the scores by the products.
         """
         axes = "psh,pth->pst" if by_key else "pth,psh->pts"
         q_rows = q_rows * self.scoring.scale
@@ -516,9 +464,9 @@ class Blocks:
         if keys.first is not None and self.seq_len_k % self.block_keys:
             parts.append(positions < keys.first)
         if not parts:
-            return scores, slope, None
+            return scores, slope
         is_hidden = arrange(reduce(jnp.logical_or, parts))
-        return jnp.where(is_hidden, -jnp.inf, scores), slope, is_hidden
+        return jnp.where(is_hidden, -jnp.inf, scores), slope
 
     def add_to_bias(self, grad: Array, grad_scores: Array, tile: Tile, rows: Rows, keys: Keys) -> Array:
         """Add the gradient of a block of scores, (P, s, G t), to that of the bias."""

@@ -6,8 +6,6 @@ which the gradient recomputes the scores. No T x S array is stored.
 A CPU works on a few heads at a time and skips fully masked blocks, whatever the mask comes from. An accelerator works
 on all sequences and heads at once, and skips only blocks that causality hides: no value decides what runs next.
 
-Non-finite tokens are contained within each block, because `nonfinite.contained` would copy all keys and values.
-
 Axes: see `blocks`.
 
 Source: FlashAttention, arXiv:2205.14135 and arXiv:2307.08691.
@@ -28,7 +26,6 @@ from mha_jax.arrays import at_least_float32
 from mha_jax.compiled import compiled
 from mha_jax.features.relative_bias import relative_position_bias
 from mha_jax.kernels.cpu.blocks import Blocks, BlockSizes, Hidden, Keys, Options, Rows, Scoring, Sums, Tile
-from mha_jax.kernels.nonfinite import nan_where, nonfinite_tokens, zero_where
 from mha_jax.masks import Mask, to_scores_rank
 from mha_jax.parallel.sharding import is_automatic
 from mha_jax.scores import Scores
@@ -39,7 +36,7 @@ from mha_spec.span import Span
 def attend(
     query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *, sizes: BlockSizes, platform: str
 ) -> Array:
-    """Return the context block by block, with containment of non-finite tokens. Shapes are checked."""
+    """Return the context block by block. Shapes are checked."""
     scores = with_relative_bias(mask, scores, query, key)
     return attend_by_block(query, key, value, mask, scores, sizes=sizes, platform=platform)
 
@@ -104,31 +101,21 @@ def _attend(options: Options, query: Array, key: Array, value: Array, hidden: Hi
     return _forward(options, query, key, value, hidden)[0]
 
 
+def _forward(options: Options, query: Array, key: Array, value: Array, hidden: Hidden) -> tuple[Array, tuple[Any, ...]]:
+    context, lse = sums_of_part(options, query, key, value, hidden)
+    return context.astype(query.dtype), (query, key, value, hidden, context, lse)
+
+
 class PartSums(NamedTuple):
     """Partial attention of queries over some keys, in at least float32.
 
     Attributes:
         context: softmax(scores) · value over these keys, (B, K, G, T, Hv).
         lse: log-sum-exp, infinity if all scores are -inf, (B, K, G, T, 1).
-        gave_nothing: True if all scores are -inf, (B, K, G, T, 1).
-        is_empty: True if all keys are hidden, (B or 1, K or 1, G or 1, T or 1, 1).
     """
 
     context: Array
     lse: Array
-    gave_nothing: Array
-    is_empty: Array
-
-
-def _forward(options: Options, query: Array, key: Array, value: Array, hidden: Hidden) -> tuple[Array, tuple[Any, ...]]:
-    context, lse, gave_nothing, is_empty = sums_of_part(options, query, key, value, hidden)
-    # A row without weights may have visible keys, if their scores are all -inf.
-    if hidden.sinks is None:  # sinks have the whole weight of such a row
-        context, lse = (nan_where(x, gave_nothing & ~is_empty) for x in (context, lse))
-    residuals = (query, key, value, hidden, context, lse)
-    if options.hides(hidden):
-        context = nan_where(context, nonfinite_tokens(query) & ~is_empty)
-    return context.astype(query.dtype), residuals
 
 
 def sums_of_part(options: Options, query: Array, key: Array, value: Array, hidden: Hidden) -> PartSums:
@@ -137,11 +124,10 @@ def sums_of_part(options: Options, query: Array, key: Array, value: Array, hidde
 
     def attend_in_tile(tile: Tile, carry: None) -> tuple[Any, None]:
         q, k, v = (at_least_float32(tile.of(x)) for x in (query, key, value))
-        q, k, v = blocks.mark_nonfinite(q, k, v)
 
         def attend_rows(rows: Rows, carry: None) -> tuple[Any, None]:
             def add(sums: Sums | None, keys: Keys) -> Sums:
-                scores, _, _ = blocks.scores(rows.of(q), keys.of(k), tile, rows, keys)
+                scores, _ = blocks.scores(rows.of(q), keys.of(k), tile, rows, keys)
                 found = Sums.of(scores, keys.of(v), may_be_empty=blocks.may_hide_all(keys))
                 return found if sums is None else sums.join(found)
 
@@ -152,10 +138,7 @@ def sums_of_part(options: Options, query: Array, key: Array, value: Array, hidde
         return blocks.over_rows(attend_rows, carry)
 
     (context, lse), _ = blocks.over_tiles(attend_in_tile, None)
-    context, lse = (x.reshape(*query.shape[:-1], x.shape[-1]) for x in (context, lse))
-    has_sinks = hidden.sinks is not None
-    gave_nothing = (context == 0.0).all(axis=-1, keepdims=True) if has_sinks else jnp.isposinf(lse)
-    return PartSums(context, lse, gave_nothing, blocks.empty_rows(gave_nothing))
+    return PartSums(*(x.reshape(*query.shape[:-1], x.shape[-1]) for x in (context, lse)))
 
 
 def gradients_of_part(options: Options, residuals: tuple[Any, ...], cotangent: Array) -> tuple[Any, ...]:
@@ -171,8 +154,6 @@ def gradients_of_part(options: Options, residuals: tuple[Any, ...], cotangent: A
 
     def differentiate_tile(tile: Tile, grad_bias: Array | None) -> tuple[Any, Array | None]:
         q, k, v, *by_row = (at_least_float32(tile.of(x)) for x in (query, key, value, cotangent, context, lse))
-        q, k, v = blocks.mark_nonfinite(q, k, v)
-        finite_k = zero_where(k, nonfinite_tokens(k)) if blocks.hides else k
         by_row = [q, *by_row]
 
         def differentiate_rows(rows: Rows, grads: tuple[Any, ...]) -> tuple[Array, tuple[Any, ...]]:
@@ -182,15 +163,11 @@ def gradients_of_part(options: Options, residuals: tuple[Any, ...], cotangent: A
             def add(grads: tuple[Any, ...], keys: Keys) -> tuple[Any, ...]:
                 grad_rows, grad_k, grad_v, grad_bias = grads
                 # Keys before queries: then one instead of two of the next products needs a transposed array.
-                scores, slope, is_hidden = blocks.scores(q_rows, keys.of(k), tile, rows, keys, by_key=True)
+                scores, slope = blocks.scores(q_rows, keys.of(k), tile, rows, keys, by_key=True)
                 attn_weights = jnp.exp(scores - logs)
                 grad_scores = attn_weights * (jnp.einsum("psh,pth->pst", keys.of(v), given) - given_sums)
                 grad_products = grad_scores * slope
-                if is_hidden is not None:  # masked values and NaN rows may be non-finite
-                    attn_weights, grad_scores, grad_products = (
-                        jnp.where(is_hidden, 0.0, x) for x in (attn_weights, grad_scores, grad_products)
-                    )
-                found = jnp.einsum("psh,pst->pht", keys.of(finite_k), grad_products).swapaxes(1, 2)
+                found = jnp.einsum("psh,pst->pht", keys.of(k), grad_products).swapaxes(1, 2)
                 return (
                     found if grad_rows is None else grad_rows + found,
                     keys.add_to(grad_k, jnp.einsum("pst,pth->psh", grad_products, q_rows)),
@@ -310,8 +287,8 @@ def _attend_to_filled_slots(
                 jnp.where(slots >= first, lax.dynamic_slice_in_dim(x, begin, size, axis=1), 0.0) for x in attn_weights
             ]
             found = [
-                jnp.einsum("gs,sh->gh", x, zero_where(block(values, head, begin, size), unseen[:, None]))
-                for x, head, unseen in zip(weights, heads, (slots < first_seen) | (slots > last_seen), strict=True)
+                jnp.einsum("gs,sh->gh", x, block(values, head, begin, size))
+                for x, head in zip(weights, heads, strict=True)
             ]
             return context + jnp.stack(found)
 
@@ -351,7 +328,7 @@ def _attend_to_every_slot(
         scores = scores if bias is None else scores + bias.reshape(scores.shape)
         is_seen = slots <= last if span is None else (slots <= last) & (slots >= span.first(last))
         attn_weights = _softmax_of_seen(scores, is_seen[None], sinks_by_head)[..., :capacity]
-        return jnp.einsum("kgs,ksh->kgh", attn_weights, zero_where(at_least_float32(values), ~is_seen[:, None]))
+        return jnp.einsum("kgs,ksh->kgh", attn_weights, at_least_float32(values))
 
     query = at_least_float32(query.reshape(batch_size, num_kv_heads, -1, query.shape[3])) * scoring.scale
     contexts = jax.vmap(attend_sequence)(query, keys, values, last_positions, bias)

@@ -12,25 +12,17 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from mha_jax.arrays import at_least_float32
+from mha_jax.arrays import at_least_float32, zero_where
 from mha_jax.compiled import compiled
 from mha_jax.features.alibi import alibi_bias
 from mha_jax.kernels.cpu.blockwise import with_relative_bias
-from mha_jax.kernels.nonfinite import contained, zero_where
 from mha_jax.masks import Mask, to_scores_rank
 from mha_jax.scores import Scores
 from mha_jax.stages import score_scale, soft_capped
 
 
-@compiled()
-def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
-    """Return the context. Shapes are checked."""
-    shows_all = mask.with_bias(scores.bias).is_trivial  # NaN spreads by itself
-    kernel = attend_finite if shows_all else contained(attend_finite)
-    return kernel(query, key, value, mask, scores)
-
-
-def attend_finite(
+@compiled("fits_cache")
+def attend(
     query: Array,
     key: Array,
     value: Array,
@@ -40,7 +32,7 @@ def attend_finite(
     divisors: tuple[Array, Array] | None = None,
     fits_cache: bool = True,
 ) -> Array:
-    """Return the context of finite queries, keys and values, in the dtype of query.
+    """Return the context, in the dtype of query. Shapes are checked.
 
     Args:
         divisors: `divisors_of` the queries, (B, N, T, 1), and the keys, (B, K, S, 1); default: computed.

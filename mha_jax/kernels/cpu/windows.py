@@ -7,12 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool
+from jaxtyping import Array
 
 from mha_jax.compiled import compiled
 from mha_jax.kernels.cpu import blockwise, whole
 from mha_jax.kernels.cpu.blocks import BlockSizes, place_in
-from mha_jax.kernels.nonfinite import attends_to_any, nan_where, nonfinite_tokens, zero_where
 from mha_jax.masks import Mask, to_scores_rank
 from mha_jax.parallel.sharding import is_automatic
 from mha_jax.scores import Scores
@@ -34,32 +33,26 @@ def attend(
 ) -> Array:
     """Return the context, a block of queries at a time over the keys of its span: work linear in the length.
 
-    A CPU works on a few heads at a time. Non-finite tokens are searched for once here, because spans of blocks overlap.
+    A CPU works on a few heads at a time.
     """
     is_local = _is_local(query, platform)
     parts = _Parts.of(query, key, mask, scores, few_scores=sizes.few_scores if is_local else None)
-    nonfinite_rows, nonfinite_keys = nonfinite_tokens(query), nonfinite_tokens(key) | nonfinite_tokens(value)
     divisors = whole.divisors_of(query), whole.divisors_of(key)
     fits_cache = math.prod(parts.each[2:]) <= sizes.few_scores
     has_few = is_local or math.prod(parts.each) <= sizes.most_scores
 
     def attend_part(number: Array) -> Array:
         part = parts.part(number)
-        rows = zero_where(part.rows_of(query), part.rows_of(nonfinite_rows))
-        are_nonfinite = part.keys_of(nonfinite_keys)
-        keys, values = (zero_where(part.keys_of(x), are_nonfinite) for x in (key, value))
+        rows, keys, values = part.rows_of(query), part.keys_of(key), part.keys_of(value)
         mask, scores = parts.mask_of(part), parts.scores_of(part)
         if has_few:
             of_part = part.rows_of(divisors[0]), part.keys_of(divisors[1])
-            return whole.attend_finite(rows, keys, values, mask, scores, divisors=of_part, fits_cache=fits_cache)
+            return whole.attend(rows, keys, values, mask, scores, divisors=of_part, fits_cache=fits_cache)
         return blockwise.attend(rows, keys, values, mask, scores, sizes=sizes, platform=platform)
 
     # Recompute instead of storing residuals of each block.
     numbers = jnp.arange(parts.num_parts, dtype=jnp.int32)
-    contexts = lax.map(jax.checkpoint(attend_part), numbers)
-    # Devices, or a host, would have to agree on whether to check.
-    wrong = _wrong_in_parts(parts, numbers, nonfinite_rows, nonfinite_keys, checks_first=is_local)
-    return parts.joined(nan_where(contexts, wrong))
+    return parts.joined(lax.map(jax.checkpoint(attend_part), numbers))
 
 
 TOGETHER, MOST = 16, 32
@@ -211,25 +204,3 @@ class _Parts(NamedTuple):
         x = x.reshape(total.sequences, total.kv_heads * total.group, -1, x.shape[6])
         twice, last = x.shape[2] - total.rows, x.shape[2] - each.rows  # the last block may begin before its place
         return x if not twice else jnp.concatenate([x[:, :, :last], x[:, :, last + twice :]], axis=2)
-
-
-def _wrong_in_parts(
-    parts: _Parts, numbers: Array, nonfinite_rows: Array, nonfinite_keys: Array, *, checks_first: bool
-) -> Bool[Array, "parts b n t 1"]:
-    """Return the rows to set to NaN: not finite without being fully masked, or attending to a non-finite key."""
-
-    def look_in(number: Array) -> Array:
-        part = parts.part(number)
-        hidden: Any = parts.mask_of(part).with_bias(parts.scores_of(part).bias).mask
-        is_wrong = part.rows_of(nonfinite_rows) & ~hidden.all(axis=-1, keepdims=True)
-        marked = jnp.repeat(part.keys_of(nonfinite_keys)[..., 0], parts.each.group, axis=1)
-        return is_wrong | attends_to_any(marked, parts.each.rows, Mask(hidden), checks_first=checks_first)
-
-    def look() -> Array:
-        return lax.map(look_in, numbers)
-
-    if not checks_first:
-        return look()
-    is_any = nonfinite_rows.any() | nonfinite_keys.any()
-    # All False, but derived from the same arrays: in `shard_map` both branches must vary over the same devices.
-    return lax.cond(is_any, look, lambda: lax.map(lambda i: parts.part(i).rows_of(nonfinite_rows), numbers) & is_any)
