@@ -9,6 +9,7 @@ from mha_torch.cache_mha import (
 from mha_torch.functional import multi_head_attention, multi_head_attention_core
 from mha_torch.heads import combine_heads, repeat_kv_heads, split_heads
 from mha_torch.kernels import fused
+from mha_torch.kernels.nonfinite import contained
 from mha_torch.latent import (
     LatentCache,
     absorb_keys,
@@ -59,6 +60,7 @@ __all__ = [
     "attention_context",
     "attention_scores",
     "combine_heads",
+    "contained",
     "create_attention_mask",
     "create_cache_mask",
     "create_causal_mask",
