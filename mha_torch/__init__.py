@@ -7,6 +7,7 @@ from mha_torch.cache_mha import (
     multi_head_attention_with_static_cache,
 )
 from mha_torch.features.latent import (
+from mha_torch.kernels.nonfinite import contained
     LatentCache,
     absorb_keys,
     absorb_values,
@@ -59,6 +60,7 @@ __all__ = [
     "attention_context",
     "attention_scores",
     "combine_heads",
+    "contained",
     "create_attention_mask",
     "create_cache_mask",
     "create_causal_mask",

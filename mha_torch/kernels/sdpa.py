@@ -215,7 +215,9 @@ def _attend_by_sequence(query: Tensor, key: Tensor, value: Tensor, mask: Mask, s
 def known_lengths(query: Tensor, mask: Mask) -> list[int] | None:
     """Return the lengths of sequences on a CPU; None if there are none or their values are unavailable."""
     lengths = mask.key_padding_lengths
-    return None if lengths is None or query.device.type != "cpu" else values_of(torch.as_tensor(lengths))
+    if lengths is None or query.device.type != "cpu":
+        return None
+    return list(lengths) if isinstance(lengths, (list, tuple)) else values_of(torch.as_tensor(lengths))
 
 
 def concat(contexts: Sequence[Tensor], *, along_tokens: bool = False) -> Tensor:

@@ -28,7 +28,7 @@ def gradients(port: Port, problem: Problem) -> dict[str, np.ndarray]:
     """Return gradients of sum(output * cotangent) on the plain path, `grad.…`, and the others, `fused.grad.…`, …"""
     layer = _Layer(port, problem)
     inputs = {name: layer.inputs[name] for name in ("query", "key", "k", "v", "bias") if name in layer.inputs}
-    hidden = {"mask": layer.own_mask(), "positions": layer.positions(), "cotangent": layer.inputs["cotangent"]}
+    hidden = layer.hiding() | {"positions": layer.positions(), "cotangent": layer.inputs["cotangent"]}
     found = {}
     for path in port.GRADIENT_PATHS:
         of_inputs, of_weights = port.pull_back(path, layer.filled, problem.spec, inputs, hidden)
@@ -40,9 +40,9 @@ def gradients(port: Port, problem: Problem) -> dict[str, np.ndarray]:
 def values_to_weigh(problem: Problem, values: Values) -> np.ndarray:
     """Return the values for the stage `context`, (B, K, S, Hv), without NaN.
 
-    `attention_context` has no mask: it is the formula, in which 0 * NaN is NaN. Containment is the task of functions
-    that combine the stages, and `module.output` and `fused.output` test it. Rows that attend to a NaN are NaN here as
-    well, because their attention weights are.
+    `attention_context` has no mask: it is the formula, in which 0 * NaN is NaN. Layers stop a NaN in padding, and
+    contained kernels stop others; `module.output` and `fused.output` test both. Rows that attend to a NaN are NaN here
+    as well, because their attention weights are.
     """
     v = values["v"]
     return v if problem.case.not_finite is None else np.where(np.isfinite(v), v, np.zeros_like(v))
@@ -106,6 +106,8 @@ class _Layer:
     def __init__(self, port: Port, problem: Problem) -> None:
         self.port, self.problem, self.case, self.spec = port, problem, problem.case, problem.spec
         self.filled = port.filled(problem)
+        if self.case.not_finite == "visible":
+            self.filled.contain()
         self.shapes = port.SHAPES(port, problem.spec)
         self.inputs = {
             name: port.beside(x) if name in ("mask", "bias") else self.shapes.from_input(name, x)
@@ -136,20 +138,23 @@ class _Layer:
             mask = mask | to_numpy(window)
         return mask | self.problem.inputs["mask"] if "mask" in self.problem.inputs else mask
 
-    def own_mask(self) -> Any:
-        """Mask argument of the module, or None."""
-        return self.port.beside(self.hidden()) if self.case.has_mask else None
+    def hiding(self) -> dict[str, Any]:
+        """Return the arguments of the module that hide keys."""
+        arguments: dict[str, Any] = {"mask": self.port.beside(self.hidden()) if self.case.has_mask else None}
+        if self.case.not_finite == "hidden":
+            # Only lengths say what is padding, of which the module must stop a NaN.
+            arguments["key_padding_lengths"] = self.port.beside(np.array(self.case.key_padding_lengths, np.int32))
+        return arguments
 
     def qkv(self, _: Values) -> dict[str, np.ndarray]:
-        return self.entering(*self.of_tokens(), self.positions())
+        names = ("query", "key", "value", "k", "v")
+        finite = {name: self.problem.finite_in_padding(name) for name in names if name in self.inputs}
+        inputs = {name: self.shapes.from_input(name, x) for name, x in finite.items()}
+        return self.entering(*self.of_tokens(inputs), self.positions())
 
-    def of_tokens(self) -> tuple[Any, Any, Any]:
-        """The query, key and value of the module, or None where it makes them of those before."""
-        return (
-            self.inputs["query"],
-            self.inputs.get("key", self.inputs.get("k")),
-            self.inputs.get("value", self.inputs.get("v")),
-        )
+    def of_tokens(self, inputs: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+        """Return the query, key and value of the module; None for a key or value that is the input before it."""
+        return inputs["query"], inputs.get("key", inputs.get("k")), inputs.get("value", inputs.get("v"))
 
     def positions(self, step: int | None = None) -> Any:
         """Return the positions argument of the module, or None for the default."""
@@ -198,8 +203,15 @@ class _Layer:
 
     def whole(self, _: Values) -> dict[str, np.ndarray]:
         """Run the module on each of its paths."""
-        inputs = dict(zip(("query", "key", "value"), self.of_tokens(), strict=True)) | {"bias": self.inputs.get("bias")}
-        attn_weights, outputs = self.filled.outputs(**inputs, mask=self.own_mask(), positions=self.positions())
+        query, key, value = self.of_tokens(self.inputs)
+        hiding = self.hiding()
+        bias = self.inputs.get("bias")
+        attn_weights, outputs = self.filled.outputs(
+            query, key=key, value=value, bias=bias, positions=self.positions(), **hiding
+        )
+        if self.case.not_finite == "visible":
+            # The path of the attention weights does not contain a NaN: 0 * NaN is NaN.
+            outputs = {**outputs, "module": outputs["fused"]}
         return {"module.attn_weights": self.port.to_numpy(attn_weights), **self.outputs(outputs)}
 
     def outputs(self, outputs: Mapping[str, Any]) -> dict[str, np.ndarray]:

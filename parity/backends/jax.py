@@ -168,6 +168,11 @@ class JaxModule:
         self.in_blocks = nnx.clone(self.module)
         self.in_blocks.kernel = SMALL_BLOCKS
 
+    def contain(self) -> None:
+        """Contain NaN: let it reach exactly the rows that attend to it, on paths without attention weights."""
+        for module in (self.module, self.in_blocks):
+            module.kernel = mha_jax.contained(module.kernel)
+
     def outputs(self, query: Array, **inputs: Array | None) -> tuple[Array, dict[str, Array]]:
         return self.call(_all_paths, self.module, self.in_blocks, query, inputs)
 
@@ -229,6 +234,7 @@ def _gradients(
             inputs.get("key", inputs.get("k")),
             inputs.get("v"),
             mask=hidden["mask"],
+            key_padding_lengths=hidden.get("key_padding_lengths"),
             bias=inputs.get("bias"),
             need_weights=not path,
             positions=hidden["positions"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
@@ -33,6 +34,11 @@ class FilledModule(Protocol):
         output, attn_weights = self.module(query, **inputs, need_weights=True)
         fused, _ = self.module(query, **inputs)
         return attn_weights, {"module": output, "fused": fused}
+
+    def contain(self) -> None:
+        """Contain NaN: let it reach exactly the rows that attend to it, on paths without attention weights."""
+        sibling = sys.modules[type(self.module).__module__.split(".")[0]]
+        self.module.kernel = sibling.contained(self.module.kernel)
 
     def step(self, x: Any, cache: Any, new_lengths: Any, positions: Any) -> tuple[dict[str, Any], Any]:
         """Return the output of new tokens on each path, and the cache that contains them."""

@@ -130,6 +130,7 @@ def pull_back(
         leaves.get("key", leaves.get("k")),
         leaves.get("v"),
         mask=hidden["mask"],
+        key_padding_lengths=hidden.get("key_padding_lengths"),
         bias=leaves.get("bias"),
         need_weights=not path,
         positions=hidden["positions"],

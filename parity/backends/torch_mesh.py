@@ -252,8 +252,9 @@ class _TorchOnMesh(OnMesh):
         cotangent = divided.part(hidden["cotangent"], 1)
         if not spec.out_proj:
             cotangent = self.tensor.part(cotangent, 2)
-        given = {**tokens, "mask": hidden["mask"], "positions": hidden["positions"]}
-        output, _ = filled.attend(module, given, need_weights=not path)
+        hiding = {name: hidden[name] for name in ("mask", "key_padding_lengths") if name in hidden}
+        arguments = {**tokens, **hiding, "positions": hidden["positions"]}
+        output, _ = filled.attend(module, arguments, need_weights=not path)
         with self.counting(f"{path}.gradient".removeprefix(".")):
             output.backward(cotangent)
         of_inputs = {}
@@ -328,6 +329,11 @@ class _TorchModuleOnMesh(port.TorchModule):
         if problem.case.is_cached:
             init_cache = self.module.init_cache
             self.module.init_cache = lambda batch, capacity: init_cache(batch // on_mesh.data.size, capacity)
+
+    def contain(self) -> None:
+        """Contain NaN; the ring does so itself."""
+        if not isinstance(self.module.kernel, RingAttention):
+            super().contain()
 
     def attend(self, module: Any, inputs: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor | None]:
         """Call the module with its local inputs."""

@@ -146,7 +146,12 @@ def _keras(name: str) -> Subject:
 # ---- Our own ---------------------------------------------------------------------------------------------------------
 
 
-PROMISES = frozenset({"NaN hidden"})
+AS_IN_THE_FRAMEWORK = {"NaN seen": "as in the framework, as documented"}
+"""What the documentation says of our attention: a NaN outside of padding does what the framework's kernel does with it."""
+
+CONTAINED = "contained"
+"""Name of our layer with a kernel that contains NaN."""
+
 OUR_LAYERS = {
     "MultiHeadAttention": {"is_causal", "key", "value", "need_weights"},
     "MultiHeadSelfAttention": {"is_causal"},
@@ -155,7 +160,7 @@ OUR_LAYERS = {
 """Each kind of layer, with the arguments that it supports in addition to masks and dropout."""
 
 
-def _our_layer(framework: str, kind: str) -> Subject:
+def _our_layer(framework: str, kind: str, *, is_contained: bool = False) -> Subject:
     """Return one of our layers; one with a cache is always causal, and `new_lengths` is its padding."""
     backend, is_cached = load_backend(framework), kind == "MultiHeadAttentionWithCache"
 
@@ -172,6 +177,8 @@ def _our_layer(framework: str, kind: str) -> Subject:
 
             options = {"param_dtype": dtype_named(path.dtype), "rngs": nnx.Rngs(0)}
         module = getattr(backend.SIBLING, kind)(spec, **options)
+        if is_contained:
+            module.kernel = backend.SIBLING.contained(module.kernel)
         module.train() if path.train else module.eval()
         module = backend.load_into(module, weights)
         return fresh_copies(module) if framework == "jax" else lambda: module
@@ -205,7 +212,7 @@ def _our_layer(framework: str, kind: str) -> Subject:
 
     train = {"train"} if framework == "torch" else set()
     return Subject(
-        f"{BACKENDS[framework].sibling}.{kind}",
+        f"{BACKENDS[framework].sibling}.{CONTAINED if is_contained else kind}",
         framework,
         "BTE",
         make,
@@ -216,7 +223,8 @@ def _our_layer(framework: str, kind: str) -> Subject:
         decode=decode if is_cached else None,
         mask_true="hides",
         causal=None if is_cached else "top-left",
-        promises=PROMISES,
+        documented={} if is_contained else AS_IN_THE_FRAMEWORK,
+        promises=frozenset({"NaN hidden"}) if is_contained else frozenset(),
     )
 
 
@@ -226,13 +234,14 @@ def _our_function(framework: str) -> Subject:
     found = subject_of(
         function, f"{package}.fused", framework=framework, axes="BNTH", mask_true="hides", causal="top-left"
     )
-    return replace(found, promises=PROMISES)
+    return replace(found, documented=AS_IN_THE_FRAMEWORK)
 
 
 def _ours(framework: str, package: str) -> dict[str, tuple[str, Callable[[], Subject]]]:
     """Return entries of `PEERS` for our layers and our function in a framework, which require a package."""
     makers = {kind: partial(_our_layer, framework, kind) for kind in OUR_LAYERS}
     makers["fused"] = partial(_our_function, framework)
+    makers[CONTAINED] = partial(_our_layer, framework, "MultiHeadSelfAttention", is_contained=True)
     return {f"{BACKENDS[framework].sibling}.{kind}": (package, make) for kind, make in makers.items()}
 
 

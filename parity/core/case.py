@@ -116,8 +116,8 @@ class Case:
 
     @property
     def has_gradients(self) -> bool:
-        """Return whether gradients are compared: without a cache, and without NaN in queries, which spreads to all."""
-        return not self.is_cached and (self.not_finite is None or self.seq_len_k is not None)
+        """Return whether gradients are compared: without a cache, and without a visible NaN, which spreads to all."""
+        return not self.is_cached and self.not_finite != "visible"
 
     @property
     def key_len(self) -> int:

@@ -107,6 +107,18 @@ class Problem:
         rows = slice(None) if self.sample.rows_out is not None else self.sample.rows_of("output")
         return query[:, rows][..., self.sample.features]
 
+    def finite_in_padding(self, name: str) -> np.ndarray:
+        """Return an input in which NaN and infinity are 0 in padding, as in a layer; with a cache, as it is."""
+        x = self.inputs[name]
+        lengths = self.case.key_padding_lengths
+        is_of_keys = name != "query" or self.case.seq_len_k is None
+        if lengths is None or not is_of_keys or np.isfinite(x).all():
+            return x
+        token_axis = 2 if name in ("k", "v") else 1
+        is_padding = np.arange(x.shape[token_axis]) >= np.array(lengths)[:, None]
+        is_padding = is_padding[:, None, :, None] if token_axis == 2 else is_padding[:, :, None]
+        return np.where(is_padding & ~np.isfinite(x), np.zeros_like(x), x)
+
     def step_input(self, step: int, name: str = "query") -> np.ndarray:
         """Return the tokens that a call appends, (B, chunk, d_in), or their heads for k or v."""
         start = sum(self.case.chunks[:step])

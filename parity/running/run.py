@@ -193,7 +193,7 @@ def _without_gradients(cases: Iterable[Case]) -> Iterator[NotCompared]:
     without = [case for case in cases if not case.has_gradients]
     for reason, names in {
         "with a cache": [case.name for case in without if case.is_cached],
-        "if a query is NaN, all of them are NaN": [case.name for case in without if not case.is_cached],
+        "a visible NaN makes all of them NaN": [case.name for case in without if not case.is_cached],
     }.items():
         if names:
             yield NotCompared("gradients", reason, names, is_open=False)

@@ -34,33 +34,47 @@ class Backward:
     def gradients(self) -> dict[str, np.ndarray]:
         """Return gradients of the inputs and weights: `grad.query`, `grad.q_proj.weight`, …"""
         problem, a = self.layer.problem, self.arithmetic
-        inputs, values = problem.inputs, self.layer.forward()
+        cotangent, values = problem.inputs["cotangent"], self.layer.forward()
+        query = self.entered("query")
+        entered = {side: self.entered(side) for side in problem.sides.values()}
         slope = self.slope_of_cap(values)
         if problem.spec.sinks:
             values["sink_weights"] = self.sink_weights(values)
         if self.magnitude:
             values = {name: value if name == "gate" else np.abs(value) for name, value in values.items()}
-            inputs = {name: np.abs(value) for name, value in inputs.items()}
-        query = _without_bad_tokens(inputs["query"])
-        entered = {side: _without_bad_tokens(inputs[side]) for side in problem.sides.values()}
+            cotangent, query = np.abs(cotangent), np.abs(query)
+            entered = {side: np.abs(x) for side, x in entered.items()}
         grads: dict[str, np.ndarray] = {}
 
-        d_context, d_query = self.of_context(values, query, inputs["cotangent"], grads)
+        d_context, d_query = self.of_context(values, query, cotangent, grads)
         d_q, d_k, d_v = self.of_heads(values, d_context, slope, grads)
 
         d_inputs = {**{side: np.zeros(x.shape, a.wide) for side, x in entered.items()}, "query": d_query}
         positions = problem.case.positions()
         if problem.spec.latent is not None:
             d_query += self.of_latent_queries(query, d_q, positions, grads)
-            grads["grad.query"] = a.keep(d_query + self.of_latents(query, d_k, d_v, positions, grads))
-            return grads
+            d_query = d_query + self.of_latents(query, d_k, d_v, positions, grads)
+            return grads | {"grad.query": a.keep(self.of_replaced("query", d_query))}
         for (name, side), d_heads in zip(problem.sides.items(), (d_q, d_k, d_v), strict=True):
             if name == side:  # the heads of another layer
                 d_inputs[side] += d_heads
                 continue
             d_projected = self.of_entering(name, a.keep(d_heads), positions, grads)
             d_inputs[side] += a.widen(self.of_linear(f"{name}_proj", entered[side], d_projected, grads))
-        return grads | {f"grad.{side}": a.keep(d_input) for side, d_input in reversed(d_inputs.items())}
+        for side, d_input in reversed(d_inputs.items()):
+            grads[f"grad.{side}"] = a.keep(self.of_replaced(side, d_input))
+        return grads
+
+    def entered(self, side: str) -> np.ndarray:
+        """Return an input as it enters the layer, with 0 for non-finite tokens."""
+        return _without_bad_tokens(self.layer.problem.finite_in_padding(side))
+
+    def of_replaced(self, side: str, d_input: np.ndarray) -> np.ndarray:
+        """Return the gradient of an input, which is 0 where padding was replaced by 0."""
+        x = self.layer.problem.inputs[side]
+        if self.layer.problem.finite_in_padding(side) is x:
+            return d_input
+        return np.where(np.isfinite(x), d_input, np.zeros_like(d_input))
 
     # ---- Parts: gradient of the output in, gradient of the input out -------------------------------------------------
 
@@ -87,7 +101,7 @@ class Backward:
     ) -> np.ndarray:
         """Return the gradient of projected features, (B, T, width), from that of the heads that enter attention."""
         layer, norm, a = self.layer, self.layer.norm(name), self.arithmetic
-        x = _without_bad_tokens(layer.problem.inputs[layer.problem.sides[name]])
+        x = self.entered(layer.problem.sides[name])
         limit = layer.problem.spec.clip_qkv
         found = x if norm is None and limit is None else layer.linear(f"{name}_proj", x)
         projected, num_heads = layer.clipped(name, found), layer.num_heads(name)
@@ -117,7 +131,7 @@ class Backward:
         d_q = layer.combine_heads(self.turned_back(a.keep(d_q), positions))
         if layer.latent().q_rank is None:
             return a.widen(self.of_linear("q_proj", x, d_q, grads))
-        entered = _without_bad_tokens(layer.problem.inputs["query"])
+        entered = self.entered("query")
         d_latents = self.of_linear("q_b_proj", self.sized(layer.query_latents(entered)), d_q, grads)
         d_latents = self.of_latent_norm("q_a", layer.linear("q_a_proj", entered), d_latents, grads)
         return a.widen(self.of_linear("q_a_proj", x, d_latents, grads))
@@ -132,7 +146,7 @@ class Backward:
     ) -> np.ndarray:
         """Return the gradient of the input of a layer with latents, from those of its keys and values."""
         layer, a, rank = self.layer, self.arithmetic, self.layer.latent().kv_rank
-        entered = _without_bad_tokens(layer.problem.inputs["query"])
+        entered = self.entered("query")
         latents, compressed = layer.latents(entered, positions)[:, 0], layer.linear("kv_a_proj", entered)
         own_features = layer.problem.spec.head_dim - (latents.shape[-1] - rank)
         d_shared = d_k[..., own_features:].sum(axis=1, keepdims=True)

@@ -82,9 +82,8 @@ class Layer:
         return {"mask": np.broadcast_to(self.hidden(masked), shape)}
 
     def qkv(self, _: Values) -> dict[str, np.ndarray]:
-        inputs = self.problem.inputs
-        given = {name: inputs[side] for name, side in self.problem.sides.items()}
-        return self.project(given, self.problem.case.positions())
+        entering = {name: self.problem.finite_in_padding(side) for name, side in self.problem.sides.items()}
+        return self.project(entering, self.problem.case.positions())
 
     def scores(
         self, values: Values, places: np.ndarray | None = None, products: np.ndarray | None = None

@@ -166,7 +166,7 @@ def test_visible_nan_reaches_its_rows_only(dtype):
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("seq_len_k", [None, 7])
 def test_hidden_nan_changes_no_output(dtype, seq_len_k):
-    """A hidden NaN token changes no output except its own, which is NaN."""
+    """A hidden NaN token changes no output of a real token, and its own output is finite."""
     about = {"seq_len": 5, "seq_len_k": seq_len_k, "key_padding_lengths": (2, 5)}
     problem = make_problem(parity.Case("nan", SMALL, "", not_finite="hidden", **about), "float32")
     finite = replace(problem, inputs={name: np.nan_to_num(x, nan=7.0) for name, x in problem.inputs.items()})
@@ -174,7 +174,7 @@ def test_hidden_nan_changes_no_output(dtype, seq_len_k):
     is_query = np.isnan(problem.inputs["query"]).any(axis=-1)
     assert is_query.any() == (seq_len_k is None)
     np.testing.assert_array_equal(stages[~is_query], expected[~is_query])
-    assert np.isnan(stages[is_query].astype(np.float64)).all()
+    assert np.isfinite(stages.astype(np.float64)).all()
 
 
 def test_hidden_nan_changes_no_gradient():
@@ -192,9 +192,23 @@ def test_hidden_nan_changes_no_gradient():
         assert (found["grad.key"][0, 2:] == 0.0).all()
 
 
-@pytest.mark.parametrize(("not_finite", "cached"), [("visible", False), ("hidden", False), ("hidden", True)])
+def test_nan_padding_of_queries_has_no_gradient():
+    """NaN padding of self-attention has a gradient of 0, and the gradients of weights are those with 0 in its place."""
+    case = parity.Case("nan", SMALL, "", seq_len=5, key_padding_lengths=(2, 5), not_finite="hidden")
+    problem = make_problem(case, "float64")
+    zeros = replace(problem, inputs={name: np.nan_to_num(x, nan=0.0) for name, x in problem.inputs.items()})
+    gradients = reference.gradients(problem, "float64")
+    expected = reference.gradients(zeros, "float64")
+    assert (gradients["grad.query"][0, 2:] == 0.0).all()
+    assert (expected["grad.query"][0, 2:] != 0.0).any()
+    for name in gradients.keys() - {"grad.query"}:
+        np.testing.assert_array_equal(gradients[name], expected[name], err_msg=name)
+    np.testing.assert_array_equal(gradients["grad.query"][1], expected["grad.query"][1])
+
+
+@pytest.mark.parametrize(("not_finite", "cached"), [("visible", False), ("hidden", True)])
 def test_no_gradients_with_nan_or_cache(not_finite, cached):
-    """A case with NaN queries or a cache has no gradients."""
+    """A case with a visible NaN or a cache has no gradients."""
     chunks = {"chunks": (5,), "new_lengths": ((2, 5),), "capacity": 5} if cached else {"key_padding_lengths": (2, 5)}
     assert not parity.Case("nan", SMALL, "", not_finite=not_finite, **chunks).has_gradients
 

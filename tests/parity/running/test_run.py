@@ -448,7 +448,7 @@ def test_uncompared_gradients_are_listed():
     report = run_cases([CASES["nan-visible-causal"], CASES["nan-hidden-cross"]], ["torch"], with_gradients=True)
     (entry,) = report.not_compared
     words = (entry.what, entry.reason, entry.labels)
-    assert words == ("gradients of 1 case", "if a query is NaN, all of them are NaN", ["nan-visible-causal"])
+    assert words == ("gradients of 1 case", "a visible NaN makes all of them NaN", ["nan-visible-causal"])
     assert report.status == 0  # there is nothing to compare
     assert {c.case for c in report.comparisons if "grad." in c.stage} == {"nan-hidden-cross"}
 
