@@ -24,6 +24,7 @@ from mha_jax.features.temperature import apply_temperature
 from mha_jax.functional import multi_head_attention, multi_head_attention_core
 from mha_jax.heads import combine_heads, repeat_kv_heads, split_heads
 from mha_jax.kernels import fused
+from mha_jax.kernels.nonfinite import contained
 from mha_jax.mask_arrays import (
     create_causal_mask,
     create_causal_mask_with_cache,
@@ -61,6 +62,7 @@ __all__ = [
     "attention_context",
     "attention_scores",
     "combine_heads",
+    "contained",
     "create_attention_mask",
     "create_cache_mask",
     "create_causal_mask",

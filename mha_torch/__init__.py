@@ -7,7 +7,6 @@ from mha_torch.cache_mha import (
     multi_head_attention_with_static_cache,
 )
 from mha_torch.features.latent import (
-from mha_torch.kernels.nonfinite import contained
     LatentCache,
     absorb_keys,
     absorb_values,
@@ -23,6 +22,7 @@ from mha_torch.features.temperature import apply_temperature
 from mha_torch.functional import multi_head_attention, multi_head_attention_core
 from mha_torch.heads import combine_heads, repeat_kv_heads, split_heads
 from mha_torch.kernels import fused
+from mha_torch.kernels.nonfinite import contained
 from mha_torch.mask_arrays import (
     create_causal_mask,
     create_causal_mask_with_cache,

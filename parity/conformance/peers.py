@@ -147,7 +147,7 @@ def _keras(name: str) -> Subject:
 
 
 AS_IN_THE_FRAMEWORK = {"NaN seen": "as in the framework, as documented"}
-"""What the documentation says of our attention: a NaN outside of padding does what the framework's kernel does with it."""
+"""Our documentation: a NaN outside of padding does what the kernel of the framework does with it."""
 
 CONTAINED = "contained"
 """Name of our layer with a kernel that contains NaN."""
