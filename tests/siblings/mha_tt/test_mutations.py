@@ -23,21 +23,18 @@ from mha_tt import (
     device,
     functional,
     heads,
-    latent,
     layout,
     mask_arrays,
     masks,
     mha,
-    norms,
     projections,
-    rope,
     stages,
-    temperature,
     weights,
 )
 from mha_tt.decode import places, step
 from mha_tt.decode.slots import as_cached
 from mha_tt.device import upload
+from mha_tt.features import latent, norms, rope, temperature
 from mha_tt.kernels import fused, nonfinite
 from mha_tt.layout import TILE, head_slots, padded_head_dim, round_up
 from mha_tt.masks import MASKED, on_host
