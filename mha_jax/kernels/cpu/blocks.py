@@ -424,10 +424,10 @@ class Blocks:
 
     def scores(
         self, q_rows: Array, k_block: Array, tile: Tile, rows: Rows, keys: Keys, *, by_key: bool = False
-    ) -> tuple[Array, Array | float]:
+    ) -> tuple[Array, Array | float, Array | None]:
         """Scores of a block, -inf where a key is hidden, (P, G t, s) or (P, s, G t).
 
-        Also return the derivative of the scores by the products.
+        Also return the derivative of the scores by the products, and the hidden keys, if any.
         """
         axes = "psh,pth->pst" if by_key else "pth,psh->pts"
         q_rows = q_rows * self.scoring.scale
@@ -464,9 +464,9 @@ class Blocks:
         if keys.first is not None and self.seq_len_k % self.block_keys:
             parts.append(positions < keys.first)
         if not parts:
-            return scores, slope
+            return scores, slope, None
         is_hidden = arrange(reduce(jnp.logical_or, parts))
-        return jnp.where(is_hidden, -jnp.inf, scores), slope
+        return jnp.where(is_hidden, -jnp.inf, scores), slope, is_hidden
 
     def add_to_bias(self, grad: Array, grad_scores: Array, tile: Tile, rows: Rows, keys: Keys) -> Array:
         """Add the gradient of a block of scores, (P, s, G t), to that of the bias."""

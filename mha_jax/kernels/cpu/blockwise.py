@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from mha_jax.arrays import at_least_float32
+from mha_jax.arrays import at_least_float32, zero_where
 from mha_jax.compiled import compiled
 from mha_jax.features.relative_bias import relative_position_bias
 from mha_jax.kernels.cpu.blocks import Blocks, BlockSizes, Hidden, Keys, Options, Rows, Scoring, Sums, Tile
@@ -127,7 +127,7 @@ def sums_of_part(options: Options, query: Array, key: Array, value: Array, hidde
 
         def attend_rows(rows: Rows, carry: None) -> tuple[Any, None]:
             def add(sums: Sums | None, keys: Keys) -> Sums:
-                scores, _ = blocks.scores(rows.of(q), keys.of(k), tile, rows, keys)
+                scores, _, _ = blocks.scores(rows.of(q), keys.of(k), tile, rows, keys)
                 found = Sums.of(scores, keys.of(v), may_be_empty=blocks.may_hide_all(keys))
                 return found if sums is None else sums.join(found)
 
@@ -163,9 +163,11 @@ def gradients_of_part(options: Options, residuals: tuple[Any, ...], cotangent: A
             def add(grads: tuple[Any, ...], keys: Keys) -> tuple[Any, ...]:
                 grad_rows, grad_k, grad_v, grad_bias = grads
                 # Keys before queries: then one instead of two of the next products needs a transposed array.
-                scores, slope = blocks.scores(q_rows, keys.of(k), tile, rows, keys, by_key=True)
+                scores, slope, is_hidden = blocks.scores(q_rows, keys.of(k), tile, rows, keys, by_key=True)
                 attn_weights = jnp.exp(scores - logs)
                 grad_scores = attn_weights * (jnp.einsum("psh,pth->pst", keys.of(v), given) - given_sums)
+                if is_hidden is not None:  # products with hidden values may overflow
+                    grad_scores = zero_where(grad_scores, is_hidden)
                 grad_products = grad_scores * slope
                 found = jnp.einsum("psh,pst->pht", keys.of(k), grad_products).swapaxes(1, 2)
                 return (

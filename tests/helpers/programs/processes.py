@@ -24,6 +24,7 @@ from helpers.programs import rings
 from helpers.programs.rings import error_of
 from mha_spec import Alibi, AttentionSpec, Gate, Latent, Norm, Rope
 from mha_torch import parallel
+from mha_torch.kernels.nonfinite import contained
 
 PROCESSES = 4
 BATCH, SEQ_LEN, CAPACITY = 3, 6, 9
@@ -212,33 +213,25 @@ def given(layer, place=lambda x: x, dtype=torch.float32):
 
 def rows_not_finite(layer, heads=slice(None)):
     """Return which output rows are non-finite if one token is, and only the first head attends to
-    it.
+    it, in a contained kernel.
     """
     x, hides = random(1, SEQ_LEN, 32), torch.zeros(1, 8, SEQ_LEN, SEQ_LEN, dtype=torch.bool)
     x[:, 2], hides[:, 1:, :, 2] = torch.nan, True
-    output = layer(x.requires_grad_(), mask=hides[:, heads], is_causal=True)
-    output[:, :2].sum().backward()
-    assert all(held.grad.isfinite().all() for held in layer.parameters())  # the loss excludes rows that attend to it
+    kernel, layer.kernel = layer.kernel, contained(layer.kernel)
+    output = layer(x, mask=hides[:, heads], is_causal=True)
+    layer.kernel = kernel
     return (~output.isfinite()).any(-1)[0]
 
 
-def rows_out_of_range(here=None):
-    """Return non-finite rows if only the first key head overflows float32, and its query heads hide that token.
-
-    All other heads share its norm.
-    """
-    here, layer = here or Here(), make(mha_torch.MultiHeadSelfAttention, NORMED)
-    with torch.no_grad():
-        layer.k_proj.weight[: NORMED.head_dim] *= 1e25
-    if here.mesh is not None:
-        parallel.shard(layer, here.mesh, heads="heads")
-    x, hides = random(1, SEQ_LEN, 32), torch.zeros(1, 8, SEQ_LEN, SEQ_LEN, dtype=torch.bool)
-    x[:, 2] *= 1e15
-    hides[:, :2, :, 2] = True
-    output = layer(x.requires_grad_(), mask=here.of_heads(hides, 1), is_causal=True)
-    output[:, :2].sum().backward()
-    assert all(here.whole(held.grad, 0).isfinite().all() for held in layer.parameters())
-    return (~output.isfinite()).any(-1)[0].int()
+def padded(layer):
+    """Return the output and the gradients of a layer with NaN in its padding."""
+    x, is_real = random(BATCH, SEQ_LEN, 32), torch.arange(SEQ_LEN) < torch.tensor(LENGTHS)[:, None]
+    x[~is_real] = torch.nan
+    output = layer(x, key_padding_lengths=LENGTHS, is_causal=True)
+    output[is_real].square().sum().backward()
+    grads = [held.grad for held in layer.parameters()]
+    layer.zero_grad()
+    return [output[is_real].detach().clone(), *(Here().whole(grad, 0) for grad in grads)]
 
 
 def beside(here):
@@ -249,13 +242,10 @@ def beside(here):
     found = {"given": given(layer, lambda x: distribute_tensor(x, here.mesh, [Replicate()]))}
     layer.zero_grad()
     count = 8 // here.size
-    rows = {
-        "not finite": rows_not_finite(layer, slice(here.rank * count, (here.rank + 1) * count)).int(),
-        "out of range": rows_out_of_range(here),
-    }
-    for name, own in rows.items():
-        found[name] = [torch.empty_like(own) for _ in range(here.size)]
-        dist.all_gather(found[name], own, group=here.mesh.get_group())
+    own = rows_not_finite(layer, slice(here.rank * count, (here.rank + 1) * count)).int()
+    found["not finite"] = [torch.empty_like(own) for _ in range(here.size)]
+    dist.all_gather(found["not finite"], own, group=here.mesh.get_group())
+    found["padded"] = padded(layer)
     normed = parallel.shard(make(mha_torch.MultiHeadSelfAttention, NORMED), here.mesh, heads="heads")
     x = random(BATCH, SEQ_LEN, 32)
     for name, each in {"compiled": layer, "compiled norms": normed}.items():

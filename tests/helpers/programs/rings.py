@@ -171,21 +171,21 @@ def with_heads(grid, make, spec):
 
 
 def not_finite(mesh, make):
-    """Return which output tokens are NaN if one input token is, and whether all gradients are
-    finite.
+    """Return which output tokens are NaN if a visible input token and one of padding are, and
+    whether all gradients are finite if only the latter is.
     """
     layer = make(mha_torch.MultiHeadSelfAttention, AttentionSpec(32, 8))
     parallel.shard(layer, mesh, tokens=mesh.mesh_dim_names[0])
     size, rank, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
     x, _ = inputs(layer.full_spec, SEQ_LEN, torch.float32)
-    x[0, 10], x[1, 12] = torch.nan, torch.nan  # visible to later tokens, and hidden from all
+    x[1, 12] = torch.nan  # padding
     own = x.chunk(size, 1)[rank].clone().requires_grad_()
-    output = layer(own, is_causal=True, key_padding_lengths=CAUSAL["key_padding_lengths"])
-    visible = torch.where(torch.isnan(output.detach()), 0.0, 1.0)
-    (output * visible).nansum().backward()
+    layer(own, **CAUSAL).sum().backward()
+    are_finite = all(bool(torch.isfinite(held.grad).all()) for held in layer.parameters())
+    x[0, 10] = torch.nan  # visible to later tokens
+    output = layer(x.chunk(size, 1)[rank].clone(), **CAUSAL)
     marks = [torch.zeros(BATCH, SEQ_LEN // size, dtype=torch.int64) for _ in range(size)]
     dist.all_gather(marks, torch.isnan(output.detach()).any(-1).long(), group=group)
-    are_finite = all(bool(torch.isfinite(held.grad).all()) for held in layer.parameters())
     return torch.cat(marks, 1).tolist(), are_finite
 
 

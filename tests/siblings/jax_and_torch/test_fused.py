@@ -24,6 +24,7 @@ import mha_jax
 import mha_torch
 import parity
 from mha_jax.kernels.fused import FusedAttention
+from mha_jax.kernels.nonfinite import contained
 from mha_jax.masks import Mask
 from mha_jax.parallel import ContextParallel
 from mha_jax.scores import Scores
@@ -375,9 +376,9 @@ PARTS = {
 @pytest.mark.parametrize("span", [{"window_size": 20}, {"chunk_size": 64}], ids=["window", "chunks"])
 @pytest.mark.parametrize("name", PARTS)
 def test_jax_window_parts_match_plain_path(name, span, few_scores):
-    """In JAX, gradients of windows and chunks in parts match the plain path, as do contexts of
-    overflowing and non-finite tokens. Heads of two sequences are divided over parts, and the
-    last block of queries overlaps another one.
+    """In JAX, gradients of windows and chunks in parts match the plain path, as do, in contained
+    kernels, contexts of overflowing and non-finite tokens. Heads of two sequences are divided over
+    parts, and the last block of queries overlaps another one.
     """
     rng, options = np.random.default_rng(0), dict(PARTS[name])
     alibi = {"alibi": Alibi()} if name == "alibi" else {}
@@ -387,8 +388,8 @@ def test_jax_window_parts_match_plain_path(name, span, few_scores):
         options["mask"] = jnp.asarray(rng.random(options["mask"]) < 0.3)
     for each in {"bias", "sinks"} & options.keys():
         options[each] = jnp.asarray(rng.standard_normal(options[each]), jnp.float32)
-    attend = functools.partial(jax_fused, kernel=FusedAttention(few_scores=few_scores))
-    plain = mha_jax.stages.scaled_dot_product_attention
+    kernels = FusedAttention(few_scores=few_scores), mha_jax.stages.attend_without_weights
+    attend, plain = (functools.partial(jax_fused, kernel=kernel) for kernel in kernels)
 
     def attended(attend, *arrays):
         return attend(*arrays, spec, **options)[0]
@@ -401,6 +402,7 @@ def test_jax_window_parts_match_plain_path(name, span, few_scores):
     # The product of the first two overflows in float32, and the others are not finite.
     query, key = query.at[0, 1, 7].set(3e30), key.at[0, 0, 20].set(1e25)
     query, key, value = query.at[1, 2, 5].set(jnp.nan), key.at[0, 1, 200].set(jnp.inf), value.at[1, 0, 80].set(jnp.nan)
+    attend, plain = (functools.partial(jax_fused, kernel=contained(kernel)) for kernel in kernels)
     found, expected = (attended(of, query, key, value) for of in (attend, plain))
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=2e-6)
     assert np.isnan(expected).any()

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 import torch
+from helpers.kernels import attend_with, contained
 from helpers.refusals import refuses, refuses_type
 from helpers.samples import sample
 from torch.nn.attention import flex_attention as library
@@ -57,8 +58,9 @@ def test_packed_sequences_match_single_ones(sibling, window_size):
 
 
 def test_nan_stays_in_its_segment(sibling):
-    """NaN in a segment spoils exactly the outputs of that segment."""
+    """With a contained kernel, NaN in a segment spoils exactly the outputs of that segment."""
     layer, x = sibling.module("MultiHeadSelfAttention", AttentionSpec(16, 4)), drawn(2, 13, 16)
+    layer.kernel = contained[sibling.name](sibling.package.fused.attend)
     x[0, 5, 3] = np.nan
     output = sibling.numpy(layer(sibling.array(x), segment_ids=sibling.array(PACKED)))
     assert np.array_equal(np.isnan(output).any(axis=2), (PACKED == 1))
@@ -177,22 +179,23 @@ def test_torch_kernels_match_segment_mask(of_torch, hiding):
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
 
 
-def test_nan_stays_in_segment_in_torch(of_torch):
-    """In both kernels of torch, NaN spoils exactly the rows that attend to it."""
+@pytest.mark.usefixtures("of_torch")
+def test_nan_stays_in_segment_in_torch():
+    """In both kernels of torch, contained, NaN spoils exactly the rows that attend to it."""
     (query, key, value), pair, spec, _, hidden = problem({})
     key[0, :, 9] = value[1, :, 30, 2] = np.nan
     arrays = [torch.from_numpy(x) for x in (query, key, value)]
     ids = tuple(map(torch.from_numpy, pair))
-    found, _ = of_torch(*arrays, spec, segment_ids=ids)
+    found = attend_with(contained["torch"](mha_torch.fused.attend), *arrays, spec, segment_ids=ids)
     wrong = np.stack([hidden[0, 0, :, 9], hidden[1, 0, :, 30]])
     assert np.array_equal(torch.isnan(found).any(dim=3)[:, 0].numpy(), ~wrong)
 
 
 def test_nan_stays_in_segment_in_jax_blocks():
-    """In blocks of JAX, NaN spoils exactly the rows that attend to it."""
+    """In blocks of JAX, contained, NaN spoils exactly the rows that attend to it."""
     (query, key, value), pair, spec, _, hidden = problem({})
     key[0, :, 9] = value[1, :, 30, 2] = np.nan
-    found, _ = mha_jax.fused.scaled_dot_product_attention(query, key, value, spec, segment_ids=pair, kernel=BLOCKS)
+    found = attend_with(contained["jax"](BLOCKS), query, key, value, spec, segment_ids=pair)
     wrong = np.stack([hidden[0, 0, :, 9], hidden[1, 0, :, 30]])
     assert np.array_equal(np.isnan(found).any(axis=3)[:, 0], ~wrong)
 

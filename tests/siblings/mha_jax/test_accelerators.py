@@ -18,6 +18,7 @@ import mha_jax
 import parity
 from mha_jax import stages
 from mha_jax.kernels.fused import FusedAttention
+from mha_jax.kernels.nonfinite import contained
 from mha_jax.masks import Mask
 from mha_jax.scores import Scores
 from mha_spec import Alibi, AttentionSpec, RelativeBias, Rope
@@ -433,8 +434,8 @@ def test_step_over_cache_matches_plain_path(name):
 
 
 def test_non_finite_tokens_match_plain_path():
-    """Non-finite tokens in blocks and windows give the context of the plain path, and zeros for a
-    sequence of padding.
+    """Non-finite tokens in blocks and windows give the context of the plain path, all contained,
+    and zeros for a sequence of padding.
     """
     for seq_len, fields in ((41, {}), (300, {"window_size": 20})):
         spec, draws = AttentionSpec(32, 4, num_kv_heads=2, **fields), np.random.default_rng(0)
@@ -442,8 +443,8 @@ def test_non_finite_tokens_match_plain_path():
         k[0, 0, 5], v[1, 1, 30], q[0, 3, 7] = np.nan, np.inf, np.nan
         mask = Mask(is_causal=True, key_padding_lengths=jnp.array([0, seq_len - 3])).within(spec).as_arrays()
         with on("cuda"):
-            found = jax.jit(partial(SMALL, mask=mask, scores=Scores(spec)))(q, k, v)
-        expected = stages.attend_without_weights(q, k, v, mask, Scores(spec))
+            found = jax.jit(partial(contained(SMALL), mask=mask, scores=Scores(spec)))(q, k, v)
+        expected = contained(stages.attend_without_weights)(q, k, v, mask, Scores(spec))
         assert not np.isnan(found[0]).any()  # a sequence of padding only
         assert np.isnan(found[1]).any()
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)

@@ -7,11 +7,13 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from helpers.kernels import attend_with, contained
 from helpers.samples import sample
 from torch.nn.attention import flex_attention as library
 
 import mha_torch
 from mha_spec import Alibi, AttentionSpec
+from mha_torch import stages
 from mha_torch.kernels import flex, sdpa
 from mha_torch.masks import Mask
 
@@ -71,6 +73,10 @@ def with_gradients(function, leaves, options):
     return context, *torch.autograd.grad(context.square().sum(), [*leaves.values()])
 
 
+def contained_attention(query, key, value, **options):
+    return attend_with(contained["torch"](mha_torch.fused.attend), query, key, value, **options), None
+
+
 @pytest.fixture
 def calls(monkeypatch):
     """Return a list to which the arrays of each FlexAttention call are appended."""
@@ -118,15 +124,16 @@ def test_bfloat16_error_is_near_plain_path():
 @pytest.mark.usefixtures("on_a_cpu")
 @pytest.mark.parametrize("features", [("window", "lengths"), ("sinks", "lengths")], ids="-".join)
 def test_nan_stays_in_attending_rows(features):
-    """NaN and infinity give the context of the plain path; a sequence without keys has outputs and
-    gradients of 0.
+    """Contained NaN and infinity give the context of the contained plain path; a sequence without
+    keys has outputs and gradients of 0.
     """
     leaves, options = problem(features, (41, 41), torch.float32)
     options["is_causal"] = True
     leaves["key"][2, 0, 9, 3] = leaves["value"][1, :, 4, 0] = leaves["query"][:, 1, 3, 2] = torch.nan
     leaves["key"][0] = leaves["value"][1, :, 5:] = torch.inf  # hidden
-    found, *gradients = with_gradients(mha_torch.fused.scaled_dot_product_attention, leaves, options)
-    expected, _ = mha_torch.scaled_dot_product_attention(**leaves, **options)
+    found, *gradients = with_gradients(contained_attention, leaves, options)
+    plain = contained["torch"](lambda *arguments: stages.attend(*arguments)[0])
+    expected = attend_with(plain, **leaves, **options)
     assert torch.isnan(expected).any()
     assert not found[0].any()
     torch.testing.assert_close(found, expected, equal_nan=True)
@@ -136,12 +143,12 @@ def test_nan_stays_in_attending_rows(features):
 
 @pytest.mark.usefixtures("on_a_cpu")
 def test_row_of_infinite_scores_is_nan():
-    """A row whose scores are all -inf is NaN instead of an empty row, and other sequences are
-    finite.
+    """A contained row whose scores are all -inf is NaN instead of an empty row, and other sequences
+    are finite.
     """
     leaves, options = problem(("lengths",), dtype=torch.float32)
     leaves["query"][2, 1, 4], leaves["key"][2, 0] = 1e30, -1e30
-    found, _ = mha_torch.fused.scaled_dot_product_attention(**leaves, **options)
+    found, _ = contained_attention(**leaves, **options)
     assert torch.isnan(found[2, 1, 4]).all()
     assert torch.isfinite(found[2, 2:]).all()
 

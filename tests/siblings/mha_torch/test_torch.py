@@ -1,6 +1,7 @@
 """Features of torch alone: graphs, fake tensors, transforms, devices and storage, with correct values and errors."""
 
 import copy
+import functools
 import io
 import itertools
 import math
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.utils._pytree as pytree
+from helpers.kernels import attend_with, contained
 from helpers.refusals import refuses
 from helpers.samples import sample
 from torch._subclasses import FakeTensorMode
@@ -31,6 +33,7 @@ from mha_spec import (
     Temperature,
     YarnScaling,
 )
+from mha_torch import stages
 from mha_torch.arrays import values_of
 
 FORMS = {
@@ -264,8 +267,12 @@ def test_every_feature_is_one_compiled_graph(name):
     torch.testing.assert_close(compiled(x, is_causal=True), layer(x, is_causal=True), rtol=1e-12, atol=1e-12)
 
 
-# ---- Non-finite values -----------------------------------------------------------------------------------------------
+# ---- Contained kernels -----------------------------------------------------------------------------------------------
 
+CONTAINED = {
+    "plain": contained["torch"](lambda *arguments: stages.attend(*arguments)[0]),
+    "fused": contained["torch"](mha_torch.fused.attend),
+}
 HIDING = ("nothing", "causal", "padding", "padding-causal", "mask", "mask-of-keys", "bias", "everything")
 
 
@@ -323,12 +330,14 @@ def assert_spoilt(found, expected, rows):
 @both_forms
 @pytest.mark.parametrize("hiding", HIDING)
 def test_nan_reaches_only_attending_rows(form, hiding):
-    """NaN spoils exactly the rows that attend to it; all others keep their bits."""
+    """In a contained kernel, NaN spoils exactly the rows that attend to it; all others keep their
+    bits.
+    """
     for seed in range(20):
         arrays, options, hidden = drawn_problem(seed, hiding)
         spoilt, rows = spoil_some(arrays, hidden, seed, math.nan)
-        expected, _ = FORMS[form](*arrays, **options)
-        assert_spoilt(FORMS[form](*spoilt, **options)[0], expected, rows)
+        expected = attend_with(CONTAINED[form], *arrays, **options)
+        assert_spoilt(attend_with(CONTAINED[form], *spoilt, **options), expected, rows)
 
 
 @sample(12)
@@ -342,8 +351,8 @@ def test_inf_reaches_only_attending_rows(form, hiding, value):
     for seed in range(10):
         arrays, options, hidden = drawn_problem(seed, hiding)
         spoilt, rows = spoil_some(arrays, hidden, seed, value)
-        expected, _ = FORMS[form](*arrays, **options)
-        found, _ = FORMS[form](*spoilt, **options)
+        expected = attend_with(CONTAINED[form], *arrays, **options)
+        found = attend_with(CONTAINED[form], *spoilt, **options)
         assert torch.equal(found[~rows], expected[~rows])
         if not torch.equal(~found.isfinite().all(dim=-1), rows):
             # An infinite key whose score is -inf may have weight 0, as in the formula.
@@ -363,7 +372,7 @@ def test_hidden_nan_reaches_no_gradient(form, hiding):
         results = []
         for inputs in (arrays, spoilt):
             leaves = [x.clone().requires_grad_() for x in inputs]
-            context, _ = FORMS[form](*leaves, **options)
+            context = attend_with(CONTAINED[form], *leaves, **options)
             results.append((context.detach(), *torch.autograd.grad(context.sum(), leaves)))
         for expected, found in zip(*results, strict=True):
             assert torch.equal(found, expected)
@@ -377,7 +386,7 @@ def test_visible_nan_reaches_gradients(form):
     q, k, v = (tokens(1, 2, 5, 4, seed=seed) for seed in range(3))
     k[:, :, 3] = math.nan
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    context, _ = FORMS[form](*leaves, is_causal=True)
+    context = attend_with(CONTAINED[form], *leaves, is_causal=True)
     first, _ = torch.autograd.grad(context[:, :, :3].square().sum(), leaves[:2], retain_graph=True)
     assert first.isfinite().all()
     whole, _ = torch.autograd.grad(context.square().sum(), leaves[:2])
@@ -389,7 +398,7 @@ def test_row_of_overflowed_scores_is_nan(form):
     """A row whose scores all overflow to -inf is NaN instead of 0, and other rows are not."""
     q, k, v = torch.full((1, 1, 2, 4), 1e30), torch.full((1, 1, 3, 4), -1e30), torch.ones(1, 1, 3, 4)
     q[:, :, 0] = 0.0
-    context, _ = FORMS[form](q, k, v)
+    context = attend_with(CONTAINED[form], q, k, v)
     assert context.isnan().all(dim=-1).tolist() == [[[False, True]]]
 
 
@@ -399,11 +408,11 @@ def test_non_finite_bias_spoils_its_row(form, value):
     """NaN or infinity in a bias spoils its row, and nothing if its key is hidden."""
     q, k, v = (tokens(1, 2, 5, 4, seed=seed) for seed in range(3))
     bias = torch.zeros(5, 5)
-    expected, _ = FORMS[form](q, k, v, bias=bias, is_causal=True)
+    expected = attend_with(CONTAINED[form], q, k, v, bias=bias, is_causal=True)
     bias[1, 4] = bias[3, 2] = value  # the first is hidden
     rows = torch.zeros(1, 2, 5, dtype=torch.bool)
     rows[:, :, 3] = True
-    assert_spoilt(FORMS[form](q, k, v, bias=bias, is_causal=True)[0], expected, rows)
+    assert_spoilt(attend_with(CONTAINED[form], q, k, v, bias=bias, is_causal=True), expected, rows)
 
 
 def compiled(function):
@@ -413,7 +422,7 @@ def compiled(function):
 
 def mapped(function):
     def call(*arrays, **options):
-        return torch.func.vmap(lambda *arrays: function(*arrays, **options)[0])(*(x[None] for x in arrays))[0], None
+        return torch.func.vmap(lambda *arrays: function(*arrays, **options))(*(x[None] for x in arrays))[0]
 
     return call
 
@@ -426,15 +435,17 @@ def test_traced_nan_reaches_only_its_rows(form, mode, hiding):
     """In compiled graphs and under vmap, NaN spoils exactly the rows that attend to it."""
     for seed in (0, 3):
         arrays, options, hidden = drawn_problem(seed, hiding)
-        function = mode(FORMS[form])
+        function = mode(functools.partial(attend_with, CONTAINED[form]))
         spoilt, rows = spoil_some(arrays, hidden, 1, math.nan)
-        expected, _ = function(*arrays, **options)
-        assert_spoilt(function(*spoilt, **options)[0], expected, rows)
+        assert_spoilt(function(*spoilt, **options), function(*arrays, **options), rows)
 
 
 def test_nan_weights_spoil_every_output():
-    """NaN in the query projection makes all outputs NaN, for 3 to 700 tokens."""
+    """With a contained kernel, NaN in the query projection makes all outputs NaN, for 3 to 700
+    tokens.
+    """
     layer = module("MultiHeadSelfAttention")
+    layer.kernel = CONTAINED["fused"]
     torch.nn.init.constant_(layer.q_proj.weight, math.nan)
     for num_tokens in (3, 16, 700):
         assert layer(tokens(1, num_tokens, 16)).isnan().all()
@@ -469,8 +480,9 @@ def test_nan_padding_in_cache_has_no_effect():
 @pytest.mark.parametrize("counts", [[3, 3], [1, 3]], ids=["even", "ragged"])
 @torch.no_grad()
 def test_nan_in_free_slots_has_no_effect(counts):
-    """NaN in free slots changes no bit of a step, compiled or not."""
+    """With a contained kernel, NaN in free slots changes no bit of a step, compiled or not."""
     layer = module("MultiHeadAttentionWithCache")
+    layer.kernel = CONTAINED["fused"]
     _, cache = layer(tokens(2, 3, 16), layer.init_cache(2, 6), new_lengths=counts)
     free = torch.arange(6) >= cache.lengths[:, None]
     keys, values = (x.masked_fill(free[:, None, :, None], math.nan) for x in (cache.keys, cache.values))
