@@ -58,7 +58,7 @@ def attention_layer(
     value = key if value is None else value
     scores = layer.scores(bias)
     mask = mask.within(spec)
-    is_padding = find_padding(mask, query.shape[0], key.shape[-2])
+    is_padding = find_padding(mask, query.shape[0], key.shape[-2])  # pyright: ignore[reportOptionalMemberAccess]
     if is_padding is not None and not spec.shared_kv:
         query, key, value = finite_inputs(query, key, value, is_padding)
     q, k, v = project_qkv(layer.project, query, key, value, spec, positions)
