@@ -17,7 +17,7 @@ from ttnn import Tensor
 from mha_tt.arrays import as_dtype, nan_where
 from mha_tt.device import zeros
 from mha_tt.kernels import Kernel
-from mha_tt.masks import DeviceMask, Mask, zero_masked_rows
+from mha_tt.masks import DeviceMask, Mask
 from mha_tt.scores import Scores
 
 
@@ -48,12 +48,12 @@ def contained(kernel: Kernel) -> Kernel:
             return kernel(query, key, value, mask, scores)
         (key, value), nonfinite_rows = _hide_nonfinite(hidden, seq_len_q, key, value)
         context = kernel(query, key, value, Mask(hidden, q_offset=mask.q_offset), scores)
-        if nonfinite_rows is not None:
-            repeats = context.shape[1] // nonfinite_rows.shape[1]
-            if repeats > 1:
-                nonfinite_rows = ttnn.repeat_interleave(nonfinite_rows, repeats, dim=1)
-            context = nan_where(context, nonfinite_rows)
-        return zero_masked_rows(context, hidden)
+        if nonfinite_rows is None:
+            return context
+        repeats = context.shape[1] // nonfinite_rows.shape[1]
+        if repeats > 1:
+            nonfinite_rows = ttnn.repeat_interleave(nonfinite_rows, repeats, dim=1)
+        return nan_where(context, nonfinite_rows)
 
     return attend
 

@@ -11,7 +11,7 @@ from helpers.samples import sample
 from helpers.tt.formulas import both_dtypes, module_of, rounded
 
 import mha_tt
-from mha_spec import AttentionSpec, Gate, Latent, Rope
+from mha_spec import Alibi, AttentionSpec, Gate, Latent, Rope
 from mha_tt.kernels import fused
 from mha_tt.kernels.nonfinite import contained
 from mha_tt.masks import Mask
@@ -83,10 +83,10 @@ SPECS = {
 every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 
 
-def tokens(dtype, spoilt=None, value=np.nan, seq_len=6):
+def tokens(dtype, spoilt=None, value=np.nan, seq_len=6, features=3):
     x = rounded(np.random.default_rng(1).standard_normal((2, seq_len, 24)), dtype)
     if spoilt is not None:
-        x[0, spoilt, 3] = value
+        x[0, spoilt, features] = value
     return x
 
 
@@ -103,9 +103,8 @@ def apply(module, x, **options):
 def test_non_finite_padding_has_no_effect(device, options, value, spec, dtype):
     """NaN, infinity or a large number in padding changes no bit of a real token."""
     module = module_of("MultiHeadAttention", spec, device, dtype)
-    clean, output = (
-        apply(module, x, key_padding_lengths=LENGTHS, **options) for x in (tokens(dtype), tokens(dtype, 4, value))
-    )
+    spoilt = tokens(dtype, 4, value, features=slice(None))
+    clean, output = (apply(module, x, key_padding_lengths=LENGTHS, **options) for x in (tokens(dtype), spoilt))
     assert np.isfinite(clean).all()
     assert np.array_equal(output[IS_REAL], clean[IS_REAL])
 
@@ -121,6 +120,15 @@ def test_padded_token_keeps_finite_features(device, value, spec, dtype):
 
 
 @both_dtypes
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_nan_of_real_token_is_not_padding(device, value, dtype):
+    """With lengths, a NaN or infinite real token still makes every output of its sequence not finite."""
+    module = module_of("MultiHeadSelfAttention", SPECS["rope"], device, dtype)
+    output = apply(module, tokens(dtype, 3, value), key_padding_lengths=LENGTHS)
+    assert (~np.isfinite(output)).any(axis=-1).tolist() == [[True] * 6, [False] * 6]
+
+
+@both_dtypes
 @every_spec
 def test_finite_padding_keeps_every_output(device, spec, dtype):
     """With finite inputs, lengths and their mask give the same output at every position, bit for bit."""
@@ -133,14 +141,15 @@ def test_finite_padding_keeps_every_output(device, spec, dtype):
 @both_dtypes
 @pytest.mark.parametrize("spoilt", ["key", "value"])
 def test_padding_of_other_keys_has_no_effect(device, spoilt, dtype):
-    """NaN in padding of separate keys or values changes no bit of any output."""
+    """NaN in padding of separate keys or values changes no bit of any output, with as many queries."""
     module = module_of("MultiHeadAttention", AttentionSpec(24, 4), device, dtype)
+    hides = {"mask": mha_tt.create_padding_mask(LENGTHS, 6)}, {"key_padding_lengths": LENGTHS}
     outputs = []
-    for value in (0.0, np.nan):
-        key, values = tokens(dtype), tokens(dtype)[::-1].copy()
-        (key if spoilt == "key" else values)[0, 4:] = value
-        key, values = (mha_tt.upload(x, device=device, dtype=dtype) for x in (key, values))
-        outputs.append(apply(module, tokens(dtype, seq_len=3), key=key, value=values, key_padding_lengths=LENGTHS))
+    for value, hidden in zip((0.0, np.nan), hides, strict=True):
+        inputs = {"key": tokens(dtype), "value": tokens(dtype) * 2}
+        inputs[spoilt][0, 4:] = value
+        inputs = {name: mha_tt.upload(x, device=device, dtype=dtype) for name, x in inputs.items()}
+        outputs.append(apply(module, tokens(dtype) + 1, **inputs, **hidden))
     assert np.isfinite(outputs[0]).all()
     assert np.array_equal(*outputs)
 
@@ -260,13 +269,23 @@ def test_non_finite_query_spoils_its_row(device, value, options, mask, dtype):
 
 
 @both_dtypes
-@pytest.mark.parametrize(("seq_len_q", "seq_len_k"), [(0, 3), (3, 0)])
+@pytest.mark.parametrize(("seq_len_q", "seq_len_k"), [(0, 3), (3, 0), (0, 0)])
 def test_contained_kernel_takes_no_tokens(device, seq_len_q, seq_len_k, dtype):
     """A contained kernel returns zeros without keys, and an empty context without queries."""
     query, key = np.ones((2, 4, seq_len_q, 32)), np.ones((2, 2, seq_len_k, 32))
     context = run_contained(device, dtype, (query, key, key), is_causal=True)
     assert context.shape == query.shape
     assert not context.any()
+
+
+def test_contained_kernel_keeps_offset(device):
+    """A contained kernel adds biases by distance from the positions of queries after cached keys."""
+    query, key, value = (heads(ttnn.float32, seed) for seed in range(3))
+    spec = AttentionSpec(N * H, N, num_kv_heads=K, alibi=Alibi())
+    told = Mask(is_causal=True, q_offset=np.array([T - 2, T - 3])), Scores(spec)
+    tensors = [mha_tt.upload(x, device=device, dtype=ttnn.float32) for x in (query[:, :, :2], key, value)]
+    context, expected = (mha_tt.download(kernel(*tensors, *told)) for kernel in (contained(fused.attend), fused.attend))
+    assert np.array_equal(context, expected)
 
 
 def contained_module(kind, device, dtype):
@@ -374,9 +393,10 @@ def test_padding_is_cut_without_nan_search(device, calls, is_contained, lengths)
     else:
         run(device, fused.scaled_dot_product_attention, ttnn.bfloat16, inputs, **options)
     names = [call.name for call in calls]
-    num_empty = (0 in lengths) * (1 + is_contained)  # rows without a key, by the kernel and around it
-    # One of the three is for rows that the kernel loses.
-    assert (names.count("ttnn.where"), names.count("ttnn.isfinite")) == (3 + num_empty, 0)
+    assert (names.count("ttnn.where"), names.count("ttnn.isfinite")) == (
+        3 + (0 in lengths),
+        0,
+    )  # one of them is for rows that the kernel loses
 
 
 # ---- Reading heads back ----------------------------------------------------------------------------------------------
