@@ -15,6 +15,7 @@ from ttnn import Tensor
 from mha_spec import AttentionSpec, Refusal, WrongType
 from mha_spec.attention import check_spec
 from mha_spec.span import Span, span_of
+from mha_tt.arrays import as_dtype
 from mha_tt.checks import check_count, check_integers, check_lengths, check_mask
 from mha_tt.device import upload
 from mha_tt.mask_arrays import create_sliding_window_mask
@@ -341,6 +342,13 @@ def on_device(mask: np.ndarray | DeviceMask | None, device: ttnn.MeshDevice) -> 
     if mask is None or isinstance(mask, DeviceMask):
         return mask
     return DeviceMask(mask, device=device) if mask.any() else None
+
+
+def zero_masked_rows(x: Float[Tensor, "B N T ..."], mask: DeviceMask | None) -> Float[Tensor, "B N T ..."]:
+    """Return x with 0 in fully masked rows."""
+    if mask is None or mask.keep is None:
+        return x
+    return ttnn.where(as_dtype(mask.keep, x.dtype), x, 0.0)
 
 
 def _check_segments(segments: tuple[np.ndarray, np.ndarray], batch_size: int, seq_len_q: int, seq_len_k: int) -> None:

@@ -29,6 +29,7 @@ from mha_tt.device import accurate_config, describe_config
 from mha_tt.features.rope import Rotation, rotation_of
 from mha_tt.kernels import Kernel, fused
 from mha_tt.masks import CausalMask, Mask, MaskKeywords
+from mha_tt.padding import find_padding, finite_inputs, zero_padding
 from mha_tt.parallel.local import all_reduce
 from mha_tt.projections import project_output, project_qkv
 from mha_tt.scores import LEARNED, Scores
@@ -55,10 +56,16 @@ def attention_layer(
     check_layer_inputs(query, key, value, positions, spec)
     key = query if key is None else key
     value = key if value is None else value
-    mask = mask.within(spec)
-    q, k, v = project_qkv(layer.project, query, key, value, spec, positions)
     scores = layer.scores(bias)
+    mask = mask.within(spec)
+    is_padding = find_padding(mask, query.shape[0], key.shape[-2])  # pyright: ignore[reportOptionalMemberAccess]
+    if is_padding is not None and not spec.shared_kv:
+        query, key, value = finite_inputs(query, key, value, is_padding)
+    q, k, v = project_qkv(layer.project, query, key, value, spec, positions)
     check_attention(q, k, v, mask, scores)
+    if is_padding is not None:
+        k = zero_padding(k, is_padding)
+        v = zero_padding(v, is_padding)
     if need_weights:
         context, attn_weights = stages.attend(q, k, v, mask, scores, layer.compute_kernel_config)
     else:

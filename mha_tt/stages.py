@@ -18,7 +18,7 @@ from ttnn import Tensor
 from mha_spec import AttentionSpec, Refusal, WrongType
 from mha_spec.attention import check_spec
 from mha_spec.rules import as_rate
-from mha_tt.arrays import as_dtype, at_least_float32
+from mha_tt.arrays import as_dtype, at_least_float32, nan_where
 from mha_tt.checks import (
     check_bias,
     check_floating,
@@ -30,13 +30,13 @@ from mha_tt.checks import (
     check_sinks,
     check_weighed,
 )
-from mha_tt.device import accurate_config, upload
 from mha_tt.features.alibi import alibi_bias
 from mha_tt.features.relative_bias import relative_position_bias
 from mha_tt.features.relative_products import relative_position_products
+from mha_tt.device import accurate_config, upload, zeros
 from mha_tt.heads import repeat_kv_heads
-from mha_tt.kernels.nonfinite import contained_with_weights, nan_where, zero_masked_rows
-from mha_tt.masks import MASKED, DeviceMask, Mask, MaskKeywords, on_device
+from mha_tt.masks import MASKED, DeviceMask, Mask, MaskKeywords, on_device, zero_masked_rows
+from mha_tt.padding import zero_heads_in_padding
 from mha_tt.scores import Scores, bias_on_device
 
 
@@ -212,9 +212,6 @@ def scaled_dot_product_attention(
 ) -> tuple[Float[Tensor, "B N T Hv"], Float[Tensor, "B N T S"] | None]:
     """Reference attention of split heads; `fused` has the fast form of this function.
 
-    A masked key or value may be anything, even NaN. Visible NaN always propagates in IEEE arithmetic, but not on a
-    card's matrix unit, where NaN is a number (docs/reference/ttnn.md).
-
     Args:
         query: (B, N, T, H).
         key, value: (B, K, S, H) and (B, K, S, Hv); query head n uses key/value head n // (N // K).
@@ -238,11 +235,11 @@ def scaled_dot_product_attention(
     products: Any = {"relative_keys": relative_keys, "relative_queries": relative_queries}
     scores = Scores(spec, bias, sinks, relative_bias, dropout, dropout_keep, seed, **products)
     check_attention(query, key, value, visible, scores)
+    key, value = zero_heads_in_padding(visible, key, value)
     context, attn_weights = attend(query, key, value, visible, scores, compute_kernel_config)
     return context, attn_weights if need_weights else None
 
 
-@contained_with_weights
 def attend(
     query: Float[Tensor, "B N T H"],
     key: Float[Tensor, "B K S H"],
@@ -252,10 +249,15 @@ def attend(
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> tuple[Float[Tensor, "B N T Hv"], Float[Tensor, "B N T S"]]:
     """Return the context and the attention weights before dropout. Shapes are checked."""
+    (batch_size, num_heads, seq_len_q, _), seq_len_k, device = query.shape, key.shape[2], query.device()
+    if 0 in (batch_size, seq_len_q, seq_len_k):  # most operations reject empty tensors
+        shape = (batch_size, num_heads, seq_len_q)
+        attn_weights = zeros((*shape, seq_len_k), query.dtype, device)
+        return zeros((*shape, value.shape[3]), query.dtype, device), attn_weights
     config: Any = {"compute_kernel_config": compute_kernel_config}
     tables = (scores.relative_bias, scores.relative_keys, scores.relative_queries)
     logits = attention_scores(query, key, scores.bias, scores.spec, mask.q_offset, *tables, **config)
-    hidden = mask.to_bool(query.shape[2], key.shape[2], query.device())  # includes the bias, for containment
+    hidden = mask.with_bias(scores.bias).to_bool(seq_len_q, seq_len_k, device)
     attn_weights = as_dtype(masked_softmax(logits, hidden, scores.sinks, **config), query.dtype)
     dropped = apply_dropout(attn_weights, scores.dropout, scores.dropout_keep, seed=scores.seed)
     return as_dtype(attention_context(dropped, value, **config), query.dtype), attn_weights

@@ -1,12 +1,14 @@
 """Fast path: attention without attention weights.
 
 Wraps ttnn's flash attention with this package's semantics of masks and fully masked rows, in bfloat16 and bfloat8_b.
+A NaN that is not padding does what ttnn does with it: see `contained` for kernels in which it
+reaches only the rows that attend to it.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Unpack
 
@@ -21,9 +23,9 @@ from mha_tt import stages
 from mha_tt.arrays import as_dtype, at_least_float32
 from mha_tt.checks import check_floating, check_head_dim, check_lengths, check_sinks
 from mha_tt.device import accurate_config, upload_integers, with_bfloat16_sums, zeros
-from mha_tt.kernels.nonfinite import contained
 from mha_tt.layout import TILE, round_up
-from mha_tt.masks import MASKED, DeviceMask, Mask, MaskKeywords
+from mha_tt.masks import MASKED, DeviceMask, Mask, MaskKeywords, zero_masked_rows
+from mha_tt.padding import zero_heads_in_padding
 from mha_tt.scores import Scores, bias_on_device
 from mha_tt.stages import check_attention, score_scale
 
@@ -61,9 +63,7 @@ def scaled_dot_product_attention(
     """Fastest form of `stages.scaled_dot_product_attention`, without attention weights.
 
     A soft cap, or values with more or fewer tiles than keys, use the plain path, because the kernel does not support
-    them. Scores of masked keys must be far below 1e9 in size: the kernel masks by adding -1e9. A masked key or value
-    may be NaN or infinite, but a bias at a masked key may not. Visible NaN always propagates in IEEE arithmetic, but
-    not on a card's matrix unit, where NaN is a number (docs/reference/ttnn.md).
+    them. Scores of masked keys must be far below 1e9 in size: the kernel masks by adding -1e9.
 
     Other arguments are those of `stages.scaled_dot_product_attention`.
 
@@ -91,6 +91,7 @@ def scaled_dot_product_attention(
     _check_supported(query)
     if dropout or dropout_keep is not None:
         raise Refusal("need_weights and dropout", "be left out on the fused path, which stores no weights")
+    key, value = zero_heads_in_padding(visible, key, value)
     return FusedAttention(compute_kernel_config)(query, key, value, visible, scores), None
 
 
@@ -118,20 +119,27 @@ class FusedAttention:
         device, (batch_size, _, seq_len_q, _), seq_len_k = query.device(), query.shape, key.shape[2]
         if 0 in (batch_size, seq_len_q, seq_len_k):
             return zeros(tuple(query.shape), query.dtype, device)
-        hidden, bias = mask.with_bias(scores.bias).to_bool(seq_len_q, seq_len_k, device), scores.bias
+        hidden = mask.with_bias(scores.bias).to_bool(seq_len_q, seq_len_k, device)
         is_causal = hidden is not None and hidden.is_causal and hidden.shape[2] == seq_len_q == seq_len_k
-        only_causal = is_causal and bias is None
-        # Recorded programs upload it before they check for non-finite values.
-        attn_mask = None if only_causal else _attn_mask(hidden, bias, seq_len_q, seq_len_k, device)
-        kernel = contained(partial(self._attend, attn_mask=attn_mask))
-        return kernel(query, key, value, Mask(hidden), replace(scores, bias=None))  # the masks include the bias
+        if is_causal and scores.bias is None:
+            context = self._attend(query, key, value, scores, causal=hidden)
+        else:
+            attn_mask = _attn_mask(hidden, scores.bias, seq_len_q, seq_len_k, device)
+            context = self._attend(query, key, value, scores, attn_mask=attn_mask)
+        return zero_masked_rows(context, hidden)
 
     def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores, attn_mask: Tensor | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scores: Scores,
+        *,
+        attn_mask: Tensor | None = None,
+        causal: DeviceMask | None = None,
     ) -> Tensor:
-        """Call the framework's kernel for finite keys and values; without `attn_mask` it builds the mask itself."""
+        """Call the framework's kernel with `attn_mask`, or with a causal mask that it builds itself."""
         device, seq_len_q, seq_len_k = query.device(), query.shape[2], key.shape[2]
-        causal = None if attn_mask is not None else mask.to_bool(seq_len_q, seq_len_k, device)
         config, scale = self.compute_kernel_config or accurate_config(device), scores.scale or query.shape[3] ** -0.5
         kernel = partial(
             ttnn.transformer.scaled_dot_product_attention,

@@ -1,40 +1,76 @@
-"""Containment of NaN and infinity: rows that mask a non-finite token stay finite, rows that attend to it become NaN.
+"""NaN and infinity, contained: `contained` makes them reach exactly the rows that attend to them.
 
-0 * NaN is NaN, so values with weight 0 must be finite, which the host cannot check without a read-back. Values that may
-be non-finite are therefore set to 0 before, and rows that attend to them to NaN afterwards. Finite values are
-unaffected.
+By default a NaN does what it does in TTNN. The weight of a masked key is 0, and 0 * NaN is NaN, so
+it may reach rows that mask it. In a contained kernel keys and values that are not finite are set to
+0 before the products, without reading them on the host, and the rows that attend to them become NaN
+afterwards. Finite inputs give the same values, bit for bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import wraps
-from typing import Any
 
 import ttnn
 from jaxtyping import Float
 from ttnn import Tensor
 
-from mha_tt.arrays import as_dtype
+from mha_tt.arrays import as_dtype, nan_where
 from mha_tt.device import zeros
 from mha_tt.kernels import Kernel
 from mha_tt.masks import DeviceMask, Mask
 from mha_tt.scores import Scores
 
 
-def hide_nonfinite(
-    mask: DeviceMask, seq_len_q: int, *held: Float[Tensor, "B K S H"]
+def contained(kernel: Kernel) -> Kernel:
+    """Return a kernel in which NaN and infinity reach exactly the rows that attend to them.
+
+    For a layer: `layer.kernel = contained(layer.kernel)`. It covers calls without attention
+    weights. Steps with a cache then call the kernel of prompts, over the filled slots.
+
+    - A row is NaN if its query is not finite, or a key or value that it attends to, or if all its
+      scores overflow to -inf. A bias must be finite; one on the host may hide keys by -inf.
+    - All other rows have the values that they would have without the NaN, bit for bit.
+
+    These are the rules in IEEE arithmetic. To the matrix unit of a card a NaN is a number, also one
+    in a query (docs/reference/ttnn.md).
+
+    Args:
+        kernel: computes the context, (B, N, T, Hv), of finite keys and values.
+    """
+
+    @wraps(kernel)
+    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
+        seq_len_q, seq_len_k = query.shape[2], key.shape[2]
+        if 0 in (query.shape[0], seq_len_q, seq_len_k):
+            return kernel(query, key, value, mask, scores)
+        hidden = mask.with_bias(scores.bias).to_bool(seq_len_q, seq_len_k, query.device())
+        if hidden is None:  # every row attends to every NaN
+            return kernel(query, key, value, mask, scores)
+        (key, value), nonfinite_rows = _hide_nonfinite(hidden, seq_len_q, key, value)
+        context = kernel(query, key, value, Mask(hidden, q_offset=mask.q_offset), scores)
+        if nonfinite_rows is None:
+            return context
+        repeats = context.shape[1] // nonfinite_rows.shape[1]
+        if repeats > 1:
+            nonfinite_rows = ttnn.repeat_interleave(nonfinite_rows, repeats, dim=1)
+        return nan_where(context, nonfinite_rows)
+
+    return attend
+
+
+def _hide_nonfinite(
+    mask: DeviceMask, seq_len_q: int, key: Float[Tensor, "B K S H"], value: Float[Tensor, "B K S Hv"]
 ) -> tuple[list[Float[Tensor, "B K S H"]], Float[Tensor, "B heads T 1"] | None]:
-    """Return keys or values with 0 for non-finite ones, and the rows that become NaN, marked by > 0.
+    """Return key and value with 0 for non-finite ones, and the rows that become NaN, marked by > 0.
 
     If all rows attend to the same keys, hidden keys are 0, and NaN in the others spreads by itself.
     """
     if mask.real_keys is not None:
-        return [ttnn.where(as_dtype(mask.real_keys, x.dtype), x, 0.0) for x in held], None
-    finite = [ttnn.isfinite(x) for x in held]
+        return [ttnn.where(as_dtype(mask.real_keys, x.dtype), x, 0.0) for x in (key, value)], None
+    finite = [ttnn.isfinite(x) for x in (key, value)]
     finite_keys = [ttnn.min(x, dim=3, keepdim=True) for x in finite]
-    marked = ttnn.logical_not(finite_keys[0] if len(held) == 1 else ttnn.multiply(*finite_keys))
-    cleaned = [ttnn.where(is_finite, x, 0.0) for is_finite, x in zip(finite, held, strict=True)]
+    marked = ttnn.logical_not(ttnn.multiply(*finite_keys))
+    cleaned = [ttnn.where(is_finite, x, 0.0) for is_finite, x in zip(finite, (key, value), strict=True)]
     return cleaned, _rows_that_see(marked, mask, seq_len_q)
 
 
@@ -64,65 +100,3 @@ def _entering_less_leaving(marked: Float[Tensor, "B K S 1"], window_size: int | 
     batch_size, num_heads, seq_len, _ = marked.shape
     none = zeros((batch_size, num_heads, window_size, 1), marked.dtype, marked.device())
     return ttnn.subtract(marked, ttnn.concat([none, marked[:, :, : seq_len - window_size]], dim=2))
-
-
-def nan_where(context: Float[Tensor, "B N T H"], rows: Float[Tensor, "B heads T 1"] | None) -> Float[Tensor, "B N T H"]:
-    """Return the context with NaN in the marked rows."""
-    if rows is None:
-        return context
-    repeats = context.shape[1] // rows.shape[1]
-    rows = rows if repeats == 1 else ttnn.repeat_interleave(rows, repeats, dim=1)
-    return ttnn.where(as_dtype(rows, context.dtype), float("nan"), context)
-
-
-def zero_masked_rows(x: Float[Tensor, "B N T ..."], mask: DeviceMask | None) -> Float[Tensor, "B N T ..."]:
-    """Return x with 0 in fully masked rows."""
-    if mask is None or mask.keep is None:
-        return x
-    return ttnn.where(as_dtype(mask.keep, x.dtype), x, 0.0)
-
-
-# ---- Kernels ---------------------------------------------------------------------------------------------------------
-
-
-def contained(kernel: Kernel) -> Kernel:
-    """Wrap a kernel for finite keys and values so that it follows the rules for non-finite ones.
-
-    The kernel gets masked keys and values as finite ones. Rows that attend to a non-finite one become NaN afterwards,
-    and fully masked rows 0.
-    """
-
-    @wraps(kernel)
-    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
-        hidden = mask.with_bias(scores.bias).to_bool(query.shape[2], key.shape[2], query.device())
-        mask, nonfinite_rows = Mask(hidden, q_offset=mask.q_offset), None
-        if hidden is not None:
-            (key, value), nonfinite_rows = hide_nonfinite(hidden, query.shape[2], key, value)
-        return zero_masked_rows(nan_where(kernel(query, key, value, mask, scores), nonfinite_rows), hidden)
-
-    return attend
-
-
-def contained_with_weights(attend: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Wrap `stages.attend` as `contained` wraps a kernel.
-
-    Attention weights need no change: a masked key always has weight 0. Empty tensors do not reach `attend`.
-    """
-
-    @wraps(attend)
-    def contained(
-        query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores, *arithmetic: Any
-    ) -> tuple[Tensor, Tensor]:
-        (batch_size, num_heads, seq_len_q, _), seq_len_k, device = query.shape, key.shape[2], query.device()
-        if 0 in (batch_size, seq_len_q, seq_len_k):
-            shape = (batch_size, num_heads, seq_len_q)
-            attn_weights = zeros((*shape, seq_len_k), query.dtype, device)
-            return zeros((*shape, value.shape[3]), query.dtype, device), attn_weights
-        hidden = mask.with_bias(scores.bias).to_bool(seq_len_q, seq_len_k, device)
-        mask, nonfinite_rows = Mask(hidden, q_offset=mask.q_offset), None
-        if hidden is not None:
-            (value,), nonfinite_rows = hide_nonfinite(hidden, seq_len_q, value)
-        context, attn_weights = attend(query, key, value, mask, scores, *arithmetic)
-        return nan_where(context, nonfinite_rows), attn_weights
-
-    return contained

@@ -156,6 +156,7 @@ EXTRA_NAMES = {
         "DeviceMask",  # masks are built on the host, and uploaded once for many calls,
         "on_host",
         "on_device",  # or for one
+        "zero_masked_rows",  # kernels return the mean of the values for a row without keys
         "bias_on_device",
         "CausalMask",
         "Rotation",  # rotations are computed on the host, in float64, and uploaded once for many calls
@@ -206,7 +207,11 @@ OTHERWISE = {
     ("tt", "Mask.to_bool"),  # returns a mask with its forms on the device
 }
 
-OTHER_SUMMARIES = {("tt", "check_bias")}  # a bias of any floating dtype is converted, on the host or on the device
+OTHER_SUMMARIES = {
+    ("tt", "check_bias"),  # a bias of any floating dtype is converted, on the host or on the device
+    *(("tt", "zero_where"), ("tt", "nan_where")),  # there are no gradients,
+    ("tt", "zero_heads_in_padding"),  # and lengths are always known
+}
 
 CALL = {"__call__": "call", "forward": "call"}
 

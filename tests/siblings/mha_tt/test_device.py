@@ -235,11 +235,6 @@ RUNS = {
 COMPUTING = {"ttnn.linear", f"{ATTENTION}_decode", *PLAIN, *FUSED}
 
 
-def counts_marked_keys(call):
-    """Return whether a call is the product that counts NaN: of zeros and ones, exact in every arithmetic."""
-    return call.name == "ttnn.matmul" and call.keywords.keys() == {"transpose_b"}
-
-
 def looks_for_lost_rows(call, config):
     """Return whether a call is the second run of the prompt kernel, which loses no row as the first may."""
     without = settings(with_bfloat16_sums(config, call.arguments[0].device()))
@@ -257,13 +252,12 @@ def settings(config):
 @pytest.mark.parametrize("name", RUNS)
 def test_summing_operations_use_given_config(device, calls, name, arithmetic):
     """Products, softmax and attention kernels use the requested arithmetic, by default the accurate
-    one. Exceptions are the product that counts NaN and the second run of a kernel that may lose
-    rows.
+    one. The exception is the second run of a kernel that may lose rows.
     """
     run, attending = RUNS[name]
     config = None if arithmetic == "default" else WHOLE[arithmetic][0](device)
     run(device, config)
-    computing = [call for call in calls if call.name in COMPUTING and not counts_marked_keys(call)]
+    computing = [call for call in calls if call.name in COMPUTING]
     assert {call.name for call in computing} == attending | {"ttnn.linear"}
     config = config or mha_tt.accurate_config(device)
     asked = [call for call in computing if not looks_for_lost_rows(call, config)]

@@ -8,7 +8,10 @@ from helpers.tt.formulas import assert_close, attend, both_dtypes, layer, module
 import mha_tt
 import parity
 from mha_spec.span import Span
+from mha_tt.kernels import fused
+from mha_tt.kernels.nonfinite import contained
 from mha_tt.masks import CausalMask, Mask
+from mha_tt.scores import Scores
 
 KERNEL = "ttnn.transformer.scaled_dot_product_attention"
 STEP_KERNEL = "ttnn.transformer.scaled_dot_product_attention_decode"
@@ -227,8 +230,8 @@ def test_narrower_of_two_windows_applies(device, window_size, expected):
 @pytest.mark.parametrize("name", ["key", "value"])
 @pytest.mark.parametrize("window_size", [1, 3, 32, 33])
 def test_nan_affects_only_windows_with_it(device, calls, uploads, rng, window_size, name):
-    """NaN in a key or value reaches exactly the queries whose window contains it; other outputs
-    keep their bits.
+    """In a contained kernel, NaN in a key or value reaches exactly the queries whose window contains
+    it; other outputs keep their bits.
     """
     arrays = split_heads(100, rng)
     clean = [mha_tt.upload(x, device=device) for x in arrays]
@@ -236,10 +239,9 @@ def test_nan_affects_only_windows_with_it(device, calls, uploads, rng, window_si
         arrays[1 if name == "key" else 2][0, 0, token, 3] = np.nan
     dirty = [mha_tt.upload(x, device=device) for x in arrays]
     uploads.clear()
-    told = {"spec": spec_of(window_size), "is_causal": True}
-    expected, context = (
-        mha_tt.download(mha_tt.fused.scaled_dot_product_attention(*heads, **told)[0]) for heads in (clean, dirty)
-    )
+    spec = spec_of(window_size)
+    told = Mask(is_causal=True, span=spec.span), Scores(spec)
+    expected, context = (mha_tt.download(contained(fused.attend)(*heads, *told)) for heads in (clean, dirty))
     assert uploads == []
     sees = ~mha_tt.create_sliding_window_mask(100, window_size=window_size)[:, [5, 6, 40]].all(axis=1)
     is_spoilt = np.zeros((2, 4, 100), bool)
@@ -250,8 +252,11 @@ def test_nan_affects_only_windows_with_it(device, calls, uploads, rng, window_si
 
 @both_dtypes
 def test_nan_leaves_with_the_window(device, dtype):
-    """A NaN token spoils steps until it leaves the window; all other outputs keep their bits."""
+    """With a contained kernel, a NaN token spoils steps until it leaves the window; all other outputs
+    keep their bits.
+    """
     module = module_of("MultiHeadAttentionWithCache", SPEC, device, dtype)
+    module.kernel = contained(module.kernel)
     x, outputs = rounded(np.random.default_rng(1).standard_normal((1, 12, 24)), dtype), []
     for spoilt in (False, True):
         x[0, 2, 3] = np.nan if spoilt else x[0, 2, 3]
