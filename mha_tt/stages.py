@@ -30,10 +30,10 @@ from mha_tt.checks import (
     check_sinks,
     check_weighed,
 )
+from mha_tt.device import accurate_config, upload, zeros
 from mha_tt.features.alibi import alibi_bias
 from mha_tt.features.relative_bias import relative_position_bias
 from mha_tt.features.relative_products import relative_position_products
-from mha_tt.device import accurate_config, upload, zeros
 from mha_tt.heads import repeat_kv_heads
 from mha_tt.masks import MASKED, DeviceMask, Mask, MaskKeywords, on_device, zero_masked_rows
 from mha_tt.padding import zero_heads_in_padding

@@ -24,7 +24,7 @@ class Backend(NamedTuple):  # a dataclass would take a tenth of the time of --he
         sibling: package with the implementation.
         needs: other required packages.
         arrays: module of functions on its arrays; for tensors on a device, on those of masks.
-        paths: supported paths of a module, from `parity.core.stages`.
+        paths: supported paths of a module, from `parity.core.stages`; the tutorial's is supported by all.
         has_all_bugs: all known bugs can be injected, not only those in masks.
         wheels: platforms with wheels of its packages, if not all.
         divided: module of this package that runs cases on a mesh of devices; empty without one.

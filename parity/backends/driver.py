@@ -37,6 +37,34 @@ def gradients(port: Port, problem: Problem) -> dict[str, np.ndarray]:
     return found
 
 
+def outputs_of_tutorial(port: Port, problem: Problem) -> dict[str, np.ndarray]:
+    """Return the outputs of the tutorial for a case that it can express.
+
+    They are `plain.output`, or `step0.plain.output`, … with a cache.
+    """
+    case = problem.case
+    layer = port.tutorial(problem)
+    if case.is_cached:
+        chunks = [port.from_numpy(problem.step_input(index)) for index in range(len(case.chunks))]
+        outputs = port.call(_decode_by_tutorial, layer, chunks)
+        return {f"step{index}.plain.output": port.to_numpy(output) for index, output in enumerate(outputs)}
+    mask = None
+    if case.has_mask:
+        created = port.SIBLING.plain.create_attention_mask(
+            case.seq_len, case.key_len, is_causal=case.is_causal, key_padding_lengths=case.key_padding_lengths
+        )
+        hidden = to_numpy(created)
+        if "mask" in problem.inputs:
+            hidden = hidden | problem.inputs["mask"]
+        mask = port.beside(hidden)
+    query = port.from_numpy(problem.inputs["query"])
+    if case.seq_len_k is None:
+        output = port.call(_attend_by_tutorial, layer, query, None, mask)
+    else:
+        output = port.call(_attend_by_tutorial, layer, query, port.from_numpy(problem.inputs["key"]), mask)
+    return {"plain.output": port.to_numpy(output)}
+
+
 def values_to_weigh(problem: Problem, values: Values) -> np.ndarray:
     """Return the values for the stage `context`, (B, K, S, Hv), without NaN.
 
@@ -91,6 +119,22 @@ def _combine(sibling: Any, spec: AttentionSpec, weights: Any, context: Any, gate
 
 def _append(sibling: Any, cache: Any, k: Any, v: Any, new_lengths: Any) -> Any:
     return sibling.append_to_cache(cache, k, v, new_lengths=new_lengths)
+
+
+def _attend_by_tutorial(_: Any, layer: Any, query: Any, key: Any, mask: Any) -> Any:
+    if key is None:
+        return layer(query, mask=mask)
+    output, _ = layer(query, key, mask=mask)
+    return output
+
+
+def _decode_by_tutorial(_: Any, layer: Any, chunks: Sequence[Any]) -> list[Any]:
+    outputs = []
+    cache_k, cache_v = None, None
+    for x in chunks:
+        output, cache_k, cache_v = layer(x, cache_k, cache_v)
+        outputs.append(output)
+    return outputs
 
 
 def _append_latents(sibling: Any, cache: Any, latents: Any, new_lengths: Any) -> Any:

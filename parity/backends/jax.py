@@ -19,9 +19,10 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
 import mha_jax
+import mha_jax.plain
 from mha_jax.kernels.fused import FusedAttention
 from mha_spec import AttentionSpec, WrongType
-from parity.backends.port import Shapes, kind_of, never_skipped, nothing_replayed
+from parity.backends.port import Shapes, kind_of, kind_of_tutorial, never_skipped, nothing_replayed
 from parity.core.problem import Problem
 from parity.core.weights import Weights, check_held, check_weights, pack_qkv, unpack_qkv, weight_shapes
 from parity.files.tensor_file import flatten
@@ -204,6 +205,23 @@ def _all_paths(
 
 
 filled = JaxModule
+
+
+def tutorial(problem: Problem) -> Any:
+    """Return the tutorial's module with the weights of a problem, in evaluation mode."""
+    spec, kind = problem.spec, kind_of_tutorial(mha_jax, problem.case)
+    module = nnx.merge(*_unfilled_tutorial(kind, spec.d_model, spec.num_heads, spec.out_bias))
+    nnx.update(module, to_params(problem.weights, spec.replace(fused_qkv=False)))
+    return module
+
+
+@lru_cache(maxsize=64)
+def _unfilled_tutorial(kind: Callable[..., Any], d_model: int, num_heads: int, bias: bool) -> tuple[Any, Any]:
+    """Return a split module of the tutorial in evaluation mode without weights, see `_unfilled`."""
+    module = nnx.eval_shape(lambda: kind(d_model, num_heads, bias=bias, rngs=nnx.Rngs(0)))
+    module.dropout = nnx.Dropout(0.0)  # the other one has random keys, which would have to be computed
+    module.eval()
+    return nnx.split(module)
 
 
 def call_cached(

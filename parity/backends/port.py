@@ -100,6 +100,10 @@ class Port(Protocol):
         ...
 
     def filled(self, problem: Problem) -> FilledModule: ...
+    def tutorial(self, problem: Problem) -> Any:
+        """Return the tutorial's module for a case that it can express, with its weights, in evaluation mode."""
+        ...
+
     def pull_back(
         self, path: str, filled: FilledModule, spec: AttentionSpec, inputs: dict[str, Any], hidden: dict[str, Any]
     ) -> tuple[dict[str, np.ndarray], Weights]:
@@ -174,6 +178,15 @@ class Shapes:
     def cache_to_numpy(self, cache: Any) -> dict[str, np.ndarray]:
         """Return the parts of a cache."""
         return {name: self.to_numpy(name, getattr(cache, name)) for name in self.cache_parts}
+
+
+def kind_of_tutorial(sibling: Any, case: Case) -> Any:
+    """Return the module class of the tutorial, `plain.py`, for a case."""
+    if case.is_cached:
+        return sibling.plain.MultiHeadAttentionWithCache
+    if case.seq_len_k is None:
+        return sibling.plain.MultiHeadSelfAttention
+    return sibling.plain.MultiHeadAttention
 
 
 def kind_of(sibling: Any, case: Case) -> Any:

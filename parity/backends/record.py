@@ -10,7 +10,7 @@ from typing import Any, cast
 from parity.backends import BACKENDS, driver, load_backend
 from parity.backends.port import Port
 from parity.core.problem import Problem
-from parity.core.stages import run_steps
+from parity.core.stages import TUTORIAL, run_steps
 from parity.core.trace import Reference, Trace
 from parity.sharding.mesh import Counts, MeshPlan
 
@@ -26,17 +26,20 @@ def record(backend: str, reference: Reference, given: Problem | None = None) -> 
     Raises:
         ModuleNotFoundError: if the backend needs a package that is not installed.
     """
-    module = load_backend(backend)
-    with module.replayed(given or reference.problem) as replay:
+    module, problem = load_backend(backend), given or reference.problem
+    with module.replayed(problem) as replay:
         trace = trace_of(backend, module, reference, given)
-    if replay is None:
-        return trace
-    if replay.differs:
+    if replay is not None and replay.differs:
         trace = trace_of(backend, module, reference, given)
         trace.numerics["not_as_recorded"] = replay.differs
-    else:
+    elif replay is not None:
         trace.numerics.update(values=f"a recording made on {replay.made_on}", arithmetic="tensix")
-    return trace
+    # The tutorial runs last and by itself: recordings of a device do not have it.
+    if not problem.case.is_plain:
+        return trace
+    with module.lock(problem.dtype):
+        outputs = driver.outputs_of_tutorial(module, problem)
+    return replace(trace, accumulated={**trace.accumulated, **outputs}, paths=(*trace.paths, TUTORIAL))
 
 
 class OnMesh:
@@ -66,7 +69,7 @@ def trace_on_mesh(backend: str, on_mesh: OnMesh, reference: Reference) -> Trace:
 
 
 def trace_of(backend: str, module: Port, reference: Reference, given: Problem | None = None) -> Trace:
-    """Run a problem with a backend's module, see `record`."""
+    """Run a problem with a backend's module but not its tutorial, see `record`."""
     problem = reference.problem
     with_gradients = reference.with_gradients and bool(module.GRADIENT_PATHS)
     with module.lock(problem.dtype) as numerics:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 import mha_torch
+import mha_torch.plain
 from mha_spec import AttentionSpec, WrongType
 from mha_torch.arrays import is_distributed
-from parity.backends.port import FilledModule, Shapes, kind_of, never_skipped, nothing_replayed
+from parity.backends.port import FilledModule, Shapes, kind_of, kind_of_tutorial, never_skipped, nothing_replayed
 from parity.core.arrays import to_numpy, to_torch
 from parity.core.problem import Problem
 from parity.core.weights import Weights, check_held, check_weights, pack_qkv, unpack_qkv, weight_shapes
@@ -115,6 +116,14 @@ class TorchModule(FilledModule):
 
 
 filled = TorchModule
+
+
+def tutorial(problem: Problem) -> Any:
+    """Return the tutorial's module with the weights of a problem, in evaluation mode."""
+    spec, kind = problem.spec, kind_of_tutorial(mha_torch, problem.case)
+    module = kind(spec.d_model, spec.num_heads, bias=spec.out_bias).to(_device, getattr(torch, problem.dtype))
+    module.load_state_dict({name: from_numpy(weight) for name, weight in problem.weights.items()})
+    return module.eval()
 
 
 def pull_back(

@@ -24,10 +24,11 @@ os.environ.setdefault("LOGURU_LEVEL", "WARNING")  # ttnn logs its whole configur
 import ttnn  # pyright: ignore[reportMissingImports]  (it lies in the other environment)
 
 import mha_tt
+import mha_tt.plain
 import ttnn_mock
 from mha_spec import AttentionSpec
 from mha_tt.layout import TILE, padded_features, slots_of
-from parity.backends.port import FilledModule, Shapes, kind_of
+from parity.backends.port import FilledModule, Shapes, kind_of, kind_of_tutorial
 from parity.core.case import Case
 from parity.core.problem import Problem
 from parity.core.weights import Weights, check_weights
@@ -231,6 +232,15 @@ class TtModule(FilledModule):
 
 
 filled = TtModule
+
+
+def tutorial(problem: Problem) -> Any:
+    """Return the tutorial's module with the weights of a problem, in evaluation mode."""
+    spec, kind = problem.spec, kind_of_tutorial(mha_tt, problem.case)
+    module = kind(spec.d_model, spec.num_heads, bias=spec.out_bias, device=open_device(), dtype=DTYPES[problem.dtype])
+    module.load_weights(problem.weights)
+    module.eval()
+    return module
 
 
 # ---- Environment -----------------------------------------------------------------------------------------------------

@@ -115,6 +115,22 @@ class Case:
         return told or self.is_causal or bool(self.key_padding_lengths)
 
     @property
+    def is_plain(self) -> bool:
+        """Return whether the tutorial, `plain.py`, can express the case.
+
+        Its layers are those of the paper: as many key/value heads as query heads, d_model // num_heads wide, and
+        nothing that changes the scores but a mask. Sequences with a cache all have the same length.
+        """
+        spec = self.spec
+        if spec.d_model % spec.num_heads != 0:
+            return False
+        of_paper = AttentionSpec(spec.d_model, spec.num_heads, qkv_bias=spec.out_bias, out_bias=spec.out_bias)
+        # The same weights, packed into one array or not.
+        is_of_paper = spec == of_paper.replace(fused_qkv=spec.fused_qkv)
+        has_other_mask = self.window_size is not None or self.segment_ids is not None
+        return is_of_paper and not (has_other_mask or self.bias or self.not_finite or self.new_lengths)
+
+    @property
     def has_gradients(self) -> bool:
         """Return whether gradients are compared: without a cache, and without a visible NaN, which spreads to all."""
         return not self.is_cached and self.not_finite != "visible"

@@ -35,6 +35,7 @@ STAGES: dict[str, tuple[str, ...]] = {
     "module.cache.lengths": ("B",),
     "fused.output": ("B", "T", "E"),
     "blocks.output": ("B", "T", "E"),
+    "plain.output": ("B", "T", "E"),
     "grad.query": ("B", "T", "d_in"),
     "grad.key": ("B", "S", "d_kv"),
     "grad.k": ("B", "K", "S", "H"),
@@ -46,16 +47,19 @@ STAGES: dict[str, tuple[str, ...]] = {
 `mask` … `output` are computed by the stage functions, each from earlier ones. (`gate`, if any, is the output of
 gate_proj; `latents`, if any, are the cached vectors, and `cache.keys` and `cache.values` their expansions.) `module.*`
 is computed by the module, with attention weights; `fused.output` by the module without them; `blocks.output` likewise,
-with even small cases block by block. `grad.*` are gradients for a fixed cotangent of the output, of the inputs and of
-each weight by name; `fused.grad.*` and `blocks.grad.*` are those of these paths. With a cache, names start with the
-step: `step3.scores`.
+with even small cases block by block; `plain.output` by the tutorial, `plain.py`. `grad.*` are gradients for a fixed
+cotangent of the output, of the inputs and of each weight by name; `fused.grad.*` and `blocks.grad.*` are those of these
+paths. With a cache, names start with the step: `step3.scores`.
 """
 
 FUSED_PATHS = ("fused", "blocks")
 """Paths of a module without attention weights."""
 
-PATHS = ("module", *FUSED_PATHS)
-"""Paths of a module. Stages of the stage functions have none."""
+TUTORIAL = "plain"
+"""Path of the tutorial, `plain.py` of each implementation: modules of its own."""
+
+PATHS = ("module", *FUSED_PATHS, TUTORIAL)
+"""Paths of modules. Stages of the stage functions have none."""
 
 EXACT = ("mask", "cache.lengths")
 """Stages that are not floating point."""
@@ -101,6 +105,11 @@ class Stage:
     def is_end(self) -> bool:
         """Return whether no other stage depends on it: an output, or another result of a module."""
         return self.quantity == "output" or (self.path != "" and not self.quantity.startswith("cache."))
+
+    @cached_property
+    def has_local_value(self) -> bool:
+        """Return whether it is also computed from the reference's earlier stages, not only from the inputs."""
+        return not self.is_gradient and self.path != TUTORIAL
 
     @cached_property
     def is_attn_weights(self) -> bool:

@@ -37,10 +37,10 @@ class Trace:
         problem: input of the backend.
         backend: name of the backend.
         accumulated: all stages by name, computed from the backend's own earlier stages.
-        local: all stages by name, computed from the reference's earlier stages.
+        local: all stages by name that have a local value, computed from the reference's earlier stages.
         paths: paths of the module that the backend supports.
         environment: environment of the computation, including the numerics lock.
-        with_gradients: includes gradients, which have no local values.
+        with_gradients: includes gradients.
         skipped: reason why the backend cannot run this case in this dtype; the trace then has no stages.
         error: error of the backend; the trace then has no stages either.
         folder: source folder; empty if computed here.
@@ -288,7 +288,7 @@ def judge(trace: Trace, reference: Reference) -> list[Comparison]:
         if (stage.is_gradient and not trace.with_gradients) or stage.path not in ("", *trace.paths):
             continue
         comparison = verdict(name, trace.accumulated, local=False)
-        if not stage.is_gradient:
+        if stage.has_local_value:
             local = verdict(name, trace.local, local=True)
             comparison = comparison.with_step(local.ratio, local.reason or "wrong on the reference's own inputs")
         comparisons.append(replace(comparison, library=trace.backend))

@@ -24,6 +24,7 @@ PARTS = {
     "module": "in the module's plain path: ",
     "fused": "in the fused path: ",
     "blocks": "in the fused path, block by block: ",
+    "plain": "in the tutorial, plain.py: ",
 }
 """Parts of a trace that may have bugs of their own, with a description: "" is the stage functions, the others are paths
 of a module."""

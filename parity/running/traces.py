@@ -17,7 +17,7 @@ from parity.core import reference
 from parity.core.case import DTYPES
 from parity.core.cases import find_case
 from parity.core.problem import make_problem
-from parity.core.stages import stage_named
+from parity.core.stages import TUTORIAL, stage_named
 from parity.core.trace import Trace
 from parity.core.weights import FORMAT, load_tensors, save_tensors
 from parity.sharding.mesh import parse_mesh
@@ -94,6 +94,8 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
             collectives=json.loads(metadata.get("collectives", "{}")),
         )
         arithmetic = trace.arithmetic
+        if case.is_plain and "mesh" not in trace.numerics:
+            trace = replace(trace, paths=(*trace.paths, TUTORIAL))
     except (ValueError, RecursionError, AttributeError):
         raise Refusal(path, "have its environment as JSON", repr(metadata["environment"][:80])) from None
     known = list(reference.ARITHMETICS) if BACKENDS[trace.backend].has_own_arithmetic else ["ieee"]

@@ -107,7 +107,7 @@ def _call(module: Any, *inputs: Any, **options: Any) -> Any:
     return module(*inputs, **options)
 
 
-_call_compiled = jax.jit(_call, static_argnames="is_causal")
+_call_compiled = jax.jit(_call, static_argnames=("is_causal", "need_weights"))
 
 
 class TorchSibling(Sibling):

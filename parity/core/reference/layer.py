@@ -613,4 +613,4 @@ class CachedCall:
         is_real = np.arange(self.x.shape[1]) < self.added[:, None]
         zero = np.zeros((), layer.arithmetic.dtype)  # a plain 0.0 has no common dtype with bfloat16 in NumPy 1
         output = np.where(is_real[:, :, None], own["output"], zero)
-        return {"module.output": output, "blocks.output": output, **grown}
+        return {"module.output": output, "blocks.output": output, "plain.output": output, **grown}

@@ -303,7 +303,7 @@ def test_skipped_cases_are_reported(monkeypatch, capsys):
     assert sum(line.rstrip().endswith("skipped") and line.startswith(" large-logits") for line in lines) == 2
     assert lines[-2] == "skipped: torch, float16: torch is tired (2 cases)"
     end = "NOT compared: torch, 2 cases in float16 (torch is tired)"
-    assert lines[-1].endswith(f"2 cases, 47 stages passed, 0 failed; {end}")
+    assert lines[-1].endswith(f"2 cases, 51 stages passed, 0 failed; {end}")
     assert main([*command, "--quiet"]) == 2
     assert capsys.readouterr().out.splitlines() == lines[-1:]
     assert main([*command, "--quiet", "--allow-skipped"]) == 0

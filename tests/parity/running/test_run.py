@@ -16,6 +16,7 @@ from helpers.refusals import refuses
 from helpers.samples import sample
 
 import mha_jax
+import mha_torch.plain
 import parity.backends.torch
 import parity.running.run
 from mha_jax.kernels.fused import FusedAttention
@@ -193,9 +194,21 @@ def test_every_step_with_cache_is_compared():
     report = run_cases([CASES["decode"]], ["torch"])
     stages = {comparison.stage for comparison in report.comparisons}
     per_step = {"mask", "q", "k", "v", "cache.keys", "cache.values", "cache.lengths", "scores", "attn_weights"}
-    per_step |= {"context", "output", "module.output"}
+    per_step |= {"context", "output", "module.output", "plain.output"}
     per_step |= {"module.cache.keys", "module.cache.values", "module.cache.lengths"}
     assert stages == {f"step{index}.{stage}" for index in range(4) for stage in per_step}
+
+
+def test_wrong_tutorial_is_named(monkeypatch):
+    """A wrong mask of the tutorial fails at `plain.output` alone; cases that it cannot express do not have
+    that stage.
+    """
+    create_causal_mask = mha_torch.plain.create_causal_mask
+    monkeypatch.setattr(mha_torch.plain, "create_causal_mask", lambda *sizes, device: ~create_causal_mask(*sizes))
+    report = run_cases([CASES["causal"], CASES["rope"]], ["torch"])
+    assert [(c.case, c.stage) for c in report.failed] == [("causal", "plain.output")]
+    assert [c.case for c in report.comparisons if c.stage == "plain.output"] == ["causal"]
+    assert report.skipped_cases == []
 
 
 BLOCKS = {
@@ -351,7 +364,7 @@ def test_backend_without_gradients_is_listed():
     report = run_cases([CASES["textbook"], CASES["full"]], ["jax", "torch"], with_gradients=True)
     assert not report.failed
     assert {c.backend for c in report.comparisons if "grad." in c.stage} == {"jax"}
-    assert sum(c.backend == "torch" for c in report.comparisons) == 2 * 11
+    assert sum(c.backend == "torch" for c in report.comparisons) == 11 + 12  # the tutorial expresses the second
     whose = [(each.case, each.backend, each.reason, each.stage) for each in report.skipped_cases]
     assert whose == [(case, "torch", "torch has no gradients", "gradients") for case in ("textbook", "full")]
     (entry,) = report.not_compared
@@ -387,7 +400,7 @@ def test_raising_backend_fails_one_case(monkeypatch):
     monkeypatch.setattr(parity.running.run, "record", record_or_raise)
     report = run_cases([CASES["full"], CASES["causal"]], ["torch"])
     assert [(c.case, c.stage, c.reason) for c in report.failed] == [("full", "run", "RuntimeError: out of something")]
-    assert report.summary["passed"] == 11
+    assert report.summary["passed"] == 12
 
 
 @pytest.mark.parametrize(
