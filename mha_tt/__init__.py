@@ -46,6 +46,7 @@ from mha_tt.features.temperature import apply_temperature
 from mha_tt.functional import multi_head_attention, multi_head_attention_core
 from mha_tt.heads import combine_heads, repeat_kv_heads, split_heads
 from mha_tt.kernels import fused
+from mha_tt.kernels.nonfinite import contained
 from mha_tt.layout import head_slots, padded_head_dim
 from mha_tt.mask_arrays import (
     create_causal_mask,
@@ -89,6 +90,7 @@ __all__ = [
     "attention_context",
     "attention_scores",
     "combine_heads",
+    "contained",
     "create_attention_mask",
     "create_cache_mask",
     "create_causal_mask",

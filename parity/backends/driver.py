@@ -191,9 +191,13 @@ class _Layer:
         return arguments
 
     def qkv(self, _: Values) -> dict[str, np.ndarray]:
-        names = ("query", "key", "value", "k", "v")
-        finite = {name: self.problem.finite_in_padding(name) for name in names if name in self.inputs}
-        inputs = {name: self.shapes.from_input(name, x) for name, x in finite.items()}
+        inputs = dict(self.inputs)
+        for name in ("query", "key", "value", "k", "v"):
+            if name not in inputs:
+                continue
+            finite = self.problem.finite_in_padding(name)
+            if finite is not self.problem.inputs[name]:
+                inputs[name] = self.shapes.from_input(name, finite)
         return self.entering(*self.of_tokens(inputs), self.positions())
 
     def of_tokens(self, inputs: Mapping[str, Any]) -> tuple[Any, Any, Any]:
