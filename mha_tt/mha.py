@@ -33,7 +33,7 @@ from mha_tt.padding import find_padding, finite_inputs, zero_padding
 from mha_tt.parallel.local import all_reduce
 from mha_tt.projections import project_output, project_qkv
 from mha_tt.scores import LEARNED, Scores
-from mha_tt.stages import drop
+from mha_tt.stages import check_attention, drop
 from mha_tt.weights import project_with, upload_weights
 
 # ---- Functions -------------------------------------------------------------------------------------------------------
@@ -51,21 +51,18 @@ def attention_layer(
     need_weights: bool,
     positions: np.ndarray | Rotation | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the output of a layer and, if requested, its attention weights: check, project, attend, project."""
+    """Return the output of a layer and, if requested, its attention weights: project, attend, project."""
     spec = layer.spec
     check_layer_inputs(query, key, value, positions, spec)
     key = query if key is None else key
     value = key if value is None else value
     scores = layer.scores(bias)
     mask = mask.within(spec)
-    scores_shape = (query.shape[0], spec.num_heads, query.shape[1], key.shape[-2])
-    mask.check(scores_shape)
-    scores.check_arguments(scores_shape, query)
-    is_padding = find_padding(mask, query.shape[0], key.shape[-2])
-
+    is_padding = find_padding(mask, query.shape[0], key.shape[-2])  # pyright: ignore[reportOptionalMemberAccess]
     if is_padding is not None and not spec.shared_kv:
         query, key, value = finite_inputs(query, key, value, is_padding)
     q, k, v = project_qkv(layer.project, query, key, value, spec, positions)
+    check_attention(q, k, v, mask, scores)
     if is_padding is not None:
         k = zero_padding(k, is_padding)
         v = zero_padding(v, is_padding)
@@ -227,8 +224,6 @@ class AttentionLayer:
 
     def drop_output(self, output: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
         """Apply output dropout, in training and at a rate above 0."""
-        if not self._drops:
-            return output
         return drop("output", output, self.spec.output_dropout if self.training else 0.0, self._draw_seed())
 
     @property

@@ -23,7 +23,6 @@ from mha_tt.layout import (
     parameter_shape,
     real_heads,
     slots_in,
-    weight_dtype,
 )
 from mha_tt.parallel.local import lines_of, local_spec, local_weights, whole_weights
 
@@ -77,7 +76,9 @@ def upload_weights(
     parts = [_arranged(local_weights(weights, spec, size, chip), own) for chip in range(size)]
     held = {}
     for name, array in parts[0].items():
-        kept = weight_dtype(name, dtype, spec)
+        is_matrix = name.endswith(".weight") and name not in spec.parameters
+        narrow = dtype == ttnn.bfloat8_b and not is_matrix  # a block format rounds a row by its largest element
+        kept = ttnn.bfloat16 if narrow else dtype
         if heads is None:
             held[name] = upload(array, device=device, dtype=kept)
         else:
