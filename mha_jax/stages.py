@@ -108,8 +108,9 @@ def masked_softmax(
 def _softmax(scores: Array, mask: Array | None) -> Array:
     if mask is None:
         return jax.nn.softmax(scores, axis=-1)
-    # -inf, because a score may be as low as any finite value (a bias of finfo.min). The softmax of a row of -inf would
-    # be NaN, and so would its gradient: scores of a fully masked row are 0 instead, and its weights become 0 afterwards.
+    # -inf, because a score may be as low as any finite value (a bias of finfo.min). The softmax of a
+    # row of -inf would be NaN, and so would its gradient: scores of a fully masked row are 0 instead,
+    # and its weights become 0 afterwards.
     mask = to_scores_rank(mask)
     empty_rows = mask.all(axis=-1, keepdims=True)
     scores = zero_where(jnp.where(mask, -jnp.inf, scores), empty_rows)

@@ -103,8 +103,9 @@ def masked_softmax(
 def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return torch.softmax(scores, dim=-1)
-    # -inf, because a score may be as low as any finite value (a bias of finfo.min). The softmax of a row of -inf would
-    # be NaN, and so would its gradient: scores of a fully masked row are 0 instead, and its weights become 0 afterwards.
+    # -inf, because a score may be as low as any finite value (a bias of finfo.min). The softmax of a
+    # row of -inf would be NaN, and so would its gradient: scores of a fully masked row are 0 instead,
+    # and its weights become 0 afterwards.
     empty_rows = mask.all(dim=-1, keepdim=True)
     scores = scores.masked_fill(mask, -torch.inf).masked_fill(empty_rows, 0.0)
     return torch.softmax(scores, dim=-1).masked_fill(empty_rows, 0.0)
