@@ -65,7 +65,7 @@ def attention_layer(
     key = query if key is None else key
     value = key if value is None else value
     mask = mask.within(spec)
-    # A kernel that divides the tokens knows which of them are here.
+    # Where tokens are divided, the kernel finds the local ones.
     find = getattr(layer.kernel, "find_padding", find_padding)
     mask, is_padding = find(mask, query.shape[0], key.shape[-2])
     if is_padding is not None and not spec.shared_kv:

@@ -4,7 +4,6 @@ A mask alone does not ensure this. A masked key has the weight 0, but 0 * NaN is
 in the gradients of weights. Nothing here reads a value.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -14,9 +13,6 @@ from mha_jax.arrays import zero_where
 from mha_jax.checks import check_lengths
 from mha_jax.compiled import compiled
 from mha_jax.masks import Mask
-
-FindPadding = Callable[[Mask, int, int], tuple[Mask, Array | None]]
-"""Form of `find_padding`. A kernel for divided tokens has a method of this form, for the tokens that are here."""
 
 
 def find_padding(mask: Mask, batch_size: int, seq_len: int) -> tuple[Mask, Bool[Array, "B S"] | None]:
@@ -50,7 +46,7 @@ def finite_padding(x: Float[Array, "B S d_in"], is_padding: Bool[Array, "B S"]) 
 
 
 def finite_inputs(query: Array, key: Array, value: Array, is_padding: Bool[Array, "B S"]) -> tuple[Array, Array, Array]:
-    """Return the inputs of a layer with finite padding; in self-attention they are one array, and stay one."""
+    """Return the inputs of a layer with finite padding; in self-attention the three are one, and stay one."""
     finite_key = finite_padding(key, is_padding)
     finite_value = finite_key if value is key else finite_padding(value, is_padding)
     # Other queries have no padding: the lengths are of keys.
@@ -63,11 +59,9 @@ def zero_padding(x: Float[Array, "B K S H"], is_padding: Bool[Array, "B S"]) -> 
     return zero_where(x, is_padding[:, None, :, None])
 
 
-def zero_heads_in_padding(
-    mask: Mask, key: Array, value: Array, find: FindPadding = find_padding
-) -> tuple[Mask, Array, Array]:
+def zero_heads_in_padding(mask: Mask, key: Array, value: Array) -> tuple[Mask, Array, Array]:
     """Return split heads with keys and values of 0 in padding, and the mask as `find_padding` returns it."""
-    mask, is_padding = find(mask, key.shape[0], key.shape[2])
+    mask, is_padding = find_padding(mask, key.shape[0], key.shape[2])
     if is_padding is None:
         return mask, key, value
     return mask, zero_padding(key, is_padding), zero_padding(value, is_padding)

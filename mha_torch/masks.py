@@ -126,11 +126,6 @@ class Mask:
         """Return whether no other field is in use."""
         return not self.fields_beyond(*known)
 
-    @property
-    def is_trivial(self) -> bool:
-        """True if every query attends to every key."""
-        return self.has_only("q_offset")
-
     def within(self, spec: AttentionSpec | None) -> "Mask":
         """Return the mask with the attention span of a layer."""
         if spec is None:

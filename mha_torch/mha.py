@@ -53,7 +53,7 @@ def attention_layer(
     scores = layer.scores(bias)
     mask = mask.within(spec)
     check_context_parallel(mask, scores, positions, need_weights=need_weights)
-    # A kernel that divides the tokens knows which of them are here.
+    # Where tokens are divided, the kernel finds the local ones.
     find = getattr(layer.kernel, "find_padding", find_padding)
     mask, is_padding = find(mask, query.shape[0], key.shape[-2], query.device)
     if is_padding is not None and not spec.shared_kv:

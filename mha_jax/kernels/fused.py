@@ -19,7 +19,7 @@ from mha_jax.kernels import Kernel, library, splash
 from mha_jax.kernels.cpu import blockwise, whole, windows
 from mha_jax.kernels.cpu.blocks import BlockSizes
 from mha_jax.masks import Mask, MaskKeywords
-from mha_jax.padding import find_padding, zero_heads_in_padding
+from mha_jax.padding import find_padding, zero_padding
 from mha_jax.parallel.sharding import head_sharding, with_auto_axes
 from mha_jax.parallel.tokens import ContextParallel, token_axis
 from mha_jax.scores import Scores
@@ -125,9 +125,12 @@ def scaled_dot_product_attention(
     products: Any = {"relative_keys": relative_keys, "relative_queries": relative_queries}
     scores = Scores(spec, bias, sinks, relative_bias, dropout, dropout_rng=dropout_rng, **products)
     check_attention(query, key, value, visible, scores)
-    # A kernel that divides the tokens knows which of them are here.
+    # Where tokens are divided, the kernel finds the local ones.
     find = getattr(kernel, "find_padding", find_padding)
-    visible, key, value = zero_heads_in_padding(visible, key, value, find)
+    visible, is_padding = find(visible, key.shape[0], key.shape[2])
+    if is_padding is not None:
+        key = zero_padding(key, is_padding)
+        value = zero_padding(value, is_padding)
     return kernel(query, key, value, visible.as_arrays(), scores), None
 
 

@@ -87,12 +87,8 @@ def _set_aside(query: Array, key: Array, value: Array, mask: Mask, scores: Score
     """Return the inputs with 0 for everything that is not finite, and the rows that depend on it."""
     num_groups = query.shape[1] // key.shape[1]
     seq_len_q, seq_len_k = query.shape[2], key.shape[2]
-    largest_in_query = _largest_features(query)
-    largest_in_key = _largest_features(key)
-    nan_rows = ~jnp.isfinite(largest_in_query)
-    nonfinite_keys = ~jnp.isfinite(largest_in_key) | nonfinite_tokens(value)
-    largest_in_query = zero_where(largest_in_query, nan_rows)
-    largest_in_key = zero_where(largest_in_key, nonfinite_keys)
+    nan_rows = nonfinite_tokens(query)
+    nonfinite_keys = nonfinite_tokens(key) | nonfinite_tokens(value)
     query = zero_where(query, nan_rows)
     key = zero_where(key, nonfinite_keys)
     value = zero_where(value, nonfinite_keys)
@@ -109,7 +105,7 @@ def _set_aside(query: Array, key: Array, value: Array, mask: Mask, scores: Score
     has_key = attends_to_any(jnp.ones_like(nonfinite_keys), seq_len_q, visible)
     if scores.sinks is None:
         factor = query.shape[3] * max(scores.scale or 1.0, 1.0)
-        may_be_lost = _may_overflow(largest_in_query, largest_in_key, factor)
+        may_be_lost = _may_overflow(_largest_features(query), _largest_features(key), factor)
     else:  # sinks take the whole weight of a row whose scores are all -inf
         may_be_lost = jnp.zeros_like(has_key)
     return _Finite(query, key, value, bias), _NanRows(nan_rows & has_key, may_be_lost & has_key)
@@ -123,11 +119,11 @@ def _with_nan(context: Array, rows: _NanRows) -> Array:
 
 def nonfinite_tokens(x: Float[Array, "*tokens H"]) -> Bool[Array, "*tokens 1"]:
     """Return True for each token that contains a NaN or an infinity."""
-    return ~jnp.isfinite(_largest_features(x))
+    return ~jnp.isfinite(x).all(axis=-1, keepdims=True)
 
 
 def _largest_features(x: Float[Array, "*tokens H"]) -> Float[Array, "*tokens 1"]:
-    """Return the size of the largest feature of each token."""
+    """Return the size of the largest feature of each token, which must be finite: XLA may lose a NaN."""
     return jnp.abs(lax.stop_gradient(x)).max(axis=-1, keepdims=True)
 
 

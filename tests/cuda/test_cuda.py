@@ -1,12 +1,18 @@
 """mha_torch on a GPU, which CI does not have: only `make test-cuda` runs these tests."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
 
 import mha_torch
 from mha_spec import Alibi, AttentionSpec, Rope
+from mha_torch import stages
 from mha_torch.kernels import flex
+from mha_torch.kernels.nonfinite import contained
+from mha_torch.masks import Mask
+from mha_torch.scores import Scores
 
 DEVICE = torch.device("cuda")
 HALVES = [torch.bfloat16, torch.float16]
@@ -131,10 +137,15 @@ def test_alibi_matches_with_narrow_heads(dtype):
     assert_near(*both(heads, told), dtype)
 
 
+def attend_contained(kernel, heads, spec, **masks):
+    """Return the context of a contained kernel."""
+    return contained(kernel)(*heads, Mask(**masks).within(spec), Scores(spec))
+
+
 @pytest.mark.parametrize("seq_len", [SMALL, LARGE])
 @pytest.mark.parametrize("feature", ["causal", "lengths", "window"])
 def test_nan_positions_match_definition(feature, seq_len):
-    """NaN in queries, keys and values, and hidden infinity, yield
+    """In contained kernels, NaN in queries, keys and values, and hidden infinity, yield
     NaN exactly where the definition has it.
     """
     heads, told = problem(feature, seq_len, torch.bfloat16)
@@ -142,17 +153,18 @@ def test_nan_positions_match_definition(feature, seq_len):
         x[1, 1, place, 3] = torch.nan
     if feature == "lengths":
         heads[1][1, :, seq_len - 1] = torch.inf  # hidden
-    found, expected = (x[0] for x in both(heads, told))
+    found = attend_contained(mha_torch.fused.attend, heads, **told)
+    expected = attend_contained(lambda *arguments: stages.attend(*arguments)[0], heads, **told)
     assert torch.equal(found.isnan(), expected.isnan())
     assert found.isnan().any()
     assert not found.isnan().all()
 
 
 def test_row_of_overflowing_scores_is_nan():
-    """A row whose scores all overflow is NaN, and the other sequence stays finite."""
+    """A contained row whose scores all overflow is NaN, and the other sequence stays finite."""
     heads, told = problem("causal", SMALL, torch.bfloat16)
     heads[0][0, 0, 7], heads[1][0, 0] = 1e30, -1e30
-    found, _ = mha_torch.fused.scaled_dot_product_attention(*heads, **told)
+    found = attend_contained(mha_torch.fused.attend, heads, **told)
     assert found[0, 0, 7].isnan().all()
     assert found[1].isfinite().all()
 
@@ -163,24 +175,27 @@ def layer_of(kind, **fields):
 
 
 @pytest.mark.parametrize("told", [{}, {"is_causal": True}], ids=["full", "causal"])
-def test_layer_synchronizes_once(told):
-    """A call of a layer synchronizes with the device exactly once."""
+@pytest.mark.parametrize("is_contained", [False, True], ids=["default", "contained"])
+def test_layer_synchronizes_if_contained(told, is_contained):
+    """A call of a layer never synchronizes with the device; with a contained kernel, exactly once."""
     layer, x = layer_of(mha_torch.MultiHeadAttention), torch.randn(2, 100, 256, device=DEVICE, dtype=torch.bfloat16)
-    with torch.no_grad():
+    layer.kernel = contained(layer.kernel) if is_contained else layer.kernel
+    with torch.no_grad(), warnings.catch_warnings(record=True) as waits:
         layer(x, **told)
+        warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            with pytest.warns(UserWarning, match="synchroniz") as waits:
-                layer(x, **told)
+            layer(x, **told)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert len([each for each in waits if "synchroniz" in str(each.message)]) == 1
+    assert len([each for each in waits if "synchroniz" in str(each.message)]) == int(is_contained)
 
 
 @pytest.mark.parametrize("told", [{}, {"is_causal": True}], ids=["full", "causal"])
 def test_layer_in_cuda_graph_keeps_nan(told):
-    """A layer in a CUDA graph has the same output, bit for bit, and NaN in the same places."""
+    """A contained layer in a CUDA graph has the same output, bit for bit, and NaN in the same places."""
     layer, x = layer_of(mha_torch.MultiHeadAttention), torch.randn(2, 100, 256, device=DEVICE, dtype=torch.bfloat16)
+    layer.kernel = contained(layer.kernel)
     with torch.no_grad():
         expected = layer(x, **told)[0]
         graph = torch.cuda.CUDAGraph()

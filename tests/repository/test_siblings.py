@@ -122,9 +122,9 @@ EXTRA_NAMES = {
         *("FunctionalLayer.dropout_rng", "Scores.dropout_rng"),
         "Scores.has_dropout",  # no kernel supports it
         "Mask.as_arrays",  # arguments of compiled functions
-        "Mask.is_trivial",  # hidden positions get no gradient
         "cast",  # torch has autocast
         "platform_of",  # arrays have one platform, or none yet while traced
+        "is_on_accelerator",  # whose values a call does not wait for
         "linear",  # sums in float32, also with a bias
         "NormLayer",  # a module that holds the parameters of a norm
         "MultiHeadLatentAttention.kv_b_proj",  # a type for an attribute that its base sets by name
@@ -143,12 +143,10 @@ EXTRA_NAMES = {
         *("is_distributed", "replicate_like"),  # a tensor may be a DTensor,
         "needs_gradient",  # or require a gradient,
         "check_features",  # and a projection may return one, or some of its features
-        *("AttentionLayer.find_nonfinite", "FunctionalLayer.find_nonfinite"),  # on any process
         "apply_norm_by_mean",  # over all processes
         "hooks_of",  # a module may do more than its weights determine
         "check_device",  # tensors lie on several devices,
         "as_lengths",  # and lengths are moved to theirs
-        "Mask.is_trivial",  # hidden positions get no gradient
         "cache_dtype",  # under autocast it differs from the weights' dtype
         "MultiHeadLatentAttention.kv_b_proj",  # a type for an attribute that its base sets by name
         *CACHE_PARTS["torch"],
