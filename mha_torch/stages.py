@@ -104,9 +104,10 @@ def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return torch.softmax(scores, dim=-1)
     # -inf, because a score may be as low as any finite value (a bias of finfo.min). The softmax of a row of -inf would
-    # be NaN, and so would its gradient: a fully masked row keeps its scores, and its weights become 0 afterwards.
+    # be NaN, and so would its gradient: scores of fully masked rows are 0, and their weights become 0 afterwards.
     empty_rows = mask.all(dim=-1, keepdim=True)
-    scores = scores.masked_fill(mask & ~empty_rows, -torch.inf)
+    masked_scores = torch.where(empty_rows, 0.0, -torch.inf).to(scores.dtype)
+    scores = torch.where(mask, masked_scores, scores)
     return torch.softmax(scores, dim=-1).masked_fill(empty_rows, 0.0)
 
 
