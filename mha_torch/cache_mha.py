@@ -91,6 +91,7 @@ def multi_head_attention_with_cache(
     check_spec(spec, is_self_attention=True)
     check_weights(weights, spec)
     check_floating("x", x, rank=3)
+    check_width("x", x, spec.d_in)
     check_layer_positions(positions, x.shape[0], x.shape[1], spec)
     if (cache_k is None) != (cache_v is None):
         raise Refusal("cache_k and cache_v", "be given together", "only one of them")
