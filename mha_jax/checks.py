@@ -135,10 +135,10 @@ def check_layer_inputs(
     """Refuse layer inputs (B, T, d_in) and (B, S, d_kv) that do not fit each other or the layer."""
     check_floating("query", query, rank=3)
     check_width("query", query, spec.d_in)
-    if key is None and spec.d_kv != spec.d_in and not spec.shared_kv:
-        raise Refusal("key", f"be given, with {spec.d_kv} features", key=None)
     if key is None and value is not None:
         raise Refusal("value", "come with a key", "key=None and a value")
+    if key is None and spec.d_kv != spec.d_in and not spec.shared_kv:
+        raise Refusal("key", f"be given, with {spec.d_kv} features", key=None)
     if key is not None and spec.rope is not None and not spec.shared_kv:
         raise Refusal("key", "be None (self-attention) with RoPE", f"a key and rope={spec.rope}")
     if key is not None and spec.latent is not None:

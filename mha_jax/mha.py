@@ -221,7 +221,8 @@ class AttentionLayer(nnx.Module):
             # JAX would promote mixed dtypes without an error. A layer with a dtype casts its kernel.
             dtype = kernel.dtype if self.dtype is None else x.dtype
             if (x.shape[-1], x.dtype) != (kernel.shape[0], dtype):
-                check_projected(name, x, jax.ShapeDtypeStruct(kernel.shape, dtype))
+                expected: Any = jax.ShapeDtypeStruct(kernel.shape, dtype)
+                check_projected(name, x, expected)
         return cast(projection(x), self.dtype)
 
     def scores(self, bias: Float[Array, "..."] | None) -> Scores:
