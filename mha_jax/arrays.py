@@ -17,12 +17,25 @@ _Tree = TypeVar("_Tree")
 
 def platform_of(*arrays: Array) -> str:
     """Return the platform of arrays ("cpu", "gpu", "tpu"), or the default one if they are traced."""
-    known: list[Any] = [x.to_concrete_value() if isinstance(x, Tracer) else x for x in arrays]  # also under `jax.grad`
-    if all(isinstance(x, jax.Array) for x in known):
-        return next(iter(known[0].devices())).platform
+    platform = None
+    for x in arrays:
+        value: Any = x.to_concrete_value() if isinstance(x, Tracer) else x  # known even under `jax.grad`
+        if not isinstance(value, jax.Array):
+            return _default_platform()
+        if platform is None:
+            platform = next(iter(value.devices())).platform
+    return _default_platform() if platform is None else platform
+
+
+def _default_platform() -> str:
     # Under `jax.jit` arrays have no device yet, and `lax.platform_dependent` would trace all kernels in each call.
     default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     return jax.default_backend() if default is None else getattr(default, "platform", default)
+
+
+def lies_on_mesh(x: Array) -> bool:
+    """Return whether the type of an array has a mesh of devices. Only then can it contain a sharding."""
+    return not jax.typeof(x).sharding.mesh.empty
 
 
 def is_on_accelerator(x: object) -> bool:

@@ -26,7 +26,15 @@ from mha_jax.cache import (
     token_positions,
     without_new,
 )
-from mha_jax.checks import check_floating, check_is_cache, check_layer_positions, check_shared_kv, check_weights
+from mha_jax.checks import (
+    check_floating,
+    check_is_cache,
+    check_layer_positions,
+    check_mask,
+    check_shared_kv,
+    check_weights,
+    check_width,
+)
 from mha_jax.compiled import compiled
 from mha_jax.features.latent import (
     LatentCache,
@@ -40,7 +48,6 @@ from mha_jax.kernels import Kernel, fused, step_of
 from mha_jax.masks import Mask
 from mha_jax.mha import AttentionLayer, FunctionalLayer, Projection
 from mha_jax.projections import project_output, project_qkv
-from mha_jax.stages import check_attention
 from mha_jax.weights import Project
 from mha_spec import AttentionSpec, Refusal
 from mha_spec.attention import check_latent, check_spec
@@ -85,6 +92,7 @@ def multi_head_attention_with_cache(
     x, bias, weights = cast((x, bias, weights), dtype)
     check_weights(weights, spec)
     check_floating("x", x, rank=3)
+    check_width("x", x, spec.d_in)
     check_layer_positions(positions, x.shape[0], x.shape[1], spec)
     if (cache_k is None) != (cache_v is None):
         raise Refusal("cache_k and cache_v", "be given together", "only one of them")
@@ -100,14 +108,19 @@ def multi_head_attention_with_cache(
     positions = cache_len + jnp.arange(seq_len, dtype=jnp.int32)[None] if positions is None else positions
     key: Any = cache_k if spec.shared_kv else x
     value: Any = cache_v if spec.shared_kv else x
+    scores = layer.scores(bias)
+    scores_shape = (x.shape[0], spec.num_heads, seq_len, cache_len + seq_len)
+    check_mask(mask, scores_shape)
+    scores.check_arguments(scores_shape, x)
     q, k, v = project_qkv(layer.project, x, key, value, spec, positions)
     if not spec.shared_kv and cache_k is not None and cache_v is not None:
         check_cache(cache_k, cache_v, k, v)
-        k, v = jnp.concatenate([cache_k, k], axis=2), jnp.concatenate([cache_v, v], axis=2)
+        k = jnp.concatenate([cache_k, k], axis=2)
+        v = jnp.concatenate([cache_v, v], axis=2)
     q_offset = jnp.full((1,), cache_len, jnp.int32) if cache_len else None
-    visible, scores = Mask(mask, is_causal=True, span=spec.span, q_offset=q_offset), layer.scores(bias)
-    check_attention(q, k, v, visible, scores)
-    return project_output(layer.project, kernel(q, k, v, visible, scores), x, spec), k, v
+    visible = Mask(mask, is_causal=True, span=spec.span, q_offset=q_offset)
+    context = kernel(q, k, v, visible, scores)
+    return project_output(layer.project, context, x, spec), k, v
 
 
 def multi_head_attention_with_static_cache(
@@ -154,24 +167,36 @@ def cached_layer(
     kv_b: Array | None = None,
 ) -> tuple[Array, CacheT]:
     """Append new tokens to a cache of either type and attend; with `kv_b`, in the absorbed form."""
-    spec, held = layer.spec, cache
+    spec = layer.spec
     check_cached_input(x, cache)
+    check_width("x", x, spec.d_in)
     seq_len = x.shape[1]
-    cache = without_new(cache, seq_len, new_lengths) if spec.shared_kv else cache
+    scores = layer.scores(bias)
+    scores_shape = (x.shape[0], spec.num_heads, seq_len, cache.capacity)
+    check_mask(mask, scores_shape)
+    scores.check_arguments(scores_shape, x)
     check_layer_positions(positions, x.shape[0], seq_len, spec)
-    check_room(cache, seq_len, new_lengths)
-    lengths, added = jnp.asarray(cache.lengths), num_added(cache, seq_len, new_lengths)
-    x = x if new_lengths is None else _empty_padding(x, added)
-    positions = token_positions(lengths, seq_len) if positions is None else positions
-    if new_lengths is not None:  # padding adds no length
-        positions = _of_real_tokens(positions, added)
-    q, new = _project_new_tokens(layer.project, x, cache, spec, positions)
-    before, cache = cache, held if spec.shared_kv else append_checked(cache, new, added)
-    q, k, v, seen_spec = _keys_and_values(q, cache, spec, layer.project, kv_b)
-    scores = replace(layer.scores(bias), spec=seen_spec)
+    # With `shared_kv` the other layer has appended the new tokens.
+    before = without_new(cache, seq_len, new_lengths) if spec.shared_kv else cache
+    check_room(before, seq_len, new_lengths)
+
+    lengths = jnp.asarray(before.lengths)
+    added = num_added(before, seq_len, new_lengths)
+    if new_lengths is not None:
+        x = _empty_padding(x, added)
+    if spec.has_positions:
+        if positions is None:
+            positions = token_positions(lengths, seq_len)
+        if new_lengths is not None:  # padding adds no length
+            positions = _of_real_tokens(positions, added)
+    q, new = _project_new_tokens(layer.project, x, before, spec, positions)
+    if not spec.shared_kv:
+        cache = append_checked(cache, new, added)
+    q, k, v, scores_spec = _keys_and_values(q, cache, spec, layer.project, kv_b)
+    if scores_spec is not spec:
+        scores = replace(scores, spec=scores_spec)
     # Full sequences attend to an existing slot, so that their output is finite before it is set to NaN.
     visible = Mask(mask, is_causal=True, span=spec.span, q_offset=jnp.minimum(lengths, cache.capacity - 1))
-    check_attention(q, k, v, visible, scores)
     attend = step_of(layer.kernel) if seq_len == 1 else layer.kernel
     context = attend(q, k, v, visible, scores)
     if kv_b is not None:
@@ -181,7 +206,7 @@ def cached_layer(
 
 
 def _project_new_tokens(
-    project: Project, x: Array, cache: Cache, spec: AttentionSpec, positions: Array
+    project: Project, x: Array, cache: Cache, spec: AttentionSpec, positions: Array | None
 ) -> tuple[Array, tuple[Array, ...]]:
     """Return the queries of new tokens and their cache entries."""
     if isinstance(cache, LatentCache):

@@ -93,10 +93,8 @@ class Mask:
     segment_ids: Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None
 
     def check(self, scores_shape: tuple[int, ...]) -> None:
-        """Refuse a mask that does not fit the scores (B, N, T, S)."""
+        """Refuse a mask that does not fit the scores (B, N, T, S). `find_padding` checks lengths."""
         check_mask(self.mask, scores_shape)
-        if self.key_padding_lengths is not None:
-            check_lengths("key_padding_lengths", self.key_padding_lengths, scores_shape[0], scores_shape[3])
         if self.segments is not None:
             _check_segments(self.segments, scores_shape[0], *scores_shape[2:])
 

@@ -24,7 +24,7 @@ from mha_jax.masks import Mask, MaskKeywords
 from mha_jax.padding import find_padding, finite_inputs, zero_padding
 from mha_jax.projections import project_output, project_qkv
 from mha_jax.scores import LEARNED, Scores
-from mha_jax.stages import apply_dropout, check_attention
+from mha_jax.stages import apply_dropout
 from mha_jax.weights import linear, project_with
 from mha_spec import (
     Alibi,
@@ -59,20 +59,23 @@ def attention_layer(
     need_weights: bool,
     positions: Array | None,
 ) -> tuple[Array, Array | None]:
-    """Return the output of a layer and, if requested, its attention weights: project, attend, project."""
+    """Return the output of a layer and, if requested, its attention weights: check, project, attend, project."""
     spec = layer.spec
     check_layer_inputs(query, key, value, positions, spec)
     key = query if key is None else key
     value = key if value is None else value
+    scores = layer.scores(bias)
     mask = mask.within(spec)
+    scores_shape = (query.shape[0], spec.num_heads, query.shape[1], key.shape[-2])
+    mask.check(scores_shape)
+    scores.check_arguments(scores_shape, query)
     # Where tokens are divided, the kernel finds the local ones.
     find = getattr(layer.kernel, "find_padding", find_padding)
     mask, is_padding = find(mask, query.shape[0], key.shape[-2])
+
     if is_padding is not None and not spec.shared_kv:
         query, key, value = finite_inputs(query, key, value, is_padding)
     q, k, v = project_qkv(layer.project, query, key, value, spec, positions)
-    scores = layer.scores(bias)
-    check_attention(q, k, v, mask, scores)
     if is_padding is not None:
         k = zero_padding(k, is_padding)
         v = zero_padding(v, is_padding)
@@ -212,21 +215,25 @@ class AttentionLayer(nnx.Module):
         if name in self.spec.norms:
             norm: NormLayer = getattr(self, name)
             return cast(norm(x), self.dtype)
-        linear: Projection = getattr(self, name)
-        if isinstance(getattr(linear, "kernel", None), nnx.Param):  # a replaced layer may store its weights elsewhere
-            kernel: Any = linear.kernel[...]
-            if self.dtype is not None:  # the layer casts its kernel
-                kernel = jax.ShapeDtypeStruct(kernel.shape, x.dtype)
-            check_projected(name, x, kernel)
-        return cast(linear(x), self.dtype)
+        projection: Projection = getattr(self, name)
+        kernel: Any = getattr(projection, "kernel", None)
+        if isinstance(kernel, nnx.Param):  # a replaced projection may store its weights elsewhere
+            # JAX would promote mixed dtypes without an error. A layer with a dtype casts its kernel.
+            dtype = kernel.dtype if self.dtype is None else x.dtype
+            if (x.shape[-1], x.dtype) != (kernel.shape[0], dtype):
+                expected: Any = jax.ShapeDtypeStruct(kernel.shape, dtype)
+                check_projected(name, x, expected)
+        return cast(projection(x), self.dtype)
 
     def scores(self, bias: Float[Array, "..."] | None) -> Scores:
         """Return the scores of a call: bias, learned weights, and dropout in training."""
-        held = [getattr(self, name) for name in LEARNED]
-        learned = cast(tuple(None if each is None else each[...] for each in held), self.dtype)
+        learned: Any = {}
+        for name in LEARNED:
+            parameter = getattr(self, name)
+            if parameter is not None:
+                learned[name] = cast(parameter[...], self.dtype)
         dropout = 0.0 if self.deterministic else self.spec.dropout
-        of_layer = dict(zip(LEARNED, learned, strict=True))
-        return Scores(self.spec, bias, dropout=dropout, dropout_rng=self.dropout_rng(dropout), **of_layer)
+        return Scores(self.spec, bias, dropout=dropout, dropout_rng=self.dropout_rng(dropout), **learned)
 
     def dropout_rng(self, rate: float) -> jax.Array | None:
         """Return a new random key if dropout applies: in training, at a rate above 0."""

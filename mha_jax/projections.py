@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from mha_jax.arrays import at_least_float32
-from mha_jax.checks import check_gated
+from mha_jax.checks import check_features, check_gated
 from mha_jax.features.latent import expand_latents, project_latents
 from mha_jax.features.rope import apply_rope
 from mha_jax.features.temperature import apply_temperature
-from mha_jax.heads import combine_heads, split_heads
+from mha_jax.heads import split_heads
 from mha_jax.weights import Project
-from mha_spec import AttentionSpec, Rope
+from mha_spec import AttentionSpec, Refusal
 from mha_spec.attention import check_spec
 
 
@@ -41,34 +41,60 @@ def project_qkv(
     check_spec(spec)
     if spec.latent is not None:
         q, latents = project_latents(project, query, spec, positions)
-        return q, *expand_latents(project, latents, spec)
-    if spec.shared_kv:
-        q, k, v = project("q_proj", query), key, value
-    elif not spec.fused_qkv:
-        q, k, v = project("q_proj", query), project("k_proj", key), project("v_proj", value)
-    elif key is query and value is query:
-        q, k, v = _unpack_qkv(project("qkv_proj", query), spec)
-    else:
-        q, k, v = (_unpack_qkv(project("qkv_proj", x), spec)[i] for i, x in enumerate((query, key, value)))
-    if spec.has_positions and positions is None:
+        k, v = expand_latents(project, latents, spec)
+        return q, k, v
+    q, k, v = _project_inputs(project, query, key, value, spec)
+    if positions is None and spec.has_positions:
         positions = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
-
-    def enter(name: str, x: Array, num_heads: int, rope: Rope | None) -> Array:
-        norm = spec.norms.get(name)
-        x = x if spec.clip_qkv is None else _clip(x, spec.clip_qkv)
-        if norm is not None and norm.over == "width":
-            x = project(name, x)
-        x = split_heads(x, num_heads)
-        if norm is not None and norm.over == "head" and not norm.after_rope:
-            x = project(name, x)
-        x = x if rope is None or positions is None else apply_rope(x, positions, rope)
-        return project(name, x) if norm is not None and norm.after_rope else x
-
-    q = enter("q_norm", q, spec.num_heads, spec.rope)
-    k = k if spec.shared_kv else enter("k_norm", k, spec.num_kv_heads, spec.rope)
+    q = _to_heads(project, "q_norm", q, spec.num_heads, spec, positions)
     if spec.temperature is not None and positions is not None:
         q = apply_temperature(q, positions, spec.temperature)
-    return q, k, v if spec.shared_kv else enter("v_norm", v, spec.num_kv_heads, None)
+    if spec.shared_kv:
+        return q, k, v
+    k = _to_heads(project, "k_norm", k, spec.num_kv_heads, spec, positions)
+    v = _to_heads(project, "v_norm", v, spec.num_kv_heads, spec, None)
+    return q, k, v
+
+
+def _project_inputs(
+    project: Project, query: Array, key: Array, value: Array, spec: AttentionSpec
+) -> tuple[Array, Array, Array]:
+    """Return the features of q, k and v, (B, T, width); with `shared_kv` k and v are heads already."""
+    if spec.fused_qkv:
+        if key is query and value is query:
+            return _unpack_qkv(project("qkv_proj", query), spec)
+        q, _, _ = _unpack_qkv(project("qkv_proj", query), spec)
+        _, k, _ = _unpack_qkv(project("qkv_proj", key), spec)
+        _, _, v = _unpack_qkv(project("qkv_proj", value), spec)
+        return q, k, v
+    q = project("q_proj", query)
+    check_features("q_proj", q, spec.q_width)
+    if spec.shared_kv:
+        return q, key, value
+    k = project("k_proj", key)
+    check_features("k_proj", k, spec.k_width)
+    v = project("v_proj", value)
+    check_features("v_proj", v, spec.v_width)
+    return q, k, v
+
+
+def _to_heads(
+    project: Project, norm_name: str, x: Array, num_heads: int, spec: AttentionSpec, positions: Array | None
+) -> Array:
+    """Clip projected features, split them into heads, and apply their norm and, with positions, RoPE."""
+    norm = spec.norms.get(norm_name)
+    if spec.clip_qkv is not None:
+        x = _clip(x, spec.clip_qkv)
+    if norm is not None and norm.over == "width":
+        x = project(norm_name, x)
+    x = x.reshape(*x.shape[:2], num_heads, x.shape[2] // num_heads).swapaxes(1, 2)
+    if norm is not None and norm.over == "head" and not norm.after_rope:
+        x = project(norm_name, x)
+    if spec.rope is not None and positions is not None:
+        x = apply_rope(x, positions, spec.rope)
+    if norm is not None and norm.after_rope:
+        x = project(norm_name, x)
+    return x
 
 
 def apply_gate(context: Float[Array, "B N T Hv"], gate: Float[Array, "B T G"]) -> Float[Array, "B N T Hv"]:
@@ -96,10 +122,16 @@ def project_output(
         Output (B, T, E), or (B, T, N * Hv) without `out_proj`.
     """
     if spec.gate is not None:
-        context = apply_gate(context, project("gate_proj", query))
-    output = combine_heads(context)
-    output = output if spec.context_norm is None else project("context_norm", output)
-    return project("out_proj", output) if spec.out_proj else output
+        gate = project("gate_proj", query)
+        check_features("gate_proj", gate, spec.num_heads * (1 if spec.gate.per_head else spec.value_head_dim))
+        context = apply_gate(context, gate)
+    output = context.swapaxes(1, 2)
+    output = output.reshape(*output.shape[:2], output.shape[2] * output.shape[3])
+    if spec.context_norm is not None:
+        output = project("context_norm", output)
+    if spec.out_proj:
+        output = project("out_proj", output)
+    return output
 
 
 def _clip(x: Array, limit: float) -> Array:
@@ -107,5 +139,10 @@ def _clip(x: Array, limit: float) -> Array:
     return jnp.where(x > limit, limit, jnp.where(x < -limit, -limit, x))
 
 
-def _unpack_qkv(packed: Array, spec: AttentionSpec) -> list[Array]:
-    return jnp.split(packed, [spec.q_width, spec.q_width + spec.k_width], axis=-1)
+def _unpack_qkv(packed: Array, spec: AttentionSpec) -> tuple[Array, Array, Array]:
+    """Return the features of q, k and v from those of their common projection."""
+    width = spec.q_width + spec.k_width + spec.v_width
+    if packed.shape[-1] != width:
+        raise Refusal("qkv_proj", f"return the {width} features of all q, k and v", f"{packed.shape[-1]} features")
+    q, k, v = jnp.split(packed, [spec.q_width, spec.q_width + spec.k_width], axis=-1)
+    return q, k, v

@@ -5,7 +5,14 @@ from dataclasses import dataclass, field
 import jax
 from jaxtyping import Array, Bool, Float
 
-from mha_jax.checks import check_bias, check_keep, check_relative_bias, check_relative_products, check_sinks
+from mha_jax.checks import (
+    check_bias,
+    check_grid,
+    check_keep,
+    check_relative_bias,
+    check_relative_products,
+    check_sinks,
+)
 from mha_spec import AttentionSpec, GridBias, Refusal, RelativeBias, RelativeProducts
 from mha_spec.rules import as_rate
 
@@ -39,6 +46,15 @@ class Scores:
     dropout_rng: jax.Array | None = None
     relative_keys: Float[Array, "..."] | None = None
     relative_queries: Float[Array, "..."] | None = None
+
+    def check_arguments(self, scores_shape: tuple[int, ...], query: Array) -> None:
+        """Refuse what a call of a layer brings and does not fit the scores (B, N, T, S) or their queries."""
+        if self.bias is not None:
+            check_bias(self.bias, scores_shape, query)
+        if self.dropout_keep is not None:
+            check_keep(self.dropout_keep, scores_shape)
+        if isinstance(self.buckets, GridBias):
+            check_grid(self.buckets, scores_shape)
 
     def check(self, scores_shape: tuple[int, ...], query: Array) -> None:
         """Refuse settings that do not fit the scores (B, N, T, S), their queries or the layer."""

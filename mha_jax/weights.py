@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from mha_jax.arrays import at_least_float32
+from mha_jax.arrays import at_least_float32, lies_on_mesh
 from mha_jax.checks import check_projected
 from mha_jax.features.norms import apply_norm
 from mha_jax.parallel.sharding import is_explicit, placed, spec_of
@@ -39,7 +39,9 @@ def project_with(weights: Mapping[str, Any], spec: AttentionSpec | None = None) 
 def linear(x: Array, kernel: Array, bias: Array | None) -> Array:
     """Return x @ kernel + bias, in the dtype of x."""
     # The sum stays in float32 until the bias is added, so that the gradient is also accumulated in float32.
-    kernel, placement = _placed(x, kernel)
+    placement = None
+    if lies_on_mesh(x):
+        kernel, placement = _placed(x, kernel)
     projected = jnp.einsum(
         "bti,io->bto", x, kernel, preferred_element_type=at_least_float32(x).dtype, out_sharding=placement
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -160,7 +161,10 @@ class AttentionSpec(Record):
             check_rotated(self.head_dim, self.rope)
         self._check_shared_kv()
         self._check_latent()
-        if self.latent is not None:  # read in each step; torch.compile has no cached properties
+        # Each call reads these. In Python 3.11 torch.compile cannot trace the lock of a cached property that is unset.
+        for name in ("norms", "span", "score_scale", "alibi_slopes"):
+            getattr(self, name)
+        if self.latent is not None:
             widths = {"num_kv_heads": 1, "head_dim": self.latent.width, "value_head_dim": self.latent.kv_rank}
             absorbed = replace(self, latent=None, rope=None, scale=self.score_scale, **widths)
             object.__setattr__(self, "_absorbed", absorbed)
@@ -283,7 +287,7 @@ class AttentionSpec(Record):
         """Width of the output: d_model, or N * Hv without out_proj."""
         return self.d_model if self.out_proj else self.context_width
 
-    @property
+    @cached_property
     def score_scale(self) -> float:
         """Factor of the dot products of queries and keys; default: 1 / sqrt(H).
 
@@ -305,7 +309,7 @@ class AttentionSpec(Record):
         """True if ALiBi, a relative bias or relative products make scores depend on the distance of query and key."""
         return self.alibi is not None or self.relative_bias is not None or self.relative_products is not None
 
-    @property
+    @cached_property
     def alibi_slopes(self) -> tuple[float, ...] | None:
         """ALiBi's slope of each query head, or None."""
         if self.alibi is None:
@@ -313,7 +317,7 @@ class AttentionSpec(Record):
         factor = self.score_scale if self.alibi.scaled else 1.0
         return tuple(factor * slope for slope in self.alibi.slopes(self.num_heads))
 
-    @property
+    @cached_property
     def span(self) -> Span | None:
         """Attention span (window or chunks), or None for all keys."""
         return span_of(self.window_size, self.chunk_size)
@@ -390,7 +394,7 @@ class AttentionSpec(Record):
             found["gate_proj"] = Projection((width,), self.d_in, self.gate.bias)
         return found
 
-    @property
+    @cached_property
     def norms(self) -> dict[str, Norm]:
         """Norms of the layer by name: q_norm, k_norm, v_norm, context_norm; with latents q_a_norm, kv_a_norm."""
         if self.latent is not None:

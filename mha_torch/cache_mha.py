@@ -29,13 +29,13 @@ from mha_torch.cache import (
     without_new,
 )
 from mha_torch.checks import (
-    check_bias,
     check_floating,
     check_is_cache,
     check_layer_positions,
     check_mask,
     check_shared_kv,
     check_weights,
+    check_width,
 )
 from mha_torch.features.latent import (
     LatentCache,
@@ -49,7 +49,6 @@ from mha_torch.kernels import Kernel, fused
 from mha_torch.masks import Mask, as_lengths, block_of
 from mha_torch.mha import AttentionLayer, FunctionalLayer
 from mha_torch.projections import project_output, project_qkv
-from mha_torch.stages import check_attention
 from mha_torch.weights import Project
 
 torch.export.register_dataclass(KVCache)  # register as pytrees
@@ -92,6 +91,7 @@ def multi_head_attention_with_cache(
     check_spec(spec, is_self_attention=True)
     check_weights(weights, spec)
     check_floating("x", x, rank=3)
+    check_width("x", x, spec.d_in)
     check_layer_positions(positions, x.shape[0], x.shape[1], spec)
     if (cache_k is None) != (cache_v is None):
         raise Refusal("cache_k and cache_v", "be given together", "only one of them")
@@ -107,17 +107,22 @@ def multi_head_attention_with_cache(
     positions = cache_len + torch.arange(seq_len, device=x.device)[None] if positions is None else positions
     key: Any = cache_k if spec.shared_kv else x
     value: Any = cache_v if spec.shared_kv else x
+    scores = layer.scores(bias)
+    scores_shape = (x.shape[0], spec.num_heads, seq_len, cache_len + seq_len)
+    check_mask(mask, scores_shape)
+    scores.check_arguments(scores_shape, x)
     q, k, v = project_qkv(layer.project, x, key, value, spec, positions)
     if not spec.shared_kv and cache_k is not None and cache_v is not None:
         check_cache(cache_k, cache_v, k, v)
-        k, v = torch.cat([cache_k, k], dim=2), torch.cat([cache_v, v], dim=2)
-    visible, scores = Mask(mask, is_causal=True, span=spec.span), layer.scores(bias)
-    if seq_len == 1 and visible.span is None and not scores.has_distances:  # attends to all
-        visible = Mask(mask)
+        k = torch.cat([cache_k, k], dim=2)
+        v = torch.cat([cache_v, v], dim=2)
+    visible = Mask(mask, is_causal=True, span=spec.span)
+    if seq_len == 1 and visible.span is None and not spec.has_distance_bias:
+        visible = Mask(mask)  # a single token attends to all
     elif cache_len:
         visible = replace(visible, q_offset=torch.full((1,), cache_len))
-    check_attention(q, k, v, visible, scores)
-    return project_output(layer.project, kernel(q, k, v, visible, scores), x, spec), k, v
+    context = kernel(q, k, v, visible, scores)
+    return project_output(layer.project, context, x, spec), k, v
 
 
 def multi_head_attention_with_static_cache(
@@ -161,31 +166,37 @@ def cached_layer(
     kv_b: Tensor | None = None,
 ) -> tuple[Tensor, CacheT]:
     """Append new tokens to a cache of either type and attend; with `kv_b`, in the absorbed form."""
-    spec, held = layer.spec, cache
+    spec = layer.spec
     check_cached_input(x, cache)
+    check_width("x", x, spec.d_in)
     seq_len = x.shape[1]
-    cache = without_new(cache, seq_len, new_lengths) if spec.shared_kv else cache
+    scores = layer.scores(bias)
+    scores_shape = (x.shape[0], spec.num_heads, seq_len, cache.capacity)
+    check_mask(mask, scores_shape)
+    scores.check_arguments(scores_shape, x)
     check_layer_positions(positions, x.shape[0], seq_len, spec)
-    lengths = check_room(cache, seq_len, new_lengths)
+    # With `shared_kv` the other layer has appended the new tokens.
+    before = without_new(cache, seq_len, new_lengths) if spec.shared_kv else cache
+    lengths = check_room(before, seq_len, new_lengths)
+
     is_real = None
     if new_lengths is not None:
         is_real = torch.arange(seq_len, device=x.device) < as_lengths(new_lengths, x.device)[:, None]
         x = zero_where(x, ~is_real[:, :, None])  # NaN in padding must not spread, not even to gradients
     if spec.has_positions:
         if positions is None:
-            positions = cache.lengths[:, None] + torch.arange(seq_len, device=x.device)
+            positions = before.lengths[:, None] + torch.arange(seq_len, device=x.device)
         if is_real is not None:  # padding adds no length
             positions = torch.where(is_real, positions, positions[..., :1])
-    q, new = _project_new_tokens(layer.project, x, cache, spec, positions)
-    scores = layer.scores(bias)
-    check_mask(mask, (*q.shape[:3], cache.capacity))
-    check_bias(bias, (*q.shape[:3], cache.capacity), q)
-    before, cache = cache, held if spec.shared_kv else append_checked(cache, new, new_lengths, lengths)
-    slots, rows = _slots_seen(cache.capacity, spec, lengths, seq_len), slice(0, seq_len)
-    q, k, v, seen_spec = _keys_and_values(q, cache, slots, spec, layer.project, kv_b)
-    scores = (scores if seen_spec is spec else replace(scores, spec=seen_spec)).block(rows, slots)
+    q, new = _project_new_tokens(layer.project, x, before, spec, positions)
+    if not spec.shared_kv:
+        cache = append_checked(cache, new, new_lengths, lengths)
+    slots = _slots_in_reach(cache.capacity, spec, lengths, seq_len)
+    q, k, v, scores_spec = _keys_and_values(q, cache, slots, spec, layer.project, kv_b)
+    if scores_spec is not spec:
+        scores = replace(scores, spec=scores_spec)
+    scores = scores.block(slice(0, seq_len), slots)
     visible = _mask_of_slots(mask, slots, spec, before.lengths, lengths, seq_len)
-    check_attention(q, k, v, visible, scores)
     context = layer.kernel(q, k, v, visible, scores)
     if lengths is None:
         added = seq_len if new_lengths is None else as_lengths(new_lengths, q.device)
@@ -215,7 +226,7 @@ def _project_new_tokens(
     return q, (k, v)
 
 
-def _slots_seen(capacity: int, spec: AttentionSpec, lengths: list[int] | None, seq_len: int) -> slice:
+def _slots_in_reach(capacity: int, spec: AttentionSpec, lengths: list[int] | None, seq_len: int) -> slice:
     """Return the slots that any new token attends to; all if lengths are unknown."""
     if lengths is None:
         return slice(0, capacity)

@@ -133,10 +133,13 @@ def check_finite(weights: Mapping[str, Tensor]) -> None:
 def check_layer_inputs(
     query: Tensor, key: Tensor | None, value: Tensor | None, positions: Tensor | None, spec: AttentionSpec
 ) -> None:
-    """Refuse layer inputs (B, T, d_in) and (B, S, d_kv) that do not fit each other."""
+    """Refuse layer inputs (B, T, d_in) and (B, S, d_kv) that do not fit each other or the layer."""
     check_floating("query", query, rank=3)
+    check_width("query", query, spec.d_in)
     if key is None and value is not None:
         raise Refusal("value", "come with a key", "key=None and a value")
+    if key is None and spec.d_kv != spec.d_in and not spec.shared_kv:
+        raise Refusal("key", f"be given, with {spec.d_kv} features", key=None)
     if key is not None and spec.rope is not None and not spec.shared_kv:
         raise Refusal("key", "be None (self-attention) with RoPE", f"a key and rope={spec.rope}")
     if key is not None and spec.latent is not None:
@@ -149,6 +152,7 @@ def check_layer_inputs(
         if x is None:
             continue
         check_floating(name, x, rank=3)
+        check_width(name, x, spec.d_kv)
         if x.dtype != query.dtype:
             raise WrongType(name, "have the dtype of query", {f"{name}.dtype": x.dtype, "query.dtype": query.dtype})
         check_device(name, x, query.device, "query")
@@ -160,6 +164,12 @@ def check_layer_inputs(
         raise Refusal(
             "value", "have as many tokens as key", {"value.shape[1]": value.shape[1], "key.shape[1]": key.shape[1]}
         )
+
+
+def check_width(name: str, x: Tensor, width: int) -> None:
+    """Refuse an input of a layer with another number of features."""
+    if x.shape[-1] != width:
+        raise Refusal(name, f"have {width} features", {f"{name}.shape": tuple(x.shape)})
 
 
 def check_shared_kv(
@@ -304,7 +314,13 @@ def check_relative_bias(
         raise Refusal(
             "relative_bias", f"have shape (num_buckets, N) = {shape}", {"relative_bias.shape": tuple(table.shape)}
         )
-    if isinstance(relative_bias, GridBias) and max(scores_shape[2:]) > relative_bias.num_tokens:
+    if isinstance(relative_bias, GridBias):
+        check_grid(relative_bias, scores_shape)
+
+
+def check_grid(relative_bias: GridBias, scores_shape: tuple[int, ...]) -> None:
+    """Refuse scores (B, N, T, S) of more tokens than the grid of the relative bias has."""
+    if max(scores_shape[2:]) > relative_bias.num_tokens:
         raise Refusal("tokens", f"be at most the {relative_bias.num_tokens} of the grid", {"(T, S)": scores_shape[2:]})
 
 

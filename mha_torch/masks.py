@@ -93,12 +93,10 @@ class Mask:
     segment_ids: Int[Tensor, "B T"] | tuple[Int[Tensor, "B T"], Int[Tensor, "B S"]] | None = None
 
     def check(self, scores_shape: tuple[int, ...], query: Tensor) -> None:
-        """Refuse a mask that does not fit the scores (B, N, T, S) or their queries."""
+        """Refuse a mask that does not fit the scores (B, N, T, S) or their queries. `find_padding` checks lengths."""
         check_mask(self.mask, scores_shape)
         if self.mask is not None:
             check_device("mask", self.mask, query.device, "query")
-        if self.key_padding_lengths is not None:
-            check_lengths("key_padding_lengths", self.key_padding_lengths, scores_shape[0], scores_shape[3])
         if self.segments is not None:
             _check_segments(self.segments, scores_shape[0], *scores_shape[2:])
             for ids in self.segments:

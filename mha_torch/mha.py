@@ -27,7 +27,6 @@ from mha_torch.masks import Mask, MaskKeywords
 from mha_torch.padding import find_padding, finite_inputs, zero_padding
 from mha_torch.projections import project_output, project_qkv
 from mha_torch.scores import LEARNED, Scores
-from mha_torch.stages import check_attention
 from mha_torch.weights import project_with
 
 # ---- Functions -------------------------------------------------------------------------------------------------------
@@ -45,7 +44,7 @@ def attention_layer(
     need_weights: bool,
     positions: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the output of a layer and, if requested, its attention weights: project, attend, project."""
+    """Return the output of a layer and, if requested, its attention weights: check, project, attend, project."""
     spec = layer.spec
     check_layer_inputs(query, key, value, positions, spec)
     key = query if key is None else key
@@ -53,14 +52,16 @@ def attention_layer(
     scores = layer.scores(bias)
     mask = mask.within(spec)
     check_context_parallel(mask, scores, positions, need_weights=need_weights)
+    scores_shape = (query.shape[0], spec.num_heads, query.shape[1], key.shape[-2])
+    mask.check(scores_shape, query)
+    scores.check_arguments(scores_shape, query)
     # Where tokens are divided, the kernel finds the local ones.
     find = getattr(layer.kernel, "find_padding", find_padding)
     mask, is_padding = find(mask, query.shape[0], key.shape[-2], query.device)
+
     if is_padding is not None and not spec.shared_kv:
         query, key, value = finite_inputs(query, key, value, is_padding)
     q, k, v = project_qkv(layer.project, query, key, value, spec, positions)
-    check = getattr(layer.kernel, "check", check_attention)
-    check(q, k, v, mask, scores)
     if is_padding is not None:
         k = zero_padding(k, is_padding)
         v = zero_padding(v, is_padding)
@@ -167,9 +168,14 @@ class AttentionLayer(nn.Module):
     def project(self, name: str, x: Float[Tensor, "B T d_in"]) -> Float[Tensor, "B T d_out"]:
         """Call the projection or norm `name` as a module, so that replaced layers (LoRA, quantized) are used."""
         module: nn.Module = getattr(self, name)
-        if name.endswith("_proj") and isinstance(weight := getattr(module, "weight", None), Tensor):
-            check_projected(name, x, weight)  # a replaced layer may store its weights elsewhere
-        return module(x)
+        try:
+            return module(x)
+        except RuntimeError:
+            # Say it in terms of the layer. A replaced projection may store its weights elsewhere.
+            weight = getattr(module, "weight", None)
+            if name.endswith("_proj") and isinstance(weight, Tensor):
+                check_projected(name, x, weight)
+            raise
 
     def scores(self, bias: Float[Tensor, "..."] | None) -> Scores:
         """Return the scores of a call: bias, learned weights, and dropout in training."""

@@ -7,14 +7,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mha_spec import AttentionSpec, Refusal, Rope
+from mha_spec import AttentionSpec, Refusal
 from mha_spec.attention import check_spec
 from mha_torch.arrays import at_least_float32
 from mha_torch.checks import check_features, check_gated, check_positions
 from mha_torch.features.latent import expand_latents, project_latents
-from mha_torch.features.rope import apply_rope, rotation_of
+from mha_torch.features.rope import Rotation, apply_rope, rotation_of
 from mha_torch.features.temperature import apply_temperature
-from mha_torch.heads import combine_heads, split_heads
+from mha_torch.heads import split_heads
 from mha_torch.weights import Project
 
 
@@ -41,42 +41,65 @@ def project_qkv(
     check_spec(spec)
     if spec.latent is not None:
         q, latents = project_latents(project, query, spec, positions)
-        return q, *expand_latents(project, latents, spec)
-    if spec.shared_kv:
-        q, k, v = project("q_proj", query), key, value
-    elif not spec.fused_qkv:
-        q, k, v = project("q_proj", query), project("k_proj", key), project("v_proj", value)
-    elif key is query and value is query:
-        q, k, v = _unpack_qkv(project("qkv_proj", query), spec)
-    else:
-        q, k, v = (_unpack_qkv(project("qkv_proj", x), spec)[i] for i, x in enumerate((query, key, value)))
-    of_keys = () if spec.shared_kv else (("k_proj", k, spec.k_width), ("v_proj", v, spec.v_width))
-    for name, x, width in (("q_proj", q, spec.q_width), *of_keys):
-        check_features(name, x, width)
-    norms, rope, rotation = spec.norms, spec.rope, None
+        k, v = expand_latents(project, latents, spec)
+        return q, k, v
+    q, k, v = _project_inputs(project, query, key, value, spec)
     if positions is not None:
-        check_positions(positions, q.shape[0], q.shape[1], rope)
+        check_positions(positions, q.shape[0], q.shape[1], spec.rope)
     elif spec.has_positions:
         positions = torch.arange(q.shape[1], device=q.device)[None]
-    if rope is not None and positions is not None:
-        rotation = rotation_of(positions, rope, spec.head_dim, q.dtype)
-
-    def enter(name: str, x: Tensor, num_heads: int, rope: Rope | None) -> Tensor:
-        norm = norms.get(name)
-        x = x if spec.clip_qkv is None else x.clamp(-spec.clip_qkv, spec.clip_qkv)
-        if norm is not None and norm.over == "width":
-            x = project(name, x)
-        x = split_heads(x, num_heads)
-        if norm is not None and norm.over == "head" and not norm.after_rope:
-            x = project(name, x)
-        x = x if rope is None or rotation is None else apply_rope(x, rotation, rope)
-        return project(name, x) if norm is not None and norm.after_rope else x
-
-    q = enter("q_norm", q, spec.num_heads, rope)
-    k = k if spec.shared_kv else enter("k_norm", k, spec.num_kv_heads, rope)
+    rotation = None
+    if spec.rope is not None and positions is not None:
+        rotation = rotation_of(positions, spec.rope, spec.head_dim, q.dtype)
+    q = _to_heads(project, "q_norm", q, spec.num_heads, spec, rotation)
     if spec.temperature is not None and positions is not None:
         q = apply_temperature(q, positions, spec.temperature)
-    return q, k, v if spec.shared_kv else enter("v_norm", v, spec.num_kv_heads, None)
+    if spec.shared_kv:
+        return q, k, v
+    k = _to_heads(project, "k_norm", k, spec.num_kv_heads, spec, rotation)
+    v = _to_heads(project, "v_norm", v, spec.num_kv_heads, spec, None)
+    return q, k, v
+
+
+def _project_inputs(
+    project: Project, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the features of q, k and v, (B, T, width); with `shared_kv` k and v are heads already."""
+    if spec.fused_qkv:
+        if key is query and value is query:
+            return _unpack_qkv(project("qkv_proj", query), spec)
+        q, _, _ = _unpack_qkv(project("qkv_proj", query), spec)
+        _, k, _ = _unpack_qkv(project("qkv_proj", key), spec)
+        _, _, v = _unpack_qkv(project("qkv_proj", value), spec)
+        return q, k, v
+    q = project("q_proj", query)
+    check_features("q_proj", q, spec.q_width)
+    if spec.shared_kv:
+        return q, key, value
+    k = project("k_proj", key)
+    check_features("k_proj", k, spec.k_width)
+    v = project("v_proj", value)
+    check_features("v_proj", v, spec.v_width)
+    return q, k, v
+
+
+def _to_heads(
+    project: Project, norm_name: str, x: Tensor, num_heads: int, spec: AttentionSpec, rotation: Rotation | None
+) -> Tensor:
+    """Clip projected features, split them into heads, and apply their norm and RoPE."""
+    norm = spec.norms.get(norm_name)
+    if spec.clip_qkv is not None:
+        x = x.clamp(-spec.clip_qkv, spec.clip_qkv)
+    if norm is not None and norm.over == "width":
+        x = project(norm_name, x)
+    x = x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+    if norm is not None and norm.over == "head" and not norm.after_rope:
+        x = project(norm_name, x)
+    if spec.rope is not None and rotation is not None:
+        x = apply_rope(x, rotation, spec.rope)
+    if norm is not None and norm.after_rope:
+        x = project(norm_name, x)
+    return x
 
 
 def apply_gate(context: Float[Tensor, "B N T Hv"], gate: Float[Tensor, "B T G"]) -> Float[Tensor, "B N T Hv"]:
@@ -107,13 +130,18 @@ def project_output(
         gate = project("gate_proj", query)
         check_features("gate_proj", gate, spec.num_heads * (1 if spec.gate.per_head else spec.value_head_dim))
         context = apply_gate(context, gate)
-    output = combine_heads(context)
-    output = output if spec.context_norm is None else project("context_norm", output)
-    return project("out_proj", output) if spec.out_proj else output
+    output = context.transpose(1, 2).flatten(-2)
+    if spec.context_norm is not None:
+        output = project("context_norm", output)
+    if spec.out_proj:
+        output = project("out_proj", output)
+    return output
 
 
-def _unpack_qkv(packed: Tensor, spec: AttentionSpec) -> list[Tensor]:
+def _unpack_qkv(packed: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the features of q, k and v from those of their common projection."""
     width = spec.q_width + spec.k_width + spec.v_width
     if packed.shape[-1] != width:
         raise Refusal("qkv_proj", f"return the {width} features of all q, k and v", f"{packed.shape[-1]} features")
-    return list(packed.split([spec.q_width, spec.k_width, spec.v_width], dim=-1))
+    q, k, v = packed.split([spec.q_width, spec.k_width, spec.v_width], dim=-1)
+    return q, k, v

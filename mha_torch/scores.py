@@ -10,6 +10,7 @@ from mha_spec.rules import as_rate
 from mha_torch.checks import (
     check_bias,
     check_device,
+    check_grid,
     check_keep,
     check_relative_bias,
     check_relative_products,
@@ -44,6 +45,15 @@ class Scores:
     dropout_keep: Bool[Tensor, "..."] | None = None
     relative_keys: Float[Tensor, "..."] | None = None
     relative_queries: Float[Tensor, "..."] | None = None
+
+    def check_arguments(self, scores_shape: tuple[int, ...], query: Tensor) -> None:
+        """Refuse what a call of a layer brings and does not fit the scores (B, N, T, S) or their queries."""
+        if self.bias is not None:
+            check_bias(self.bias, scores_shape, query)
+        if self.dropout_keep is not None:
+            check_keep(self.dropout_keep, scores_shape)
+        if isinstance(self.buckets, GridBias):
+            check_grid(self.buckets, scores_shape)
 
     def check(self, scores_shape: tuple[int, ...], query: Tensor) -> None:
         """Refuse settings that do not fit the scores (B, N, T, S), their queries or the layer."""

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from mha_jax.arrays import platform_of
+from mha_jax.arrays import lies_on_mesh, platform_of
 from mha_jax.kernels import Kernel, library, splash
 from mha_jax.kernels.cpu import blockwise, whole, windows
 from mha_jax.kernels.cpu.blocks import BlockSizes
@@ -34,17 +34,23 @@ class FusedAttention(BlockSizes):
 
     def __call__(self, query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
         """Return the context."""
+        platform = platform_of(query, key, value)
+        if not (lies_on_mesh(query) or lies_on_mesh(key)):
+            return self._attend(query, key, value, mask, scores, platform=platform)
         if token_axis(query, key, mask) is not None:
             return ContextParallel(None, self)(query, key, value, mask, scores)
-        platform = platform_of(query, key, value)
         return with_auto_axes(head_sharding)(self._attend)(query, key, value, mask, scores, platform=platform)
 
     def step(self, query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
         """Return the context of one new token of each sequence; reads only the filled part of a cache."""
         is_plain = mask.has_only("is_causal", "span", "q_offset") and scores.bias is None and not scores.has_dropout
-        if not is_plain or token_axis(query, key, mask) is not None:
+        if not is_plain:
             return self(query, key, value, mask, scores)
         platform = platform_of(query, key, value)
+        if not (lies_on_mesh(query) or lies_on_mesh(key)):
+            return self._step(query, key, value, mask, scores, platform=platform)
+        if token_axis(query, key, mask) is not None:
+            return self(query, key, value, mask, scores)
         return with_auto_axes(head_sharding)(self._step)(query, key, value, mask, scores, platform=platform)
 
     def _attend(self, query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *, platform: str) -> Array:

@@ -18,6 +18,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Bool
 
+from mha_jax.checks import check_lengths
 from mha_jax.compiled import compiled
 from mha_jax.kernels import Kernel, step_of
 from mha_jax.kernels.cpu.blocks import BlockSizes
@@ -68,8 +69,10 @@ class ContextParallel:
         is_local = self.axis in mesh.axis_names and _is_manual(mesh, self.axis)
         if not is_local or mask.key_padding_lengths is None:
             return find_padding(mask, batch_size, seq_len)
+        lengths = mask.key_padding_lengths
+        check_lengths("key_padding_lengths", lengths, batch_size, mesh.shape[self.axis] * seq_len)
         first = lax.axis_index(self.axis) * seq_len
-        return mask, padding_after(jnp.asarray(mask.key_padding_lengths, jnp.int32) - first, seq_len)
+        return mask, padding_after(jnp.asarray(lengths, jnp.int32) - first, seq_len)
 
     def step(self, query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
         """Return the context of one new token of each sequence over a cache."""

@@ -6,7 +6,7 @@ all-reduced, and that of a weight stays a `Partial` DTensor.
 """
 
 from dataclasses import KW_ONLY, dataclass, fields, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -138,7 +138,7 @@ class _OwnSpec(AttentionSpec):
     _: KW_ONLY
     own_slopes: tuple[float, ...] = ()
 
-    @property
+    @cached_property
     def alibi_slopes(self) -> tuple[float, ...] | None:
         return self.own_slopes
 

@@ -1,7 +1,16 @@
 """Tokens of mha_jax divided over devices, for `make test`; test_sharded_tokens has more layers and meshes."""
 
+import jax
+import jax.numpy as jnp
 import pytest
+from flax import nnx
+from helpers.refusals import refuses
 from helpers.shell import found_by
+from jax.sharding import AbstractMesh, PartitionSpec
+
+import mha_jax
+from mha_jax.parallel.tokens import ContextParallel
+from mha_spec import AttentionSpec
 
 NAMES = ["ring, two", "heads for tokens, all that hides"]
 
@@ -16,3 +25,24 @@ def test_divided_tokens_match_one_device():
     for name, (wrong, _, _, exchanged) in found.items():
         assert wrong is None, name
         assert "output" in exchanged, name
+
+
+def test_lengths_are_of_whole_sequences():
+    """In a user's own shard_map, where each of two devices has four tokens, a length of seven is
+    valid and one of nine raises an error.
+    """
+    layer = mha_jax.MultiHeadAttention(AttentionSpec(16, 2), rngs=nnx.Rngs(0))
+    layer.kernel = ContextParallel("tokens", layer.kernel)
+    divided = PartitionSpec(None, "tokens")
+
+    def traced_with(lengths):
+        def attend(x):
+            return layer(x, key_padding_lengths=lengths)[0]
+
+        mesh = AbstractMesh((2,), ("tokens",))
+        mapped = jax.shard_map(attend, mesh=mesh, in_specs=divided, out_specs=divided)
+        return jax.eval_shape(mapped, jax.ShapeDtypeStruct((2, 8, 16), jnp.float32))
+
+    assert traced_with([7, 3]).shape == (2, 8, 16)
+    with refuses("key_padding_lengths", key_padding_lengths=[8, 9]):
+        traced_with([8, 9])
