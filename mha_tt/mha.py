@@ -58,10 +58,11 @@ def attention_layer(
     value = key if value is None else value
     scores = layer.scores(bias)
     mask = mask.within(spec)
-    scores_shape = (query.shape[0], spec.num_heads, query.shape[1], key.shape[-2])
+    seq_len_k = key.shape[-2]  # pyright: ignore[reportOptionalMemberAccess]
+    scores_shape = (query.shape[0], spec.num_heads, query.shape[1], seq_len_k)
     mask.check(scores_shape)
     scores.check_arguments(scores_shape, query)
-    is_padding = find_padding(mask, query.shape[0], key.shape[-2])
+    is_padding = find_padding(mask, query.shape[0], seq_len_k)
 
     if is_padding is not None and not spec.shared_kv:
         query, key, value = finite_inputs(query, key, value, is_padding)

@@ -650,7 +650,7 @@ BAD_CALLS = {
 
 @pytest.mark.parametrize("name", BAD_CALLS)
 def test_bad_calls_raise_before_work(device, calls, name):
-    """What does not fit a layer raises an error before any operation runs."""
+    """Inputs that do not fit a layer raise an error before any operation runs."""
     keywords, refusal = BAD_CALLS[name]
     layer = mha_tt.MultiHeadAttention(SPEC, device=device)
     keywords = made({"query": ones(2, 3, 8), **keywords}, device)
@@ -670,7 +670,7 @@ BAD_STEPS = {
 
 @pytest.mark.parametrize("name", BAD_STEPS)
 def test_bad_steps_raise_before_work(device, calls, name):
-    """What does not fit a layer with a cache raises an error before any operation runs."""
+    """Inputs that do not fit a layer with a cache raise an error before any operation runs."""
     keywords, refusal = BAD_STEPS[name]
     layer = mha_tt.MultiHeadAttentionWithCache(SPEC, device=device)
     keywords = made({"x": ones(2, 3, 8), **keywords}, device) | {"cache": layer.init_cache(2, 32)}
