@@ -218,7 +218,10 @@ class AttentionLayer:
     def project(self, name: str, x: Float[Tensor, "B T d_in"]) -> Float[Tensor, "B T d_out"]:
         """Call the projection or norm `name` as a module, so that replaced layers (LoRA, quantized) are used."""
         project = project_with(self.weights, self.spec, compute_kernel_config=self.compute_kernel_config)
-        return all_reduce(project(name, x), self.heads if name == "out_proj" else None)
+        output = project(name, x)
+        if name == "out_proj" and self.heads is not None:
+            output = all_reduce(output, self.heads)
+        return output
 
     def scores(self, bias: Float[np.ndarray, "..."] | Tensor | None) -> Scores:
         """Return the scores of a call: bias, learned weights, and dropout in training."""
