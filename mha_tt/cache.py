@@ -275,7 +275,7 @@ def create_cache_mask(
         [[[[False, False, True ]]],
          [[[False, True,  True ]]]]
     """
-    check_count("seq_len_q", seq_len_q, minimum=0)
+    check_count("seq_len_q", seq_len_q)
     check_count("capacity", capacity)
     check_lengths("lengths", lengths, None, capacity)
     q_offset, span = np.asarray(lengths), span_of(window_size, chunk_size)

@@ -34,13 +34,13 @@ from mha_tt.cache import (
     write_rows,
 )
 from mha_tt.checks import (
-    check_bias,
     check_floating,
     check_is_cache,
     check_layer_positions,
     check_mask,
     check_shared_kv,
     check_weights,
+    check_width,
 )
 from mha_tt.decode.pages import paged
 from mha_tt.decode.slots import first_slots, joined
@@ -54,7 +54,6 @@ from mha_tt.masks import DeviceMask, Mask, block_of
 from mha_tt.mha import AttentionLayer, FunctionalLayer
 from mha_tt.projections import project_output, project_qkv
 from mha_tt.scores import Scores
-from mha_tt.stages import check_attention
 
 
 def multi_head_attention_with_cache(
@@ -94,6 +93,7 @@ def multi_head_attention_with_cache(
     check_spec(spec, is_self_attention=True)
     check_weights(weights, spec)
     check_floating("x", x, rank=3)
+    check_width("x", x, spec.d_in)
     check_layer_positions(positions, x.shape[0], x.shape[1], spec)
     if (cache_k is None) != (cache_v is None):
         raise Refusal("cache_k and cache_v", "be given together", "only one of them")
@@ -109,14 +109,19 @@ def multi_head_attention_with_cache(
     positions = cache_len + np.arange(seq_len)[None] if positions is None else positions
     key: Any = cache_k if spec.shared_kv else x
     value: Any = cache_v if spec.shared_kv else x
+    scores = layer.scores(bias)
+    scores_shape = (x.shape[0], spec.num_heads, seq_len, cache_len + seq_len)
+    check_mask(mask, scores_shape)
+    scores.check_arguments(scores_shape, x)
     q, k, v = project_qkv(layer.project, x, key, value, spec, positions)
     if not spec.shared_kv and cache_k is not None and cache_v is not None:
         check_cache(cache_k, cache_v, k, v)
-        k, v = joined(cache_k, k), joined(cache_v, v)
+        k = joined(cache_k, k)
+        v = joined(cache_v, v)
     q_offset = np.array([cache_len]) if cache_len else None
-    visible, scores = Mask(mask, is_causal=True, span=spec.span, q_offset=q_offset), layer.scores(bias)
-    check_attention(q, k, v, visible, scores)
-    return project_output(layer.project, layer.kernel(q, k, v, visible, scores), x, spec), k, v
+    visible = Mask(mask, is_causal=True, span=spec.span, q_offset=q_offset)
+    context = layer.kernel(q, k, v, visible, scores)
+    return project_output(layer.project, context, x, spec), k, v
 
 
 def multi_head_attention_with_static_cache(
@@ -164,28 +169,35 @@ def cached_layer(
 
     `kv_b` returns the weights of the absorbed form. It is called after all checks.
     """
-    spec, held = layer.spec, cache
+    spec = layer.spec
     check_cached_input(x, cache)
+    check_width("x", x, spec.d_in)
     batch_size, seq_len, _ = x.shape
-    cache = without_new(cache, seq_len, new_lengths) if spec.shared_kv else cache
+    scores = layer.scores(bias)
+    scores_shape = (batch_size, spec.num_heads, seq_len, cache.capacity)
+    check_mask(mask, scores_shape)
+    scores.check_arguments(scores_shape, x)
     check_layer_positions(positions, batch_size, seq_len, spec)
-    positions = positions if spec.has_positions else None  # ignored ones must not rule out the step kernel
-    check_mask(mask, (batch_size, spec.num_heads, seq_len, cache.capacity))
-    check_bias(bias, (batch_size, spec.num_heads, seq_len, cache.capacity))
     _check_is_of(cache, spec)
-    check_room(cache, seq_len, new_lengths)
-    visible, scores = Mask(mask, is_causal=True, span=spec.span), layer.scores(bias)
-    scores = scores if kv_b is None else replace(scores, spec=spec.absorbed)
+    # With `shared_kv` the other layer has appended the new tokens.
+    before = without_new(cache, seq_len, new_lengths) if spec.shared_kv else cache
+    check_room(before, seq_len, new_lengths)
+
+    if not spec.has_positions:
+        positions = None  # ignored ones must not rule out the step kernel
+    if kv_b is not None:
+        scores = replace(scores, spec=spec.absorbed)
+    visible = Mask(mask, is_causal=True, span=spec.span)
     are_all_real = new_lengths is None or (np.asarray(new_lengths) == seq_len).all()
     is_plain_step = seq_len == 1 and batch_size and are_all_real and positions is None and spec.temperature is None
-    is_plain_step = is_plain_step and not spec.shared_kv  # whose kernel would append
-    kernel = _kernel_of_step(layer, x, cache, visible, scores)
-    if is_plain_step and kernel is not None:
-        return decode_step(layer, kernel, x, cache, scores, None if kv_b is None else kv_b())
+    if is_plain_step and not spec.shared_kv:  # the kernel of a step appends
+        kernel = _kernel_of_step(layer, x, cache, visible, scores)
+        if kernel is not None:
+            return decode_step(layer, kernel, x, cache, scores, None if kv_b is None else kv_b())
     if 0 in (batch_size, seq_len):
         output = zeros((batch_size, seq_len, padded_width("out_proj", spec)), x.dtype, x.device())
-        return layer.project("out_proj", output) if spec.out_proj else output, held
-    positions = cache.lengths[:, None] + np.arange(seq_len) if positions is None else positions
+        return layer.project("out_proj", output) if spec.out_proj else output, cache
+    positions = before.lengths[:, None] + np.arange(seq_len) if positions is None else positions
     is_real = None
     if not are_all_real:
         is_real = np.arange(seq_len) < np.asarray(new_lengths)[:, None]
@@ -197,18 +209,20 @@ def cached_layer(
         x = ttnn.reshape(x, (1, batch_size, x.shape[2]))
         positions = np.broadcast_to(positions, (*positions.shape[:-2], batch_size, 1)).swapaxes(-1, -2)
     rotation = rotation_of(positions, spec, device=x.device(), side_by_side=is_step)
-    q, new = project_new_tokens(layer.project, x, cache, spec, positions if rotation is None else rotation)
+    q, new = project_new_tokens(layer.project, x, before, spec, positions if rotation is None else rotation)
     heads, config = None if kv_b is None else kv_b(), layer.compute_kernel_config
     q = q if heads is None else absorb_keys(q, heads, spec, compute_kernel_config=config)
     attend = _attend_in_step if is_step else _attend_in_prefill
-    context, cache = attend(layer, q, new, cache, new_lengths, visible, scores)
+    context, after = attend(layer, q, new, before, new_lengths, visible, scores)
     if heads is not None:
         context = context[:, :, :, : padded_features("kv_a_norm", spec)]
         context = absorb_values(context, heads, spec, compute_kernel_config=config)
     output = project_output(layer.project, context, x, spec)
     if is_step:
         output = ttnn.reshape(output, (batch_size, 1, output.shape[2]))
-    return output if is_real is None else ttnn.where(is_real, output, 0.0), held if spec.shared_kv else cache
+    if is_real is not None:
+        output = ttnn.where(is_real, output, 0.0)
+    return output, cache if spec.shared_kv else after
 
 
 def _attend_in_step(
@@ -232,7 +246,7 @@ def _attend_in_step(
         return ttnn.permute(context, (2, 1, 0, 3)), cache
     # Sequences without a new token attend to an existing slot, so that their output is finite before it is set to 0.
     last_positions, slots = np.minimum(before, cache.capacity - 1), tuple(cache.slots.values())
-    context = fused.attend_to_cache(
+    context = fused.attend_to_checked(
         ttnn.transpose(q, 1, 2),
         slots[0],
         slots[-1],
@@ -309,7 +323,6 @@ def _attend(
         keys, values = expand_latents(layer.project, as_dtype(keys, q.dtype), layer.spec)
     rows, held = slice(0, q.shape[2]), slice(0, keys.shape[2])
     mask, scores = replace(mask, mask=block_of(mask.mask, rows, held)), scores.block(rows, held)
-    check_attention(q, keys, values, mask, scores)
     return layer.kernel(q, keys, values, mask, scores)
 
 
@@ -388,7 +401,6 @@ class MultiHeadAttentionWithCache(AttentionLayer):
 
 def _check_is_of(cache: Cache, spec: AttentionSpec) -> None:
     """Refuse a cache of another layer."""
-
     if isinstance(cache, LatentCache):
         check_cache_holds(cache, 1, padded_features("kv_a_proj", spec))
     else:

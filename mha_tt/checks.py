@@ -22,6 +22,7 @@ from mha_tt.layout import (
     padded_head_dim,
     padded_width,
     parameter_shape,
+    weight_dtype,
 )
 
 
@@ -61,7 +62,7 @@ def check_floating(name: str, x: Tensor, rank: int) -> None:
 
 def check_tokens(name: str, x: Tensor) -> None:
     """Refuse anything but floating-point tokens (…, T, d_in)."""
-    check_on_device(name, x)
+    check_array(name, x)
     if len(x.shape) < 2:
         raise Refusal(name, "have at least 2 axes", {f"{name}.shape": tuple(x.shape)})
     check_floating(name, x, rank=len(x.shape))
@@ -107,7 +108,6 @@ def check_head_dim(head_dim: int | None, padded: int) -> None:
 
 def check_input_dtype(name: str, x: Tensor, dtype: ttnn.DataType) -> None:
     """Refuse an input whose dtype is not the module's."""
-    check_on_device(name, x)
     if x.dtype != dtype:
         raise WrongType(name, "have the dtype of the module", {f"{name}.dtype": x.dtype, "dtype": dtype})
 
@@ -133,10 +133,14 @@ def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:
     missing, unexpected = sorted(shapes.keys() - weights.keys()), sorted(weights.keys() - shapes.keys())
     if missing or unexpected:
         raise Refusal("weights", "have exactly the names of the spec", missing=missing, unexpected=unexpected)
+    first = next(iter(shapes))
     for name, shape in shapes.items():
-        check_floating(name, weights[name], rank=len(shape))
-        if tuple(weights[name].shape) != shape:
-            raise Refusal(name, f"have shape {shape}", {f"{name}.shape": tuple(weights[name].shape)})
+        weight = weights[name]
+        check_floating(name, weight, rank=len(shape))
+        if weight.dtype not in (weights[first].dtype, weight_dtype(name, weights[first].dtype, spec)):
+            raise WrongType(name, f"have the dtype of {first}", f"{weight.dtype} and {weights[first].dtype}")
+        if tuple(weight.shape) != shape:
+            raise Refusal(name, f"have shape {shape}", {f"{name}.shape": tuple(weight.shape)})
 
 
 def check_finite(weights: Mapping[str, np.ndarray]) -> None:
@@ -154,10 +158,13 @@ def check_layer_inputs(
     positions: object,
     spec: AttentionSpec,
 ) -> None:
-    """Refuse layer inputs (B, T, d_in) and (B, S, d_kv) that do not fit each other."""
+    """Refuse layer inputs (B, T, d_in) and (B, S, d_kv) that do not fit each other or the layer."""
     check_floating("query", query, rank=3)
+    check_width("query", query, spec.d_in)
     if key is None and value is not None:
         raise Refusal("value", "come with a key", "key=None and a value")
+    if key is None and spec.d_kv != spec.d_in and not spec.shared_kv:
+        raise Refusal("key", f"be given, with {spec.d_kv} features", key=None)
     if key is not None and spec.rope is not None and not spec.shared_kv:
         raise Refusal("key", "be None (self-attention) with RoPE", f"a key and rope={spec.rope}")
     if key is not None and spec.latent is not None:
@@ -170,6 +177,7 @@ def check_layer_inputs(
         if x is None:
             continue
         check_floating(name, x, rank=3)
+        check_width(name, x, spec.d_kv)
         if x.dtype != query.dtype:
             raise WrongType(name, "have the dtype of query", {f"{name}.dtype": x.dtype, "query.dtype": query.dtype})
         if x.shape[0] != query.shape[0]:
@@ -180,6 +188,12 @@ def check_layer_inputs(
         raise Refusal(
             "value", "have as many tokens as key", {"value.shape[1]": value.shape[1], "key.shape[1]": key.shape[1]}
         )
+
+
+def check_width(name: str, x: Tensor, width: int) -> None:
+    """Refuse an input of a layer with another number of features."""
+    if x.shape[-1] != width:
+        raise Refusal(name, f"have {width} features", {f"{name}.shape": tuple(x.shape)})
 
 
 def check_shared_kv(
@@ -201,12 +215,20 @@ def check_shared_kv(
         if tuple(x.shape) != expected:
             rule = f"have shape {expected} with shared_kv"
             raise Refusal(name, rule, {f"{name}.shape": tuple(x.shape)})
+        if (x.dtype == ttnn.float32) != (query.dtype == ttnn.float32):  # a cache may be narrower
+            raise WrongType(name, "be float32 if query is", {f"{name}.dtype": x.dtype, "query.dtype": query.dtype})
 
 
 def check_projected(name: str, x: Tensor, weight: Tensor) -> None:
     """Refuse an input that does not fit its projection."""
     if x.shape[-1] != weight.shape[0]:
         raise Refusal(f"the input of {name}", f"have {weight.shape[0]} features", shape=tuple(x.shape))
+
+
+def check_features(name: str, x: Tensor, width: int) -> None:
+    """Refuse the output of a projection that has another width."""
+    if x.shape[-1] != width:
+        raise Refusal(name, f"return {width} features", f"{x.shape[-1]} features")
 
 
 def check_heads(name: str, x: Tensor, spec: AttentionSpec, features: int) -> None:
@@ -311,15 +333,20 @@ def check_mask(mask: Any, scores_shape: tuple[int, ...]) -> None:
     check_broadcasts("mask", tuple(mask.shape), scores_shape)
 
 
-def check_bias(bias: np.ndarray | Tensor | None, scores_shape: tuple[int, ...]) -> None:
-    """Refuse a bias that is not floating point, or one that does not broadcast to the scores (B, N, T, S)."""
+def check_bias(bias: np.ndarray | Tensor | None, scores_shape: tuple[int, ...], query: Tensor) -> None:
+    """Refuse a bias that does not fit the queries, or does not broadcast to the scores (B, N, T, S)."""
     if bias is None:
         return
-    if isinstance(bias, np.ndarray):
+    if isinstance(bias, np.ndarray):  # rounded to the dtype of the device when it is uploaded
         if bias.dtype.kind != "f" and bias.dtype.name != "bfloat16":
             raise WrongType("bias", "be floating point", {"bias.dtype": bias.dtype})
     else:
-        check_floating("bias", bias, rank=len(bias.shape) if isinstance(bias, Tensor) else 0)
+        check_array("bias", bias)
+        check_floating("bias", bias, rank=len(bias.shape))
+        # A block format rounds a row by its largest element: queries in blocks may have a bias in bfloat16.
+        is_finer = (bias.dtype, query.dtype) == (ttnn.bfloat16, ttnn.bfloat8_b)
+        if bias.dtype != query.dtype and not is_finer:
+            raise WrongType("bias", "have the dtype of query", {"bias.dtype": bias.dtype, "query.dtype": query.dtype})
     check_broadcasts("bias", tuple(bias.shape), scores_shape)
 
 
@@ -337,7 +364,13 @@ def check_relative_bias(
         raise Refusal(
             "relative_bias", f"have shape (1, N, 1, num_buckets) = {shape}", {"relative_bias.shape": tuple(table.shape)}
         )
-    if isinstance(relative_bias, GridBias) and max(scores_shape[2:]) > relative_bias.num_tokens:
+    if isinstance(relative_bias, GridBias):
+        check_grid(relative_bias, scores_shape)
+
+
+def check_grid(relative_bias: GridBias, scores_shape: tuple[int, ...]) -> None:
+    """Refuse scores (B, N, T, S) of more tokens than the grid of the relative bias has."""
+    if max(scores_shape[2:]) > relative_bias.num_tokens:
         raise Refusal("tokens", f"be at most the {relative_bias.num_tokens} of the grid", {"(T, S)": scores_shape[2:]})
 
 

@@ -24,9 +24,15 @@ def split_heads(x: Float[Tensor, "B T NH"], num_heads: int) -> Float[Tensor, "B 
     """
     check_floating("x", x, rank=3)
     check_count("num_heads", num_heads)
-    batch_size, seq_len, width = x.shape
+    width = x.shape[2]
     if width % num_heads:
         raise Refusal("the width", "be a multiple of num_heads", width=width, num_heads=num_heads)
+    return split_checked(x, num_heads)
+
+
+def split_checked(x: Float[Tensor, "B T NH"], num_heads: int) -> Float[Tensor, "B N T H"]:
+    """Split the last axis into heads, without checks."""
+    batch_size, seq_len, width = x.shape
     if 0 in (batch_size, seq_len):  # most operations reject empty tensors
         return zeros((batch_size, num_heads, seq_len, width // num_heads), x.dtype, x.device())
     if width // num_heads % TILE:  # the operation below would accept this and return heads of another width
@@ -41,6 +47,11 @@ def split_heads(x: Float[Tensor, "B T NH"], num_heads: int) -> Float[Tensor, "B 
 def combine_heads(x: Float[Tensor, "B N T H"]) -> Float[Tensor, "B T NH"]:
     """Concatenate heads: the inverse of `split_heads`."""
     check_floating("x", x, rank=4)
+    return combine_checked(x)
+
+
+def combine_checked(x: Float[Tensor, "B N T H"]) -> Float[Tensor, "B T NH"]:
+    """Concatenate heads, without checks."""
     batch_size, num_heads, seq_len, head_dim = x.shape
     if 0 in (batch_size, seq_len):
         return zeros((batch_size, seq_len, num_heads * head_dim), x.dtype, x.device())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -88,11 +89,13 @@ def slots_in(part: str, width: int, spec: AttentionSpec) -> np.ndarray:
     return (padded * np.arange(width // padded)[:, None] + slots_of(part, spec)).reshape(-1)
 
 
+@cache
 def padded_features(part: str, spec: AttentionSpec) -> int:
     """Return the features of a head on the device in a projection or norm of that name."""
     return sum(block.padded for block in _blocks(part, spec))
 
 
+@cache
 def padded_width(part: str, spec: AttentionSpec) -> int:
     """Return the width of all padded heads in the output of a projection, or in its input if that is padded."""
     num_heads = spec.num_kv_heads if part.startswith(("k_", "v_")) else spec.num_heads
@@ -154,6 +157,15 @@ def parameter_shape(name: str, spec: AttentionSpec) -> tuple[int, ...]:
     if name in SIDES:
         return (1, shape[1] if len(shape) == 3 else 1, shape[0], padded_features("q_proj", spec))
     return norm_parameter_shape((*shape[:-1], shape[-1] // len(slots_of(part, spec)) * padded_features(part, spec)))
+
+
+def weight_dtype(name: str, dtype: ttnn.DataType, spec: AttentionSpec) -> ttnn.DataType:
+    """Return the dtype of a weight on the device in a layer with weights of this dtype.
+
+    A block format rounds a row by its largest element: only matrices have it.
+    """
+    is_matrix = name.endswith(".weight") and name not in spec.parameters
+    return ttnn.bfloat16 if dtype == ttnn.bfloat8_b and not is_matrix else dtype
 
 
 def norm_parameter_shape(shape: tuple[int, ...]) -> tuple[int, ...]:

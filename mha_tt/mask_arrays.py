@@ -23,8 +23,8 @@ def create_causal_mask(seq_len_q: int, seq_len_k: int | None = None) -> Bool[np.
          [False, False, True]]
     """
     seq_len_k = seq_len_q if seq_len_k is None else seq_len_k
-    check_count("seq_len_q", seq_len_q, minimum=0)
-    check_count("seq_len_k", seq_len_k, minimum=0)
+    check_count("seq_len_q", seq_len_q)
+    check_count("seq_len_k", seq_len_k)
     return np.arange(seq_len_k)[None, :] > np.arange(seq_len_q)[:, None]
 
 
@@ -44,7 +44,7 @@ def create_padding_mask(lengths: Int[np.ndarray, " B"] | Sequence[int], seq_len_
         [[[[False, True,  True ]]],
          [[[False, False, False]]]]
     """
-    check_count("seq_len_k", seq_len_k, minimum=0)
+    check_count("seq_len_k", seq_len_k)
     check_lengths("lengths", lengths, None, seq_len_k)
     return (np.arange(seq_len_k)[None, :] >= np.asarray(lengths)[:, None])[:, None, None, :]
 
@@ -68,8 +68,8 @@ def create_causal_mask_with_cache(seq_len_q: int, seq_len_k: int, cache_len: int
         [[False, False, True ],
          [False, False, False]]
     """
-    check_count("seq_len_q", seq_len_q, minimum=0)
-    check_count("seq_len_k", seq_len_k, minimum=0)
+    check_count("seq_len_q", seq_len_q)
+    check_count("seq_len_k", seq_len_k)
     check_count("cache_len", cache_len, minimum=0)
     if seq_len_k != cache_len + seq_len_q:
         raise Refusal(
@@ -98,11 +98,9 @@ def create_sliding_window_mask(
     Source: Longformer, arXiv:2004.05150, section 3.1; causal as in Mistral 7B, arXiv:2310.06825, section 2.
     """
     seq_len_k = seq_len_q if seq_len_k is None else seq_len_k
-    check_count("seq_len_q", seq_len_q, minimum=0)
-    check_count("seq_len_k", seq_len_k, minimum=0)
+    check_count("seq_len_q", seq_len_q)
+    check_count("seq_len_k", seq_len_k)
     check_count("window_size", window_size)
-    if not seq_len_q or not seq_len_k:
-        return np.zeros((seq_len_q, seq_len_k), bool)
     distance = np.arange(1 - seq_len_q, seq_len_k)  # from query to key; each row contains a part of these
     is_hidden = (distance > 0) | (distance <= -window_size)
     return np.ascontiguousarray(np.lib.stride_tricks.sliding_window_view(is_hidden, seq_len_k)[::-1])

@@ -57,8 +57,8 @@ def create_attention_mask(
            [False, True]]]]
     """
     seq_len_k = seq_len_q if seq_len_k is None else seq_len_k
-    check_count("seq_len_q", seq_len_q, minimum=0)
-    check_count("seq_len_k", seq_len_k, minimum=0)
+    check_count("seq_len_q", seq_len_q)
+    check_count("seq_len_k", seq_len_k)
     span, batch_size = span_of(window_size, chunk_size), None
     visible = Mask(None, is_causal, key_padding_lengths, span, segment_ids=segment_ids)
     if visible.segments is not None:
@@ -150,7 +150,7 @@ class DeviceMask:
 
 def _known(mask: Bool[np.ndarray, "..."]) -> tuple[bool, int | None]:
     """Return whether the mask is causal for T queries and T keys, and the size of its sliding window, if any."""
-    if mask.shape[:2] != (1, 1) or mask.shape[2] != mask.shape[3]:
+    if mask.shape[:2] != (1, 1) or mask.shape[2] != mask.shape[3] or not mask.size:
         return False, None
     seq_len = mask.shape[2]
     seen = max(1, seq_len - np.count_nonzero(mask[0, 0, -1:]))  # keys of the last query
@@ -178,7 +178,9 @@ class CausalMask(DeviceMask):
     @cached_property
     def mask(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Boolean mask on the host, (1, 1, T, T)."""
-        window_size = self.window_size or max(1, self.seq_len)
+        if not self.seq_len:
+            return np.zeros((1, 1, 0, 0), bool)
+        window_size = self.window_size or self.seq_len
         return create_sliding_window_mask(self.seq_len, window_size=window_size)[None, None]
 
     @property
@@ -231,10 +233,8 @@ class Mask:
     segment_ids: Int[np.ndarray, "B T"] | tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B S"]] | None = None
 
     def check(self, scores_shape: tuple[int, ...]) -> None:
-        """Refuse a mask that does not fit the scores (B, N, T, S)."""
+        """Refuse a mask that does not fit the scores (B, N, T, S). `find_padding` checks lengths."""
         check_mask(self.mask, scores_shape)
-        if self.key_padding_lengths is not None:
-            check_lengths("key_padding_lengths", self.key_padding_lengths, scores_shape[0], scores_shape[3])
         if self.segments is not None:
             _check_segments(self.segments, scores_shape[0], *scores_shape[2:])
 

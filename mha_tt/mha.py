@@ -33,7 +33,7 @@ from mha_tt.padding import find_padding, finite_inputs, zero_padding
 from mha_tt.parallel.local import all_reduce
 from mha_tt.projections import project_output, project_qkv
 from mha_tt.scores import LEARNED, Scores
-from mha_tt.stages import check_attention, drop
+from mha_tt.stages import drop
 from mha_tt.weights import project_with, upload_weights
 
 # ---- Functions -------------------------------------------------------------------------------------------------------
@@ -51,18 +51,22 @@ def attention_layer(
     need_weights: bool,
     positions: np.ndarray | Rotation | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the output of a layer and, if requested, its attention weights: project, attend, project."""
+    """Return the output of a layer and, if requested, its attention weights: check, project, attend, project."""
     spec = layer.spec
     check_layer_inputs(query, key, value, positions, spec)
     key = query if key is None else key
     value = key if value is None else value
     scores = layer.scores(bias)
     mask = mask.within(spec)
-    is_padding = find_padding(mask, query.shape[0], key.shape[-2])  # pyright: ignore[reportOptionalMemberAccess]
+    seq_len_k = key.shape[-2]  # pyright: ignore[reportOptionalMemberAccess]
+    scores_shape = (query.shape[0], spec.num_heads, query.shape[1], seq_len_k)
+    mask.check(scores_shape)
+    scores.check_arguments(scores_shape, query)
+    is_padding = find_padding(mask, query.shape[0], seq_len_k)
+
     if is_padding is not None and not spec.shared_kv:
         query, key, value = finite_inputs(query, key, value, is_padding)
     q, k, v = project_qkv(layer.project, query, key, value, spec, positions)
-    check_attention(q, k, v, mask, scores)
     if is_padding is not None:
         k = zero_padding(k, is_padding)
         v = zero_padding(v, is_padding)
@@ -214,7 +218,10 @@ class AttentionLayer:
     def project(self, name: str, x: Float[Tensor, "B T d_in"]) -> Float[Tensor, "B T d_out"]:
         """Call the projection or norm `name` as a module, so that replaced layers (LoRA, quantized) are used."""
         project = project_with(self.weights, self.spec, compute_kernel_config=self.compute_kernel_config)
-        return all_reduce(project(name, x), self.heads if name == "out_proj" else None)
+        output = project(name, x)
+        if name == "out_proj" and self.heads is not None:
+            output = all_reduce(output, self.heads)
+        return output
 
     def scores(self, bias: Float[np.ndarray, "..."] | Tensor | None) -> Scores:
         """Return the scores of a call: bias, learned weights, and dropout in training."""
@@ -224,6 +231,8 @@ class AttentionLayer:
 
     def drop_output(self, output: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
         """Apply output dropout, in training and at a rate above 0."""
+        if not self._drops:
+            return output
         return drop("output", output, self.spec.output_dropout if self.training else 0.0, self._draw_seed())
 
     @property
@@ -291,8 +300,9 @@ class MultiHeadAttention(AttentionLayer):
                 `project_qkv` returns them.
             value: (B, S, d_kv); default: the key. With `shared_kv` the values of that layer, (B, K, S, Hv).
             masks: keywords that hide keys, see `MaskKeywords`.
-            bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key; on the device it is not read: a row
-                that is all -inf there returns the mean of the values.
+            bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key. On the device it has the dtype of
+                query (for bfloat8_b also bfloat16) and is not read: a row that is all -inf returns the mean of the
+                values.
             need_weights: also return the attention weights; uses the plain path.
             positions: position of each token, (B or 1, T), or with sections (axes, B or 1, T), on the host; default: 0,
                 1, ….

@@ -10,16 +10,16 @@ import ttnn
 from jaxtyping import Float, Int
 from ttnn import Tensor
 
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Refusal
 from mha_spec.attention import check_spec
 from mha_tt.arrays import as_dtype, at_least_float32
-from mha_tt.checks import check_gated
+from mha_tt.checks import check_features, check_gated
 from mha_tt.device import zeros
 from mha_tt.features.latent import expand_latents, project_latents
 from mha_tt.features.rope import Rotation, positions_and_rotation
 from mha_tt.features.temperature import apply_temperature
-from mha_tt.heads import combine_heads, split_heads
-from mha_tt.layout import TILE, padded_features
+from mha_tt.heads import combine_checked, split_checked, split_heads
+from mha_tt.layout import TILE, padded_features, padded_width
 from mha_tt.weights import Project
 
 
@@ -47,33 +47,60 @@ def project_qkv(
     check_spec(spec)
     if spec.latent is not None:
         q, latents = project_latents(project, query, spec, positions)
-        return q, *expand_latents(project, latents, spec)
+        k, v = expand_latents(project, latents, spec)
+        return q, k, v
     positions, rotation = positions_and_rotation(query, positions, spec)
-    if spec.shared_kv:
-        q, k, v = project("q_proj", query), key, value
-    elif not spec.fused_qkv:
-        q, k, v = project("q_proj", query), project("k_proj", key), project("v_proj", value)
-    elif key is query and value is query:
-        q, k, v = _unpack_qkv(project("qkv_proj", query), spec)
-    else:
-        q, k, v = (_unpack_qkv(project("qkv_proj", x), spec)[i] for i, x in enumerate((query, key, value)))
-
-    def enter(name: str, x: Tensor, num_heads: int, rotation: Rotation | None) -> Tensor:
-        norm = spec.norms.get(name)
-        x = x if spec.clip_qkv is None else ttnn.clamp(x, -spec.clip_qkv, spec.clip_qkv)
-        if norm is not None and norm.over == "width":
-            x = project(name, x)
-        x = x if len(x.shape) == 4 else split_heads(x, num_heads)
-        if norm is not None and norm.over == "head" and not norm.after_rope:
-            x = project(name, x)
-        x = x if rotation is None else rotation.rotate(x)
-        return project(name, x) if norm is not None and norm.after_rope else x
-
-    q = enter("q_norm", q, spec.num_heads, rotation)
-    k = k if spec.shared_kv else enter("k_norm", k, spec.num_kv_heads, rotation)
+    q, k, v = _project_inputs(project, query, key, value, spec)
+    q = _to_heads(project, "q_norm", q, spec.num_heads, spec, rotation)
+    if not spec.shared_kv:
+        k = _to_heads(project, "k_norm", k, spec.num_kv_heads, spec, rotation)
     if spec.temperature is not None and positions is not None:
         q = apply_temperature(q, positions, spec.temperature)
-    return q, k, v if spec.shared_kv else enter("v_norm", v, spec.num_kv_heads, None)
+    if not spec.shared_kv:
+        v = _to_heads(project, "v_norm", v, spec.num_kv_heads, spec, None)
+    return q, k, v
+
+
+def _project_inputs(
+    project: Project, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the features of q, k and v, (B, T, width), or heads; with `shared_kv` k and v are heads already."""
+    if spec.fused_qkv:
+        if key is query and value is query:
+            return _unpack_qkv(project("qkv_proj", query), spec)
+        q, _, _ = _unpack_qkv(project("qkv_proj", query), spec)
+        _, k, _ = _unpack_qkv(project("qkv_proj", key), spec)
+        _, _, v = _unpack_qkv(project("qkv_proj", value), spec)
+        return q, k, v
+    q = project("q_proj", query)
+    check_features("q_proj", q, padded_width("q_proj", spec))
+    if spec.shared_kv:
+        return q, key, value
+    k = project("k_proj", key)
+    check_features("k_proj", k, padded_width("k_proj", spec))
+    v = project("v_proj", value)
+    check_features("v_proj", v, padded_width("v_proj", spec))
+    return q, k, v
+
+
+def _to_heads(
+    project: Project, norm_name: str, x: Tensor, num_heads: int, spec: AttentionSpec, rotation: Rotation | None
+) -> Tensor:
+    """Clip projected features, split them into heads, and apply their norm and RoPE."""
+    norm = spec.norms.get(norm_name)
+    if spec.clip_qkv is not None:
+        x = ttnn.clamp(x, -spec.clip_qkv, spec.clip_qkv)
+    if norm is not None and norm.over == "width":
+        x = project(norm_name, x)
+    if len(x.shape) == 3:
+        x = split_checked(x, num_heads)
+    if norm is not None and norm.over == "head" and not norm.after_rope:
+        x = project(norm_name, x)
+    if rotation is not None:
+        x = rotation.rotate(x)
+    if norm is not None and norm.after_rope:
+        x = project(norm_name, x)
+    return x
 
 
 def apply_gate(context: Float[Tensor, "B N T Hv"], gate: Float[Tensor, "B T G"]) -> Float[Tensor, "B N T Hv"]:
@@ -104,13 +131,19 @@ def project_output(
     """
     if spec.gate is not None:
         context = apply_gate(context, project("gate_proj", query))
-    output = combine_heads(context)
-    output = output if spec.context_norm is None else project("context_norm", output)
-    return project("out_proj", output) if spec.out_proj else output
+    output = combine_checked(context)
+    if spec.context_norm is not None:
+        output = project("context_norm", output)
+    if spec.out_proj:
+        output = project("out_proj", output)
+    return output
 
 
 def _unpack_qkv(packed: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v of a packed projection, split at once if heads have equal widths and no norm is over them."""
+    width = sum(padded_width(f"{part}_proj", spec) for part in "qkv")
+    if packed.shape[-1] != width:
+        raise Refusal("qkv_proj", f"return the {width} features of all q, k and v", f"{packed.shape[-1]} features")
     num_heads, num_kv_heads = spec.num_heads, spec.num_kv_heads
     head_dim = padded_features("q_proj", spec)
     is_even = padded_features("v_proj", spec) == head_dim

@@ -12,7 +12,14 @@ from ttnn import Tensor
 from mha_spec import AttentionSpec, GridBias, Refusal, RelativeBias, RelativeProducts
 from mha_spec.rules import as_rate
 from mha_tt.arrays import as_dtype
-from mha_tt.checks import check_bias, check_keep, check_relative_bias, check_relative_products, check_sinks
+from mha_tt.checks import (
+    check_bias,
+    check_grid,
+    check_keep,
+    check_relative_bias,
+    check_relative_products,
+    check_sinks,
+)
 from mha_tt.device import upload
 from mha_tt.masks import block_of
 
@@ -49,12 +56,21 @@ class Scores:
     relative_keys: Float[Tensor, "..."] | None = None
     relative_queries: Float[Tensor, "..."] | None = None
 
+    def check_arguments(self, scores_shape: tuple[int, ...], query: Tensor) -> None:
+        """Refuse what a call of a layer brings and does not fit the scores (B, N, T, S) or their queries."""
+        if self.bias is not None:
+            check_bias(self.bias, scores_shape, query)
+        if self.dropout_keep is not None:
+            check_keep(self.dropout_keep, scores_shape)
+        if isinstance(self.buckets, GridBias):
+            check_grid(self.buckets, scores_shape)
+
     def check(self, scores_shape: tuple[int, ...], query: Tensor) -> None:
         """Refuse settings that do not fit the scores (B, N, T, S), their queries or the layer."""
         if self.spec is not None and self.spec.sinks != (self.sinks is not None):
             raise Refusal("sinks", "be given where the spec has them", {"spec.sinks": self.spec.sinks})
         check_relative_bias(self.relative_bias, self.buckets, scores_shape)
-        check_bias(self.bias, scores_shape)
+        check_bias(self.bias, scores_shape, query)
         check_relative_products(self.relative_keys, self.relative_queries, self.products, query)
         check_sinks(self.sinks, scores_shape[1])
         as_rate("dropout", self.dropout)
@@ -88,7 +104,7 @@ class Scores:
     @property
     def has_distances(self) -> bool:
         """True if scores depend on the distance of query and key."""
-        return self.slopes is not None or self.buckets is not None or self.products is not None
+        return self.spec is not None and self.spec.has_distance_bias
 
     def block(self, rows: slice, keys: slice) -> Scores:
         """Return the scores of a block of queries and keys."""

@@ -64,7 +64,7 @@ def attention_scores(
     check_floating("query", query, rank=4)
     check_floating("key", key, rank=4)
     check_scored(query, key, spec)
-    check_bias(bias, (*tuple(query.shape)[:3], key.shape[2]))
+    check_bias(bias, (*tuple(query.shape)[:3], key.shape[2]), query)
     scale, relative = score_scale(query, spec), None if spec is None else spec.relative_bias
     check_relative_bias(relative_bias, relative, (*tuple(query.shape)[:3], key.shape[2]))
     products = None if spec is None else spec.relative_products

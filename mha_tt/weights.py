@@ -23,6 +23,7 @@ from mha_tt.layout import (
     parameter_shape,
     real_heads,
     slots_in,
+    weight_dtype,
 )
 from mha_tt.parallel.local import lines_of, local_spec, local_weights, whole_weights
 
@@ -76,9 +77,7 @@ def upload_weights(
     parts = [_arranged(local_weights(weights, spec, size, chip), own) for chip in range(size)]
     held = {}
     for name, array in parts[0].items():
-        is_matrix = name.endswith(".weight") and name not in spec.parameters
-        narrow = dtype == ttnn.bfloat8_b and not is_matrix  # a block format rounds a row by its largest element
-        kept = ttnn.bfloat16 if narrow else dtype
+        kept = weight_dtype(name, dtype, spec)
         if heads is None:
             held[name] = upload(array, device=device, dtype=kept)
         else:
@@ -187,13 +186,16 @@ def project_with(
                 compute_kernel_config=compute_kernel_config,
             )
         weight = weights[f"{name}.weight"]
-        check_projected(name, x, weight)
-        return ttnn.linear(
-            x,
-            weight,
-            bias=weights.get(f"{name}.bias"),
-            dtype=x.dtype,
-            compute_kernel_config=compute_kernel_config or accurate_config(x.device()),
-        )
+        try:
+            return ttnn.linear(
+                x,
+                weight,
+                bias=weights.get(f"{name}.bias"),
+                dtype=x.dtype,
+                compute_kernel_config=compute_kernel_config or accurate_config(x.device()),
+            )
+        except RuntimeError:
+            check_projected(name, x, weight)  # say it in terms of the layer
+            raise
 
     return project

@@ -67,7 +67,7 @@ def decode_step(
         of_scores["sinks"] = kept.get_or_make(
             made_for, (learned,), lambda: fused.sinks_of_step(learned, q, slots[0], **of_scores)
         )
-    context = fused.attend_to_cache(q, slots[0], slots[-1], places.slots, page_table=cache.page_table, **of_scores)
+    context = fused.attend_to_checked(q, slots[0], slots[-1], places.slots, page_table=cache.page_table, **of_scores)
     if is_packed:
         rows = (batch_size, 1) if batch_size <= FEW else (1, batch_size)
         output = ttnn.reshape(context, (*rows, context.shape[2] * context.shape[3]))

@@ -205,10 +205,27 @@ def attend_to_cache(
         )
     check_cached_step(query, keys, values, last_positions, page_table)
     check_head_dim(None if spec is None else spec.head_dim, query.shape[3])
+    if not isinstance(sinks, list):
+        check_sinks(sinks, query.shape[2])
+    options: Any = {"page_table": page_table, "sinks": sinks, "compute_kernel_config": compute_kernel_config}
+    return attend_to_checked(query, keys, values, last_positions, spec, **options)
+
+
+def attend_to_checked(
+    query: Float[Tensor, "1 B N H"],
+    keys: Float[Tensor, "B K S H"],
+    values: Float[Tensor, "B K S Hv"],
+    last_positions: Int[np.ndarray, " B"] | Int[Tensor, " B"],
+    spec: AttentionSpec | None,
+    *,
+    page_table: Int[Tensor, "B P"] | None = None,
+    sinks: Float[Tensor, "1 N 1 1"] | list[Tensor] | None = None,
+    compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
+) -> Float[Tensor, "1 B N H"]:
+    """Return the context of `attend_to_cache`, without checks."""
     scale, config = score_scale(query, spec), compute_kernel_config or accurate_config(query.device())
     parts = _parts(query.shape[2], query.shape[3], keys.shape[1], config)
     if not isinstance(sinks, list):
-        check_sinks(sinks, query.shape[2])
         sinks = [None] * len(parts) if sinks is None else _sinks_of(parts, sinks, scale)
     # 0 lets the operation choose its chunks. Without a configuration it divides keys among more cores than its
     # reduction tree supports, on Blackhole with few heads.

@@ -64,9 +64,9 @@ def whole_weights(parts: Sequence[Mapping[str, np.ndarray]], spec: AttentionSpec
     return whole
 
 
-def all_reduce(x: Tensor, axis: int | None) -> Tensor:
-    """Return the sum over chips along an axis of a mesh, on each of them; x itself without an axis."""
-    if axis is None or x.device().shape[axis] == 1 or 0 in tuple(x.shape):
+def all_reduce(x: Tensor, axis: int) -> Tensor:
+    """Return the sum over chips along an axis of a mesh, on each of them."""
+    if x.device().shape[axis] == 1 or 0 in tuple(x.shape):
         return x
     return ttnn.all_reduce(x, cluster_axis=axis)
 

@@ -141,8 +141,7 @@ EXTRA_NAMES = {
         "is_autocast_on",  # and narrowed or not by more than their own dtype
         *("Rotation", "rotation_of"),  # JAX's compiler shares the common computations of queries and keys
         *("is_distributed", "replicate_like"),  # a tensor may be a DTensor,
-        "needs_gradient",  # or require a gradient,
-        "check_features",  # and a projection may return one, or some of its features
+        "needs_gradient",  # or require a gradient
         "apply_norm_by_mean",  # over all processes
         "hooks_of",  # a module may do more than its weights determine
         "check_device",  # tensors lie on several devices,
@@ -169,6 +168,7 @@ EXTRA_NAMES = {
         *("HeadWeights", "weights_of_heads"),  # a weight is split once for many calls
         "project_absorbed",  # and queries are combined once
         "sinks_of_step",  # computed once for many steps
+        *("split_checked", "combine_checked", "attend_to_checked"),  # bodies of several operations, without checks
         "attend_to_cache",  # one new token per sequence has its own kernel
         *("LARGEST_CHUNK", "WIDE"),  # of the fused kernel, which has options for dividing its work
         *("HALF_TILE", "STEP_FEATURES"),  # limits of the step kernel: for its approximation, and for correct results
@@ -211,7 +211,7 @@ OTHERWISE = {
 }
 
 OTHER_SUMMARIES = {
-    ("tt", "check_bias"),  # a bias of any floating dtype is converted, on the host or on the device
+    *(("jax", "check_features"), ("tt", "check_features")),  # features are never distributed over processes
     *(("tt", "zero_where"), ("tt", "nan_where")),  # there are no gradients,
     ("tt", "zero_heads_in_padding"),  # and lengths are always known
 }

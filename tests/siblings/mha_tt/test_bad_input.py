@@ -404,6 +404,14 @@ HELD |= {"out_proj.weight": ones(64, 8), "out_proj.bias": ones(1, 8)}
 
 BAD_WEIGHTS = {
     "array": ({**HELD, "q_proj.weight": np.ones((6, 64))}, refuses_type("q_proj.weight", "ndarray")),
+    "wider": (
+        {**HELD, "k_proj.weight": wide(6, 64)},
+        refuses_type("k_proj.weight", "DataType.FLOAT32 and DataType.BFLOAT16"),
+    ),
+    "wider bias": (
+        {**HELD, "v_proj.bias": wide(1, 64)},
+        refuses_type("v_proj.bias", "DataType.FLOAT32 and DataType.BFLOAT16"),
+    ),
 }
 X = ones(2, 3, 6)
 FUNCTIONS = {
@@ -417,8 +425,8 @@ every_function = pytest.mark.parametrize("function", FUNCTIONS)
 
 @every_function
 @pytest.mark.parametrize("name", BAD_WEIGHTS)
-def test_function_rejects_weights_on_host(device, name, function):
-    """An array among the weights raises an error in every function."""
+def test_function_rejects_other_weights(device, name, function):
+    """An array among the weights, or a weight of another dtype, raises an error in every function."""
     held, refusal = BAD_WEIGHTS[name]
     function, keywords = FUNCTIONS[function]
     refused(device, function, {**keywords, "weights": held, "spec": LAYER_SPEC}, refusal)
@@ -515,6 +523,11 @@ DOT_PRODUCTS = {
     ),
     "integer bias": ({"bias": np.ones((3, 3), int)}, refuses_type("bias", {"bias.dtype": ...})),
     "bias on the device": ({"bias": ones(3, 4)}, refuses("bias", {"bias.shape": (3, 4)})),
+    "wider bias": ({"bias": wide(3, 3)}, refuses_type("bias", {"bias.dtype": ..., "query.dtype": ...})),
+    "bias of blocks": (
+        {"bias": Tensor((3, 3), ttnn.bfloat8_b)},
+        refuses_type("bias", {"bias.dtype": ..., "query.dtype": ...}),
+    ),
 }
 FLOAT32 = {name: wide(2, 2, 3, 32) for name in ("query", "key", "value")}
 FUSED = {
@@ -625,6 +638,75 @@ def test_input_of_other_dtype_raises(device, kind, name):
         layer(*inputs)
 
 
+BAD_CALLS = {
+    "width": ({"query": ones(2, 3, 7)}, refuses("query", {"query.shape": (2, 3, 7)})),
+    "mask": ({"mask": booleans(3, 4)}, refuses("mask", {"mask.shape": (3, 4)})),
+    "segments": ({"segment_ids": np.zeros((2, 4), int)}, refuses("segment_ids", {"segment_ids.shape": (2, 4)})),
+    "bias": ({"bias": ones(3, 4)}, refuses("bias", {"bias.shape": (3, 4)})),
+    "wider bias": ({"bias": wide(3, 3)}, refuses_type("bias", {"bias.dtype": ..., "query.dtype": ...})),
+    "lengths": ({"key_padding_lengths": [3, 4]}, refuses("key_padding_lengths", key_padding_lengths=[3, 4])),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_bad_calls_raise_before_work(device, calls, name):
+    """Inputs that do not fit a layer raise an error before any operation runs."""
+    keywords, refusal = BAD_CALLS[name]
+    layer = mha_tt.MultiHeadAttention(SPEC, device=device)
+    keywords = made({"query": ones(2, 3, 8), **keywords}, device)
+    calls.clear()
+    with refusal:
+        layer(**keywords)
+    assert calls == []
+
+
+BAD_STEPS = {
+    "width": ({"x": ones(2, 3, 7)}, refuses("x", {"x.shape": (2, 3, 7)})),
+    "mask": ({"mask": booleans(3, 3)}, refuses("mask", {"mask.shape": (3, 3)})),
+    "bias": ({"bias": ones(3, 3)}, refuses("bias", {"bias.shape": (3, 3)})),
+    "room": ({"x": ones(2, 33, 8)}, refuses("lengths + new tokens")),
+}
+
+
+@pytest.mark.parametrize("name", BAD_STEPS)
+def test_bad_steps_raise_before_work(device, calls, name):
+    """Inputs that do not fit a layer with a cache raise an error before any operation runs."""
+    keywords, refusal = BAD_STEPS[name]
+    layer = mha_tt.MultiHeadAttentionWithCache(SPEC, device=device)
+    keywords = made({"x": ones(2, 3, 8), **keywords}, device) | {"cache": layer.init_cache(2, 32)}
+    calls.clear()
+    with refusal:
+        layer(**keywords)
+    assert calls == []
+
+
+SHARED_SPEC = parity.AttentionSpec(8, 2, shared_kv=True)
+
+
+@pytest.mark.parametrize("name", ["key", "value"])
+def test_shared_kv_has_dtype_of_query(device, name):
+    """Keys or values of another layer in float32 raise an error for bfloat16 queries."""
+    keywords = {"query": ones(2, 3, 8), "key": ones(2, 2, 4, 32), "value": ones(2, 2, 4, 32), name: wide(2, 2, 4, 32)}
+    refusal = refuses_type(name, {f"{name}.dtype": ..., "query.dtype": ...})
+    refused(device, module("MultiHeadAttention", SHARED_SPEC), keywords, refusal)
+
+
+@pytest.mark.parametrize("fused_qkv", [False, True], ids=["separate", "packed"])
+def test_projection_of_other_width_raises(device, fused_qkv):
+    """A projection that returns 7 features raises an error with the projection's name."""
+    spec = parity.AttentionSpec(8, 2, fused_qkv=fused_qkv)
+    inputs = [ones(2, 3, 7)(device)] * 3
+    with refuses("qkv_proj" if fused_qkv else "q_proj", "7 features"):
+        mha_tt.project_qkv(lambda name, x: x, *inputs, spec=spec)
+
+
+def test_input_of_projection_names_it(device):
+    """A projection raises an error with its name for an input that does not fit its weight."""
+    project = mha_tt.project_with(weights(SPEC)(device), SPEC)
+    with refuses("the input of k_proj", shape=(2, 3, 7)):
+        project("k_proj", ones(2, 3, 7)(device))
+
+
 # ---- Masks -----------------------------------------------------------------------------------------------------------
 
 
@@ -643,6 +725,25 @@ def test_invalid_device_mask_raises(device, mask, refusal):
     """None, lists, numbers and five axes raise an error in DeviceMask."""
     with refusal:
         mha_tt.DeviceMask(mask, device=device)
+
+
+EMPTY_MASKS = {
+    "causal": ("create_causal_mask", (0,), {}, refuses("seq_len_q", seq_len_q=0)),
+    "causal keys": ("create_causal_mask", (2, 0), {}, refuses("seq_len_k", seq_len_k=0)),
+    "padding": ("create_padding_mask", ([0], 0), {}, refuses("seq_len_k", seq_len_k=0)),
+    "attention": ("create_attention_mask", (0,), {}, refuses("seq_len_q", seq_len_q=0)),
+    "cached": ("create_causal_mask_with_cache", (0, 2, 2), {}, refuses("seq_len_q", seq_len_q=0)),
+    "window": ("create_sliding_window_mask", (0,), {"window_size": 1}, refuses("seq_len_q", seq_len_q=0)),
+    "slots": ("create_cache_mask", (lengths(1), 0, 4), {}, refuses("seq_len_q", seq_len_q=0)),
+}
+
+
+@pytest.mark.parametrize("name", EMPTY_MASKS)
+def test_empty_masks_raise(name):
+    """A mask without queries or keys raises an error."""
+    function, args, keywords, refusal = EMPTY_MASKS[name]
+    with refusal:
+        getattr(mha_tt, function)(*args, **keywords)
 
 
 def test_device_mask_of_device_mask_raises(device):

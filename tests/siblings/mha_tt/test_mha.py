@@ -477,12 +477,12 @@ def test_bias_of_any_shape_matches_formula(device, rng, axes, masked, on, form, 
 
 
 @both_forms
-def test_bias_on_device_may_have_other_dtype(device, rng, form):
-    """A float32 bias on the device gives a bfloat16 layer the bits of the bias on the host."""
-    bias, inputs = draw(rng, ttnn.bfloat16, 3, 4), crossed(ttnn.bfloat16)
-    other = mha_tt.upload(bias, device=device, dtype=ttnn.float32)
-    output, _ = attended(f"module-{form}", BARE, device, ttnn.bfloat16, inputs, bias=other)
-    expected, _ = attended(f"module-{form}", BARE, device, ttnn.bfloat16, inputs, bias=bias)
+def test_bias_of_blocks_may_be_bfloat16(device, rng, form):
+    """A bfloat16 bias on the device gives a bfloat8_b layer the bits of the bias on the host."""
+    bias, inputs = draw(rng, ttnn.bfloat16, 3, 4), crossed(ttnn.bfloat8_b)
+    held = mha_tt.upload(bias, device=device)
+    output, _ = attended(f"module-{form}", BARE, device, ttnn.bfloat8_b, inputs, bias=held)
+    expected, _ = attended(f"module-{form}", BARE, device, ttnn.bfloat8_b, inputs, bias=bias)
     assert np.array_equal(output, expected)
 
 
