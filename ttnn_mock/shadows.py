@@ -43,6 +43,7 @@ class Shadow:
     def __init__(self) -> None:
         self.operations: list[str] = []
         self._values: dict[int, list[torch.Tensor]] = {}  # of each chip, in row-major order
+        self._hosts: dict[int, ttnn.Tensor] = {}  # moved to a device, and not read yet
         self._filling: dict[int, float] = {}  # padding of a tensor's last tiles, if known
 
     def __getitem__(self, tensor: ttnn.Tensor) -> torch.Tensor:
@@ -67,9 +68,17 @@ class Shadow:
         Raises:
             KeyError: if the tensor was created outside the shadow.
         """
+        host = self._hosts.pop(tensor.tensor_id, None)
+        if host is not None:
+            value = self[host] if self.has(host) else _value_of_host(host)
+            self._set(tensor, [value] * _num_chips(tensor))
         if tensor.tensor_id not in self._values:
             raise KeyError(f"tensor must have been made while the shadow is on, got one of shape {tuple(tensor.shape)}")
         return self._values[tensor.tensor_id]
+
+    def has(self, tensor: ttnn.Tensor) -> bool:
+        """Return whether the value of a tensor is known."""
+        return tensor.tensor_id in self._values or tensor.tensor_id in self._hosts
 
     def _set(self, tensor: ttnn.Tensor, values: Sequence[torch.Tensor]) -> None:
         rounded = {id(value): _rounded(value, tensor) for value in values}  # replicated values once
@@ -81,6 +90,7 @@ class Shadow:
 
         arrays = array if isinstance(array, list) else [array]
         values = [torch.from_numpy(each.copy()) for each in arrays]
+        self._hosts.pop(tensor.tensor_id, None)
         self._set(tensor, values if isinstance(array, list) else values * _num_chips(tensor))
         self._filling[tensor.tensor_id] = pad_value
 
@@ -90,15 +100,19 @@ class Shadow:
 
     def taken_apart(self, tensor: ttnn.Tensor, parts: list[ttnn.Tensor]) -> None:
         """Record tensors that are the per-chip parts of another."""
-        for part, value in zip(parts, self._values.get(tensor.tensor_id, []), strict=False):
+        values = self.parts(tensor) if self.has(tensor) else []
+        for part, value in zip(parts, values, strict=False):
             self._values[part.tensor_id] = [value]
 
     def __call__(self, operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], result: Any) -> None:
         """Compute the results of an operation; ttnn calls this hook after each."""
         name = operation.python_fully_qualified_name
         self.operations.append(name)
+        if name == "ttnn.to_device":
+            self._hosts[result.tensor_id] = arguments[0]
         if name == "ttnn.deallocate":
             self._values.pop(arguments[0].tensor_id, None)
+            self._hosts.pop(arguments[0].tensor_id, None)
         if name in ("ttnn.to_device", "ttnn.deallocate", "ttnn.synchronize_device"):
             return
         if name in ("ttnn.from_torch", "ttnn.as_tensor"):
@@ -165,6 +179,15 @@ class Shadow:
                 )
 
 
+def _value_of_host(host: ttnn.Tensor) -> torch.Tensor:
+    """Return the value of a tensor on the host, in float32; integers unchanged."""
+    import torch
+
+    if host.dtype not in _INTEGERS:
+        host = ttnn._ttnn.operations.core.to_dtype(host, ttnn.float32)  # below the hooks
+    return torch.from_numpy(np.array(host.to_numpy()))
+
+
 def _tensors_in(argument: Any) -> Iterator[torch.Tensor]:
     """Return the torch tensors among arguments."""
     if isinstance(argument, dict | list | tuple):
@@ -210,8 +233,7 @@ def _joined(parts: list[torch.Tensor], result: torch.Tensor) -> torch.Tensor:
 
 def value_of(tensor: ttnn.Tensor) -> np.ndarray | None:
     """Return the value of a tensor, on host or device, if an active shadow has it."""
-    known = bool(_active) and tensor.tensor_id in _active[-1]._values
-    return _active[-1].download(tensor) if known else None
+    return _active[-1].download(tensor) if _active and _active[-1].has(tensor) else None
 
 
 _INTEGERS = (ttnn.int32, ttnn.uint8, ttnn.uint16, ttnn.uint32)
