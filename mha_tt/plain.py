@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 import ttnn
 from ttnn import Tensor
 
@@ -69,8 +68,9 @@ MASKED = -1e9
 
 def upload(array: np.ndarray, device: ttnn.MeshDevice, dtype: ttnn.DataType) -> Tensor:
     """Copy an array of any shape to a device, in tiles."""
-    host = torch.tensor(np.asarray(array, dtype=np.float32))
-    return ttnn.from_torch(host, dtype=dtype, layout=ttnn.TILE_LAYOUT, device=device)
+    # ttnn reads neither float64 nor arrays whose memory has another order.
+    array = np.array(array, dtype=np.float32, order="C")
+    return ttnn.to_device(ttnn.Tensor(array, dtype, None, ttnn.TILE_LAYOUT), device)
 
 
 def accurate_config(device: ttnn.MeshDevice) -> ttnn.DeviceComputeKernelConfig:
