@@ -21,7 +21,7 @@ from mha_jax.features.latent_mha import MultiHeadLatentAttention, multi_head_lat
 from mha_jax.features.norms import apply_norm
 from mha_jax.features.rope import apply_rope
 from mha_jax.features.temperature import apply_temperature
-from mha_jax.functional import multi_head_attention, multi_head_attention_core
+from mha_jax.functional import multi_head_attention
 from mha_jax.heads import combine_heads, repeat_kv_heads, split_heads
 from mha_jax.kernels import fused
 from mha_jax.kernels.nonfinite import contained
@@ -76,7 +76,6 @@ __all__ = [
     "kv_cache_nbytes",
     "masked_softmax",
     "multi_head_attention",
-    "multi_head_attention_core",
     "multi_head_attention_with_cache",
     "multi_head_attention_with_static_cache",
     "multi_head_latent_attention",

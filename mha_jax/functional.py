@@ -13,39 +13,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mha_jax.arrays import cast
 from mha_jax.checks import check_weights
-from mha_jax.heads import combine_heads, split_heads
 from mha_jax.kernels import Kernel, fused
 from mha_jax.masks import Mask, MaskKeywords
 from mha_jax.mha import FunctionalLayer, attention_layer
-from mha_jax.stages import apply_dropout, scaled_dot_product_attention
+from mha_jax.stages import apply_dropout
 from mha_spec import AttentionSpec, Refusal
-
-
-def multi_head_attention_core(
-    query: Float[Array, "B T E"],
-    key: Float[Array, "B S E"],
-    value: Float[Array, "B S E"],
-    num_heads: int,
-    mask: Bool[Array, "..."] | None = None,
-) -> tuple[Float[Array, "B T E"], Float[Array, "B N T S"] | None]:
-    """Multi-head attention of projected inputs: split heads, attend, combine heads.
-
-    Args:
-        query: (B, T, E).
-        key, value: (B, S, E).
-        num_heads: number of heads, N, a divisor of E.
-        mask: boolean, True = masked; broadcasts to (B, N, T, S).
-
-    Returns:
-        Output (B, T, E), before any output projection, and the attention weights (B, N, T, S).
-
-    Raises:
-        TypeError: if an input is not floating point or the mask is not boolean.
-        ValueError: if the shapes do not fit.
-    """
-    q, k, v = (split_heads(x, num_heads) for x in (query, key, value))
-    context, attn_weights = scaled_dot_product_attention(q, k, v, mask=mask, need_weights=True)
-    return combine_heads(context), attn_weights
 
 
 def multi_head_attention(

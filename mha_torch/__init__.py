@@ -19,7 +19,7 @@ from mha_torch.features.latent_mha import MultiHeadLatentAttention, multi_head_l
 from mha_torch.features.norms import apply_norm
 from mha_torch.features.rope import apply_rope
 from mha_torch.features.temperature import apply_temperature
-from mha_torch.functional import multi_head_attention, multi_head_attention_core
+from mha_torch.functional import multi_head_attention
 from mha_torch.heads import combine_heads, repeat_kv_heads, split_heads
 from mha_torch.kernels import fused
 from mha_torch.kernels.nonfinite import contained
@@ -74,7 +74,6 @@ __all__ = [
     "kv_cache_nbytes",
     "masked_softmax",
     "multi_head_attention",
-    "multi_head_attention_core",
     "multi_head_attention_with_cache",
     "multi_head_attention_with_static_cache",
     "multi_head_latent_attention",

@@ -13,38 +13,9 @@ from torch import Tensor
 
 from mha_spec import AttentionSpec, Refusal
 from mha_torch.checks import check_weights
-from mha_torch.heads import combine_heads, split_heads
 from mha_torch.kernels import Kernel, fused
 from mha_torch.masks import Mask, MaskKeywords
 from mha_torch.mha import FunctionalLayer, attention_layer
-from mha_torch.stages import scaled_dot_product_attention
-
-
-def multi_head_attention_core(
-    query: Float[Tensor, "B T E"],
-    key: Float[Tensor, "B S E"],
-    value: Float[Tensor, "B S E"],
-    num_heads: int,
-    mask: Bool[Tensor, "..."] | None = None,
-) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B N T S"] | None]:
-    """Multi-head attention of projected inputs: split heads, attend, combine heads.
-
-    Args:
-        query: (B, T, E).
-        key, value: (B, S, E).
-        num_heads: number of heads, N, a divisor of E.
-        mask: boolean, True = masked; broadcasts to (B, N, T, S).
-
-    Returns:
-        Output (B, T, E), before any output projection, and the attention weights (B, N, T, S).
-
-    Raises:
-        TypeError: if an input is not floating point or the mask is not boolean.
-        ValueError: if the shapes do not fit.
-    """
-    q, k, v = (split_heads(x, num_heads) for x in (query, key, value))
-    context, attn_weights = scaled_dot_product_attention(q, k, v, mask=mask, need_weights=True)
-    return combine_heads(context), attn_weights
 
 
 def multi_head_attention(

@@ -43,7 +43,7 @@ from mha_tt.features.latent_mha import MultiHeadLatentAttention, multi_head_late
 from mha_tt.features.norms import apply_norm
 from mha_tt.features.rope import Rotation, apply_rope
 from mha_tt.features.temperature import apply_temperature
-from mha_tt.functional import multi_head_attention, multi_head_attention_core
+from mha_tt.functional import multi_head_attention
 from mha_tt.heads import combine_heads, repeat_kv_heads, split_heads
 from mha_tt.kernels import fused
 from mha_tt.kernels.nonfinite import contained
@@ -111,7 +111,6 @@ __all__ = [
     "kv_cache_nbytes",
     "masked_softmax",
     "multi_head_attention",
-    "multi_head_attention_core",
     "multi_head_attention_with_cache",
     "multi_head_attention_with_static_cache",
     "multi_head_latent_attention",

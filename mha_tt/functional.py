@@ -16,38 +16,10 @@ from ttnn import Tensor
 
 from mha_spec import AttentionSpec, Refusal
 from mha_tt.checks import check_weights
-from mha_tt.heads import combine_heads, split_heads
 from mha_tt.kernels import Kernel, fused
-from mha_tt.masks import DeviceMask, Mask, MaskKeywords
+from mha_tt.masks import Mask, MaskKeywords
 from mha_tt.mha import FunctionalLayer, attention_layer
-from mha_tt.stages import drop, scaled_dot_product_attention
-
-
-def multi_head_attention_core(
-    query: Float[Tensor, "B T E"],
-    key: Float[Tensor, "B S E"],
-    value: Float[Tensor, "B S E"],
-    num_heads: int,
-    mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
-) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B N T S"] | None]:
-    """Multi-head attention of projected inputs: split heads, attend, combine heads.
-
-    Args:
-        query: (B, T, E).
-        key, value: (B, S, E).
-        num_heads: number of heads, N, a divisor of E.
-        mask: boolean, True = masked; broadcasts to (B, N, T, S).
-
-    Returns:
-        Output (B, T, E), before any output projection, and the attention weights (B, N, T, S).
-
-    Raises:
-        TypeError: if an input is not floating point or the mask is not boolean.
-        ValueError: if the shapes do not fit.
-    """
-    q, k, v = (split_heads(x, num_heads) for x in (query, key, value))
-    context, attn_weights = scaled_dot_product_attention(q, k, v, mask=mask, need_weights=True)
-    return combine_heads(context), attn_weights
+from mha_tt.stages import drop
 
 
 def multi_head_attention(

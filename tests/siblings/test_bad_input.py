@@ -397,32 +397,6 @@ def test_fused_path_stores_no_weights(sibling, name):
     assert_error(sibling, "fused.scaled_dot_product_attention", (), {**SPLIT, **keywords}, refusal)
 
 
-CORES = {
-    "rank": ((ones(3, 64), ones(2, 3, 64), ones(2, 3, 64), 2), refuses("x", {"x.shape": (3, 64)})),
-    "integers": ((integers(2, 3, 64), ones(2, 3, 64), ones(2, 3, 64), 2), refuses_type("x…", {"x.dtype": ...})),
-    "heads": ((ones(2, 3, 64), ones(2, 3, 64), ones(2, 3, 64), 3), refuses("the width", width=64, num_heads=3)),
-    "key width": (
-        (ones(2, 3, 64), ones(2, 3, 6), ones(2, 3, 6), 2),
-        refuses("key", {"key.shape": (2, 2, 3, 3), "query.shape": (2, 2, 3, 32)}),
-    ),
-    "value length": (
-        (ones(2, 3, 64), ones(2, 3, 64), ones(2, 4, 64), 2),
-        refuses("value", {"value.shape": (2, 2, 4, 32), "key.shape": (2, 2, 3, 32)}),
-    ),
-    "float mask": (
-        (ones(2, 3, 64), ones(2, 3, 64), ones(2, 3, 64), 2, floats(3, 3)),
-        refuses_type("mask", {"mask.dtype": ...}),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", CORES)
-def test_core_rejects_bad_input(sibling, name):
-    """The core function raises an error for bad input."""
-    args, refusal = CORES[name]
-    assert_error(sibling, "multi_head_attention_core", args, {}, refusal)
-
-
 # ---- Layers ----------------------------------------------------------------------------------------------------------
 
 SPEC = AttentionSpec(64, 2, d_in=6, d_kv=5)

@@ -288,14 +288,6 @@ def test_textbook_example_is_two_layers(sibling, path):
     assert np.abs(output - PRINTED).max() <= FOUR_DECIMALS + sibling.rounding
 
 
-def test_textbook_example_is_the_core(sibling):
-    """The core function computes the example from its projected inputs."""
-    q, k, v = (sibling.array(TOKENS @ TEXTBOOK[f"{name}_proj.weight"].T) for name in "qkv")
-    mask = sibling.package.create_causal_mask(6)
-    output, _ = sibling.package.multi_head_attention_core(q, k, v, 2, mask)
-    assert np.abs(sibling.numpy(output) - PRINTED).max() <= FOUR_DECIMALS + sibling.rounding
-
-
 def test_textbook_example_is_self_attention(sibling):
     """The module for self-attention builds the causal mask of the example."""
     module = sibling.filled("MultiHeadSelfAttention", TEXTBOOK_SPEC, TEXTBOOK)

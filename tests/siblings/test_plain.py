@@ -6,10 +6,11 @@ import sys
 import numpy as np
 import pytest
 from helpers import ROOT
+from helpers.textbook import TEXTBOOK_OUTPUT
 
 from mha_spec import AttentionSpec
 from parity.core.case import Case
-from parity.core.problem import make_problem
+from parity.core.problem import TEXTBOOK_INPUT, TEXTBOOK_WEIGHTS, make_problem
 
 SPEC = AttentionSpec(8, 2)
 SELF = make_problem(Case("self", SPEC, "", seq_len=4), "float32")
@@ -92,6 +93,17 @@ def test_tutorial_rows_without_keys_are_zero(sibling):
     is_empty = MASK.all(axis=-1)
     assert np.array_equal(np.all(output == 0.0, axis=-1), is_empty[:, 0])
     assert np.array_equal(np.all(attn_weights == 0.0, axis=-1), np.broadcast_to(is_empty, (2, 2, 3)))
+
+
+def test_tutorial_core_is_textbook_example(sibling):
+    """The core computes the output printed in a book, to its four decimals, from projected inputs."""
+    tokens = np.array([TEXTBOOK_INPUT], np.float32)
+    weights = [np.array(TEXTBOOK_WEIGHTS[f"{name}_proj.weight"], np.float32) for name in "qkv"]
+    q, k, v = (sibling.array(tokens @ weight.T) for weight in weights)
+    plain = sibling.package.plain
+    output, _ = plain.multi_head_attention_core(q, k, v, 2, plain.create_causal_mask(6))
+    half_of_last_digit = 0.5e-4 + 1e-6  # and float32's own rounding
+    assert np.abs(sibling.numpy(output) - TEXTBOOK_OUTPUT).max() <= half_of_last_digit + sibling.rounding
 
 
 def test_tutorial_cache_equals_one_pass(sibling):

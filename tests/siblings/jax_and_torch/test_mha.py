@@ -1036,9 +1036,7 @@ def test_jax_function_accepts_module_state(sibling, as_function_takes_them):
 
 
 def test_jax_function_accepts_linen_params():
-    """The function accepts parameters of `flax.linen.Dense`, and matches
-    these layers around the core.
-    """
+    """The function accepts parameters of `flax.linen.Dense`, and matches these layers around attention."""
     query = jnp.asarray(problem(SPEC)["query"])
     dense = flax.linen.Dense(8)
     names = ("q_proj", "k_proj", "v_proj", "out_proj")
@@ -1049,9 +1047,9 @@ def test_jax_function_accepts_linen_params():
     def project(name: str, x: jax.Array) -> Any:
         return dense.apply({"params": params[name]}, x)
 
-    q, k, v = (project(name, query) for name in names[:3])
-    context, _ = mha_jax.multi_head_attention_core(q, k, v, 2)
-    assert np.abs(output - project("out_proj", context)).max() <= 8 * EPSILON  # as above
+    q, k, v = (mha_jax.split_heads(project(name, query), 2) for name in names[:3])
+    context, _ = mha_jax.scaled_dot_product_attention(q, k, v)
+    assert np.abs(output - project("out_proj", mha_jax.combine_heads(context))).max() <= 8 * EPSILON  # as above
 
 
 # ---- torch: a module like any other ----------------------------------------------------------------------------------

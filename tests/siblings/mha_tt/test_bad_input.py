@@ -120,10 +120,6 @@ CALLS = {
             "last_positions": lengths(3, 4),
         },
     ),
-    "multi_head_attention_core": (
-        "multi_head_attention_core",
-        {"query": ones(2, 3, 8), "key": ones(2, 4, 8), "value": ones(2, 4, 8), "num_heads": 2},
-    ),
     "multi_head_attention": (
         "multi_head_attention",
         {
@@ -225,8 +221,7 @@ def test_non_device_tensors_raise(device, call, name, kind):
     function, keywords = CALLS[call]
     make, refusal = NOT_TENSORS[kind]
     bad = make(keywords[name].shape, device)
-    refusal = refusal("x" if call == "multi_head_attention_core" else name)  # the argument name in `split_heads`
-    refused(device, function, {**keywords, name: bad}, refusal)
+    refused(device, function, {**keywords, name: bad}, refusal(name))
 
 
 BATCHED = {("multi_head_attention", "query"), ("MultiHeadAttention", "query"), ("MultiHeadSelfAttention", "x")}
@@ -246,8 +241,7 @@ def test_wrong_number_of_axes_raises(device, call, name, axes):
     function, keywords = CALLS[call]
     shape = keywords[name].shape
     bad = {"fewer": shape[1:], "more": (1, *shape), "one": (8,)}[axes]
-    argument = "x" if call == "multi_head_attention_core" else name
-    refused(device, function, {**keywords, name: ones(*bad)}, refuses(argument, {f"{argument}.shape": bad}))
+    refused(device, function, {**keywords, name: ones(*bad)}, refuses(name, {f"{name}.shape": bad}))
 
 
 # ---- Arrays ----------------------------------------------------------------------------------------------------------

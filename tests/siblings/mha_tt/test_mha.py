@@ -307,18 +307,6 @@ def test_causal_and_lengths_equal_their_mask(device, rng, form):
 
 
 @both_dtypes
-def test_core_matches_formula(device, rng, dtype):
-    """The function of projected inputs matches the formula, with its attention weights."""
-    query, key, value = draw(rng, dtype, 2, 3, 8), draw(rng, dtype, 2, 4, 8), draw(rng, dtype, 2, 4, 8)
-    tensors = (mha_tt.upload(x, device=device, dtype=dtype) for x in (query, key, value))
-    output, attn_weights = mha_tt.multi_head_attention_core(*tensors, 2, MASK)
-    split = (x.reshape(2, -1, 2, 4).swapaxes(1, 2) for x in (query, key, value))
-    context, expected_weights = attend(*split, mask=MASK)
-    assert_close(mha_tt.download(output), context.swapaxes(1, 2).reshape(2, 3, 8), dtype)
-    assert_close(mha_tt.download(attn_weights), expected_weights, dtype)
-
-
-@both_dtypes
 @both_forms
 @pytest.mark.parametrize("rope", [None, parity.Rope(100.0)], ids=["no-rope", "rope"])
 def test_packed_projection_matches_three(device, rng, rope, form, dtype):
