@@ -225,7 +225,7 @@ def test_nested_shadow_is_the_outer_one(opened_device):
 def test_moved_host_tensor_has_its_value(opened_device, dtype):
     """A tensor of a NumPy array that `ttnn.to_device` moves has the value of the array."""
     array = np.arange(6, dtype=np.uint32 if dtype == ttnn.uint32 else np.float32).reshape(2, 3)
-    with mock.shadow():
+    with ttnn_mock.shadow():
         x = ttnn.to_device(ttnn.Tensor(array, dtype, None, ttnn.TILE_LAYOUT), opened_device)
         assert ttnn.to_torch(x).tolist() == [[0, 1, 2], [3, 4, 5]]
         assert mha_tt.download(ttnn.typecast(x, ttnn.float32)).tolist() == [[0, 1, 2], [3, 4, 5]]
