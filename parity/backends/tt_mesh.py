@@ -111,12 +111,14 @@ class _TtOnMesh(OnMesh):
         self.mesh = port.open_device()
         self.rows = lines_of(tuple(self.mesh.shape), HEADS)
         self.case: Any = None
+        self.dtype = ttnn.float32
         self.own: Any = None
         self.queries: Sequence[list[int]] = ()
         self.keys: Sequence[list[int]] = ()
 
     def filled(self, problem: Problem) -> _TtModuleOnMesh:
         self.case, size = problem.case, self.plan.tensor
+        self.dtype = port.DTYPES[problem.dtype]
         self.queries, self.keys = zip(
             *(map(list, local_heads(problem.spec, size, chip)) for chip in range(size)), strict=True
         )
@@ -143,12 +145,14 @@ class _TtOnMesh(OnMesh):
         """Return masks (…, T, S), equal for all heads, biases (B, N, T, S) divided by heads, and others whole."""
         if x.ndim != 4:
             return x
-        return x[:, :1] if x.dtype == bool else self.divided(x.astype(np.float32), self.queries, 1)
+        return x[:, :1] if x.dtype == bool else self.divided(x, self.queries, 1, self.dtype)
 
-    def divided(self, x: np.ndarray, heads: Sequence[list[int]], axis: int) -> ttnn.Tensor:
-        """Upload an array with its heads divided over chips."""
+    def divided(
+        self, x: np.ndarray, heads: Sequence[list[int]], axis: int, dtype: ttnn.DataType | None = None
+    ) -> ttnn.Tensor:
+        """Upload an array with its heads divided over chips, in a dtype or its own."""
         parts = [x.take(own, axis) for own in heads]
-        return upload_parts(parts, axis=HEADS, device=self.mesh, dtype=port.DTYPES[x.dtype.name])
+        return upload_parts(parts, axis=HEADS, device=self.mesh, dtype=dtype or port.DTYPES[x.dtype.name])
 
     def joined(self, x: ttnn.Tensor, heads: Sequence[list[int]], axis: int) -> np.ndarray:
         """Concatenate the heads of all chips on an axis; replicated ones must be equal."""
