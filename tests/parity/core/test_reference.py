@@ -192,7 +192,7 @@ def test_hidden_nan_changes_no_gradient():
         assert (found["grad.key"][0, 2:] == 0.0).all()
 
 
-def test_nan_padding_of_queries_has_no_gradient():
+def test_nan_padding_has_no_gradient():
     """NaN padding of self-attention has a gradient of 0, and the gradients of weights are those with 0 in its place."""
     case = parity.Case("nan", SMALL, "", seq_len=5, key_padding_lengths=(2, 5), not_finite="hidden")
     problem = make_problem(case, "float64")
