@@ -124,7 +124,8 @@ EXTRA_NAMES = {
         "Mask.as_arrays",  # arguments of compiled functions
         "Mask.is_trivial",  # hidden positions get no gradient
         "cast",  # torch has autocast
-        "platform_of",  # arrays have one platform, or none yet while traced
+        "platform_of",  # arrays have one platform, or none yet while traced,
+        "lies_on_mesh",  # and only on a mesh can their types contain a sharding
         "linear",  # sums in float32, also with a bias
         "NormLayer",  # a module that holds the parameters of a norm
         "MultiHeadLatentAttention.kv_b_proj",  # a type for an attribute that its base sets by name
@@ -141,8 +142,7 @@ EXTRA_NAMES = {
         "is_autocast_on",  # and narrowed or not by more than their own dtype
         *("Rotation", "rotation_of"),  # JAX's compiler shares the common computations of queries and keys
         *("is_distributed", "replicate_like"),  # a tensor may be a DTensor,
-        "needs_gradient",  # or require a gradient,
-        "check_features",  # and a projection may return one, or some of its features
+        "needs_gradient",  # or require a gradient
         *("AttentionLayer.find_nonfinite", "FunctionalLayer.find_nonfinite"),  # on any process
         "apply_norm_by_mean",  # over all processes
         "hooks_of",  # a module may do more than its weights determine
@@ -213,6 +213,7 @@ OTHERWISE = {
 }
 
 OTHER_SUMMARIES = {
+    ("jax", "check_features"),  # no projection returns a DTensor
     ("tt", "check_bias"),  # a bias of any floating dtype is converted, on the host or on the device
     *(("tt", "zero_where"), ("tt", "nan_where")),  # there are no gradients,
     ("tt", "zero_heads_in_padding"),  # and lengths are always known
