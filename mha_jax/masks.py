@@ -183,11 +183,12 @@ def _implicit_bool(mask: Mask, seq_len_q: int, seq_len_k: int) -> Array:
     first, stop = mask.key_range(seq_len_q, seq_len_k)
     keys = _positions(seq_len_k)[None, None, None]
     hidden = keys >= stop[:, None, :, None]
-    hidden = hidden if mask.span is None else hidden | (keys < first[:, None, :, None])
-    if mask.segments is None:
-        return hidden
-    of_queries, of_keys = mask.segments
-    return hidden | (of_queries[:, None, :, None] != of_keys[:, None, None, :])
+    if mask.span is not None:
+        hidden = hidden | (keys < first[:, None, :, None])
+    if mask.segments is not None:
+        of_queries, of_keys = mask.segments
+        hidden = hidden | (of_queries[:, None, :, None] != of_keys[:, None, None, :])
+    return hidden
 
 
 def _positions(seq_len: int) -> Int[Array, " L"]:

@@ -123,8 +123,9 @@ EXTRA_NAMES = {
         "Scores.has_dropout",  # no kernel supports it
         "Mask.as_arrays",  # arguments of compiled functions
         "cast",  # torch has autocast
-        "platform_of",  # arrays have one platform, or none yet while traced
-        "is_on_accelerator",  # whose values a call does not wait for
+        "platform_of",  # arrays have one platform, or none yet while traced,
+        "is_on_accelerator",  # whose values a call does not wait for,
+        "lies_on_mesh",  # and only on a mesh can their types contain a sharding
         "linear",  # sums in float32, also with a bias
         "NormLayer",  # a module that holds the parameters of a norm
         "MultiHeadLatentAttention.kv_b_proj",  # a type for an attribute that its base sets by name

@@ -60,7 +60,8 @@ def attend(
         bias = group(to_scores_rank(at_least_float32(scores.bias)))
         logits += bias if hidden is None else zero_where(bias, hidden)
     if hidden is not None:
-        logits = _hide(logits, jnp.where(hidden, -jnp.inf, jnp.inf).astype(logits.dtype))
+        infinity = logits.dtype.type(jnp.inf)
+        logits = _hide(logits, jnp.where(hidden, -infinity, infinity))
     lowest = jnp.asarray(jnp.finfo(logits.dtype).min, logits.dtype)  # exp(-inf + inf) is NaN
     # As the initial value of the reduction, `lowest` would not reach a row of one score: XLA takes an initial value for
     # the identity, and leaves it out of a reduction over one element.
@@ -99,7 +100,7 @@ def divisors_of(x: Array) -> Array:
     x = at_least_float32(x)
     half = jnp.finfo(x.dtype).maxexp // 2  # 8 bits less leave room for 2^16 features
     largest = lax.stop_gradient(jnp.abs(x).max(axis=-1, keepdims=True))
-    return jnp.where(largest > 2.0 ** (half - 8), 2.0 ** (half + 8), 1.0).astype(x.dtype)
+    return jnp.where(largest > 2.0 ** (half - 8), x.dtype.type(2.0 ** (half + 8)), x.dtype.type(1.0))
 
 
 @jax.custom_jvp
