@@ -62,6 +62,9 @@ def attention_layer(
     if is_padding is not None and not spec.shared_kv:
         query, key, value = finite_inputs(query, key, value, is_padding)
     q, k, v = project_qkv(layer.project, query, key, value, spec, positions)
+    check = getattr(layer.kernel, "check", None)
+    if check is not None:
+        check(q, k, v, mask, scores)
     if is_padding is not None:
         k = zero_padding(k, is_padding)
         v = zero_padding(v, is_padding)

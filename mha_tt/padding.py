@@ -49,7 +49,7 @@ def finite_padding(x: Float[Tensor, "B S d_in"], is_padding: Bool[np.ndarray, "B
 def finite_inputs(
     query: Tensor, key: Tensor, value: Tensor, is_padding: Bool[np.ndarray, "B S"]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the inputs of a layer with finite padding; in self-attention they are one tensor, and stay one."""
+    """Return the inputs of a layer with finite padding; in self-attention the three are one, and stay one."""
     finite_key = finite_padding(key, is_padding)
     finite_value = finite_key if value is key else finite_padding(value, is_padding)
     # Other queries have no padding: the lengths are of keys.

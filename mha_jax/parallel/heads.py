@@ -78,7 +78,7 @@ def shard(
     held = []
     for name, shape in layer.spec.held_shapes.items():
         partition = _partition(name, layer.spec, mesh, heads, features)
-        check_features(name, shape[::-1], partition, mesh, features)
+        check_sharded_features(name, shape[::-1], partition, mesh, features)
         held.append((_held(layer, name), partition))
     for parameter, spec in held:
         parameter.set_value(_placed(parameter.get_value(), NamedSharding(mesh, spec)))
@@ -185,7 +185,7 @@ def check_axis(name: str, axis: object, mesh: Mesh) -> None:
         raise Refusal(name, "name a dimension of the mesh", {name: axis, "mesh.axis_names": mesh.axis_names})
 
 
-def check_features(
+def check_sharded_features(
     name: str, shape: tuple[int, ...], partition: PartitionSpec, mesh: Mesh, features: str | None
 ) -> None:
     """Refuse a kernel shape, (in, out), whose axis of features does not divide evenly over a mesh dimension."""

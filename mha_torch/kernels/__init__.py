@@ -11,6 +11,7 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Mask, Scores], Tensor]
 """Returns the context (B, N, T, Hv) of q (B, N, T, H), k (B, K, S, H) and v (B, K, S, Hv). Shapes are checked.
 
 Query head n uses key/value head n // (N // K). The context of a fully masked row is 0. A layer calls its `kernel`
-unless attention weights are requested; set it to replace the kernel. A method `check` with the same parameters replaces
-`stages.check_attention`.
+unless attention weights are requested; set it to replace the kernel. A method `check` with the same parameters
+raises an error if the kernel does not
+support the call.
 """

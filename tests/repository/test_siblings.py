@@ -38,7 +38,6 @@ EXTRA_FILES = {  # and folders
         "kernels/cpu/",  # fused CPU kernels, which the other frameworks provide
         "kernels/library.py",  # the framework's own kernel, for other devices,
         "kernels/splash.py",  # and the one for TPUs
-        "kernels/nonfinite.py",  # keeps non-finite values in visible positions, around kernels that do not
         "compiled.py",  # compiles once for callers who do not
         "parallel/heads.py",  # heads sharded over the devices of a mesh, in the framework's terms
         "parallel/sharding.py",  # how arrays are sharded among devices, according to their types
@@ -49,7 +48,6 @@ EXTRA_FILES = {  # and folders
         "kernels/flex.py",  # a second kernel of the framework's own, for CUDA
         "kernels/sdpa.py",  # the first one, with the cheapest form of a mask,
         "kernels/windows.py",  # and a few queries at a time within windows
-        "kernels/nonfinite.py",  # keeps non-finite values in visible positions, around a kernel that does not
         "parallel/heads.py",  # heads sharded over processes, in the framework's terms
         "parallel/local.py",  # and the part that one of these holds
         "parallel/ring.py",  # tokens sharded over processes
@@ -57,7 +55,6 @@ EXTRA_FILES = {  # and folders
     "tt": {
         "device.py",  # opens it, and transfers arrays and weights to and from it
         "layout.py",  # how the features of heads are ordered and padded there
-        "kernels/nonfinite.py",  # keeps non-finite values in visible positions, around kernels that do not
         "parallel/heads.py",  # heads sharded over the chips of a mesh, in the framework's terms
         "parallel/local.py",  # and the part that one of these holds
         "decode/",  # a step that runs without the host, and a paged cache
@@ -87,6 +84,7 @@ EXTRA_PARAMETERS = {
 }
 
 COMMON_PARAMETERS = {  # some of these words mean the same in all implementations
+    "contained": {"kernel"},
     "multi_head_attention": {"kernel"},
     "multi_head_attention_with_cache": {"kernel"},
     "multi_head_attention_with_static_cache": {"kernel"},
@@ -126,6 +124,7 @@ EXTRA_NAMES = {
         "platform_of",  # arrays have one platform, or none yet while traced,
         "is_on_accelerator",  # whose values a call does not wait for,
         "lies_on_mesh",  # and only on a mesh can their types contain a sharding
+        *("nonfinite_tokens", "attends_to_any"),  # a Tenstorrent device has its own operations
         "linear",  # sums in float32, also with a bias
         "NormLayer",  # a module that holds the parameters of a norm
         "MultiHeadLatentAttention.kv_b_proj",  # a type for an attribute that its base sets by name
@@ -138,6 +137,8 @@ EXTRA_NAMES = {
         *("values_of", "is_graph"),  # known or not by more than a type
         "constant",  # a copy to a GPU waits for it
         "is_transformed",  # vmap and fake tensors have no values
+        "sees_any_between",  # from prefix sums; JAX looks at blocks,
+        *("nonfinite_tokens", "attends_to_any"),  # and a Tenstorrent device has its own operations
         "without_autocast",  # which would sum in half precision
         "is_autocast_on",  # and narrowed or not by more than their own dtype
         *("Rotation", "rotation_of"),  # JAX's compiler shares the common computations of queries and keys
@@ -212,6 +213,7 @@ OTHERWISE = {
 }
 
 OTHER_SUMMARIES = {
+    ("tt", "contained"),  # has no gradients
     *(("jax", "check_features"), ("tt", "check_features")),  # features are never distributed over processes
     *(("tt", "zero_where"), ("tt", "nan_where")),  # there are no gradients,
     ("tt", "zero_heads_in_padding"),  # and lengths are always known

@@ -122,7 +122,7 @@ def test_our_attention_has_no_fault(name):
     assert words["causal and mask"] == "both"
     assert words["padding"] == "by lengths"
     assert words["NaN seen"] in NAN_SEEN
-    # Padding is not in the list of what leaks. Of a layer with a cache, each way to hide keys is also causal.
+    # No NaN leaks from padding. With a cache, each way to hide keys is also causal.
     is_contained = name.endswith("contained")
     assert words["NaN hidden"] == ("hidden" if is_contained else "leaks" if is_cached else "leaks (mask, flag)")
     assert words["empty row"] == "zeros"

@@ -193,7 +193,7 @@ def test_hidden_nan_changes_no_gradient():
 
 
 def test_nan_padding_has_no_gradient():
-    """NaN padding of self-attention has a gradient of 0, and the gradients of weights are those with 0 in its place."""
+    """NaN padding of self-attention has a gradient of 0, and weights have the gradients of zero padding."""
     case = parity.Case("nan", SMALL, "", seq_len=5, key_padding_lengths=(2, 5), not_finite="hidden")
     problem = make_problem(case, "float64")
     zeros = replace(problem, inputs={name: np.nan_to_num(x, nan=0.0) for name, x in problem.inputs.items()})
