@@ -12,5 +12,6 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Mask, Scores], Tensor]
 
 Query head n uses key/value head n // (N // K). The context of a fully masked row is 0. A layer calls its `kernel`
 unless attention weights are requested; set it to replace the kernel. A method `check` with the same parameters replaces
-`stages.check_attention`.
+`stages.check_attention`, and a method `find_padding` replaces `padding.find_padding`: those of a kernel for divided
+tokens.
 """
