@@ -218,19 +218,54 @@ def generated(kind):
 
 
 def mapped():
-    """Return the largest difference of a ring in the user's own `shard_map`."""
+    """Return the largest difference of a ring in the user's own `shard_map`, with NaN in the padding of
+    a sequence that ends within the tokens of a device.
+    """
     mesh, spec = mesh_of("explicit", sequence=4), heads(4, 1)
     q, k, v = (jax.random.normal(jax.random.key(i), (2, n, 32, 8)) for i, n in enumerate((4, 1, 1)))
+    lengths = jnp.array([19, 32])
     attend = partial(mha_jax.fused.scaled_dot_product_attention, spec=spec, is_causal=True)
-    expected = jax.jit(attend)(q, k, v)[0]
+    expected = jax.jit(attend)(q, k, v, key_padding_lengths=lengths)[0]
+    k, v = (x.at[0, :, 19:].set(jnp.nan) for x in (k, v))
     spread = PartitionSpec(None, None, "sequence")
 
-    def own(*x):
-        return attend(*x, kernel=ContextParallel("sequence", SMALL_BLOCKS))[0]
+    def own(q, k, v, lengths):
+        kernel = ContextParallel("sequence", SMALL_BLOCKS)
+        return attend(q, k, v, key_padding_lengths=lengths, kernel=kernel)[0]
 
-    mapped = jax.jit(jax.shard_map(own, mesh=mesh, in_specs=(spread,) * 3, out_specs=spread))
-    placed = (jax.device_put(x, NamedSharding(mesh, spread)) for x in (q, k, v))
-    return float(jnp.abs(np.asarray(mapped(*placed)) - expected).max())
+    mapped = jax.jit(jax.shard_map(own, mesh=mesh, in_specs=(*(spread,) * 3, PartitionSpec()), out_specs=spread))
+    placed = [jax.device_put(x, NamedSharding(mesh, spread)) for x in (q, k, v)]
+    lengths = jax.device_put(lengths, on(mesh))
+    return float(jnp.abs(np.asarray(mapped(*placed, lengths)) - expected).max())
+
+
+def padded(kind):
+    """Return the largest difference of gradients of a layer with divided tokens and NaN in padding,
+    relative to the largest gradient; infinite if one is not finite.
+    """
+    mesh, lengths = mesh_of(kind, sequence=4), [19, 32]
+    layer = mha_jax.MultiHeadSelfAttention(heads(4, 1), rngs=nnx.Rngs(0))
+    x, is_real = jax.random.normal(jax.random.key(9), (2, 32, 32)), np.arange(32)[None] < np.array(lengths)[:, None]
+
+    def gradients(layer, x, is_real):
+        graph, state = nnx.split(layer)
+
+        def loss(state, x, is_real):
+            output = nnx.merge(graph, state)(x, key_padding_lengths=lengths, is_causal=True)
+            return jnp.where(is_real[..., None], output**2, 0.0).sum()
+
+        return [np.asarray(grad) for grad in jax.tree.leaves(jax.jit(jax.grad(loss, (0, 1)))(state, x, is_real))]
+
+    layer.kernel = SMALL_BLOCKS
+    expected = gradients(layer, x, is_real)
+    with using(mesh):
+        parallel.shard(layer, mesh, tokens="sequence")
+        placed = [jax.device_put(each, on(mesh, None, "sequence")) for each in (x.at[0, 19:].set(jnp.nan), is_real)]
+        found = gradients(layer, *placed)
+    if not all(np.isfinite(grad).all() for grad in found):
+        return math.inf
+    differences = [np.abs(ours - theirs).max() for ours, theirs in zip(found, expected, strict=True)]
+    return float(max(differences) / max(np.abs(grad).max() for grad in expected))
 
 
 # ---- Costs -----------------------------------------------------------------------------------------------------------
@@ -301,5 +336,6 @@ if __name__ == "__main__":
     }
     if not wanted:
         found |= {"judged": judged(), "generated": {kind: generated(kind) for kind in KINDS}, "mapped": mapped()}
+        found |= {"padded": {kind: padded(kind) for kind in KINDS}}
         found |= {"grown": grown(), "refused": refused()}
     print(json.dumps(found))

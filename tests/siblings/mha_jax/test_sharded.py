@@ -9,7 +9,6 @@ pytestmark = [pytest.mark.thorough, pytest.mark.costly("a process in which JAX h
 
 KINDS = ["automatic", "explicit"]
 A_SUM = {"all-reduce f32": 1}  # of the outputs of all devices
-A_FLAG = {"all-reduce pred": 1}  # whether each token is finite, so that out_proj can empty it on every device
 
 
 @pytest.fixture(scope="module")
@@ -67,14 +66,12 @@ def test_weight_gradients_are_summed_once(found):
 
 
 def test_outputs_of_heads_are_summed_once(found):
-    """With divided heads, forward passes, prompts and steps send one sum and one flag."""
+    """With divided heads, forward passes, prompts and steps send one sum."""
     for name, collectives in of(found, "heads (forward|prompt|step) .*").items():
-        assert collectives == {**A_SUM, **A_FLAG, "in loops": 0}, name
+        assert collectives == {**A_SUM, "in loops": 0}, name
 
 
 def test_input_gradients_are_summed_once(found):
-    """With divided heads, gradients send two sums, one for the output and one for the input, and
-    one flag.
-    """
+    """With divided heads, gradients send two sums, one for the output and one for the input."""
     for name, collectives in of(found, "heads gradient .*").items():
-        assert collectives == {"all-reduce f32": 2, **A_FLAG, "in loops": 0}, name
+        assert collectives == {"all-reduce f32": 2, "in loops": 0}, name

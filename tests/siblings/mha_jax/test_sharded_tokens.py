@@ -63,8 +63,14 @@ def test_ragged_prompt_and_steps_match(found, kind):
 
 
 def test_custom_shard_map_matches(found):
-    """Attention in a user's own shard_map differs by less than 1e-5."""
+    """Attention in a user's own shard_map, with NaN in padding, differs by less than 1e-5."""
     assert found["mapped"] < 1e-5  # a few rounding errors for outputs around 1
+
+
+@pytest.mark.parametrize("kind", ["automatic", "explicit"])
+def test_nan_padding_of_divided_tokens(found, kind):
+    """Gradients of a layer with divided tokens and NaN in padding differ by less than 1e-5."""
+    assert found["padded"][kind] < 1e-5
 
 
 # ---- Communication and memory ----------------------------------------------------------------------------------------
@@ -92,9 +98,9 @@ def test_bytes_sent_match_formula(found, name):
 
 @pytest.mark.parametrize("name", ["data", "tensor", "heads for tokens", "ring"])
 def test_temporary_memory_shrinks(found, name):
-    """Eight devices need at most 30% of the temporary memory of two."""
+    """Eight devices need at most 31% of the temporary memory of two."""
     (two, _, _), (eight, _, _) = found["grown"][name]
-    assert eight <= two / 4 * 1.2
+    assert eight <= two / 4 * 1.24
 
 
 # ---- Errors ----------------------------------------------------------------------------------------------------------
