@@ -119,6 +119,10 @@ def load_divided(name: str) -> Divided:
 
 
 def backend_of(value: object) -> str | None:
-    """Return the backend whose package defines the class of a value, or a base class; None if there is none."""
-    packages = {kind.__module__.partition(".")[0] for kind in type(value).__mro__}
+    """Return the backend whose package defines the class of a value, or a base class; None if there is none.
+
+    Layers of the tutorial belong to none, because they have no specification.
+    """
+    modules = {kind.__module__ for kind in type(value).__mro__}
+    packages = {module.partition(".")[0] for module in modules if not module.endswith(".plain")}
     return next((name for name, backend in BACKENDS.items() if backend.sibling in packages), None)

@@ -288,14 +288,15 @@ def test_backend_record_is_correct(sibling):
 
 
 def test_backend_of_value_is_found(sibling):
-    """`backend_of` finds the backend of a module or of a derived
-    class, and None for a NumPy array.
+    """`backend_of` finds the backend of a module or of a derived class, and None for a NumPy array or a
+    layer of the tutorial, which has no specification.
     """
     module = sibling.module("MultiHeadAttention", AttentionSpec(8, 2))
     derived = type("Mine", (type(module),), {})
     assert backend_of(module) == sibling.name
     assert backend_of(object.__new__(derived)) == sibling.name
     assert backend_of(np.ones(3)) is None
+    assert backend_of(object.__new__(sibling.package.plain.MultiHeadAttention)) is None
 
 
 def test_missing_backend_is_skipped(let_need):
