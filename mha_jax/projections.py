@@ -87,7 +87,7 @@ def _to_heads(
         x = _clip(x, spec.clip_qkv)
     if norm is not None and norm.over == "width":
         x = project(norm_name, x)
-    x = x.reshape(*x.shape[:2], num_heads, x.shape[2] // num_heads).swapaxes(1, 2)
+    x = split_heads(x, num_heads)
     if norm is not None and norm.over == "head" and not norm.after_rope:
         x = project(norm_name, x)
     if spec.rope is not None and positions is not None:

@@ -92,7 +92,7 @@ def _to_heads(
         x = x.clamp(-spec.clip_qkv, spec.clip_qkv)
     if norm is not None and norm.over == "width":
         x = project(norm_name, x)
-    x = x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+    x = split_heads(x, num_heads)
     if norm is not None and norm.over == "head" and not norm.after_rope:
         x = project(norm_name, x)
     if spec.rope is not None and rotation is not None:

@@ -268,11 +268,14 @@ def _batch_as_tokens(plan: Plan, attend: Any, q: Any, k: Any, v: Any, visible: A
     return context.swapaxes(0, 2), attn_weights
 
 
-def _as_the_formula(plan: Plan, _: Any, query: Any, key: Any, value: Any, mask: Any, scores: Any, *__: Any) -> Any:
-    """Attend by the stage functions, in which a hidden NaN times 0 is NaN."""
-    logits = plan.sibling.attention_scores(query, key, scores.bias, scores.spec)
-    attn_weights = plan.sibling.masked_softmax(logits, mask.mask, scores.sinks)
-    return plan.sibling.attention_context(attn_weights, value), attn_weights
+def _as_the_formula(plan: Plan, *_: Any) -> Any:
+    """Return a kernel that attends by the formula, in which a hidden NaN times 0 is NaN."""
+
+    def attend(query: Any, key: Any, value: Any, mask: Any, scores: Any) -> Any:
+        context, _ = plan.sibling.stages.attend(query, key, value, mask, scores)
+        return context
+
+    return attend
 
 
 # ---- Precision -------------------------------------------------------------------------------------------------------
@@ -342,7 +345,7 @@ INJECTIONS: dict[str, Injection] = {
     "softmax-twice": _of_masked(lambda xp, softmax, scores, mask: softmax(softmax(scores, mask), None)),
     "dropout-factor-10": _of_masked(lambda xp, softmax, scores, mask: softmax(scores, mask) * (100.0 / 90.0)),
     "empty-row-nan": _of_masked(_empty_rows_nan),
-    "nan-leaks": breaking(attend=_as_the_formula),
+    "nan-leaks": breaking(contained=_as_the_formula),
     "gate-missing": breaking(apply_gate=lambda plan, apply, context, gate: context),
     "value-padding-combined": breaking(combine_heads=_padded_and_combined),
     "latent-kv-factor-missing": breaking(project_latents=_kv_factor_missing),

@@ -161,17 +161,16 @@ def ideal_collectives(case: Case, plan: MeshPlan, program: str, backend: str = "
 
     The forward pass of a layer with divided heads sums its outputs. The gradient sums that of its input over heads;
     those of weights over sequences and tokens, and for replicated weights also over heads; and that of sinks over
-    tokens separately: once each. JAX also reduces a finite flag per token, which is equal for all heads.
+    tokens separately: once each.
 
     A norm over the width of all heads sums the squares of each token, a layer norm also the features before them, and
-    the gradient does the same; in JAX a gradient's program has both, and one more flag. XLA may send the mask of some
-    heads as flags.
+    the gradient does the same; in JAX a gradient's program has both. XLA may send the mask of some heads as flags.
 
     Args:
         case: layer and inputs.
         plan: mesh.
         program: see `Collectives`.
-        backend: except in JAX, tokens always use a ring, without flags.
+        backend: except in JAX, tokens always use a ring.
     """
     has_heads, spec = plan.tensor > 1, case.spec
     path, _, kind = program.rpartition(".")
@@ -186,8 +185,7 @@ def ideal_collectives(case: Case, plan: MeshPlan, program: str, backend: str = "
         sums += int(plan.sequence > 1 and spec.sinks)
         of_norms *= 2 if backend == "jax" else 1
     exchanged = _of_tokens(case, plan, path, backend, is_gradient=kind == "gradient")
-    flags = int(has_heads) + len(wide) if backend == "jax" else 0
-    flags += int("all-to-all" in exchanged and case.random_mask)
+    flags = int("all-to-all" in exchanged and case.random_mask)
     found = {NUMBERS: sums + of_norms, FLAGS: flags} | exchanged
     return {name: count for name, count in found.items() if count}
 

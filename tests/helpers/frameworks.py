@@ -139,7 +139,9 @@ class TorchSibling(Sibling):
 @functools.lru_cache(maxsize=256)
 def _drawn(kind: type, spec: AttentionSpec, seed: int, is_wide: bool, **options: Any) -> Any:
     """Return a JAX module to be copied: drawing its weights takes twenty times as long."""
-    return kind(spec, rngs=nnx.Rngs(seed), **options)
+    # The first call may be inside a function that JAX traces, and tracers must not be kept.
+    with jax.ensure_compile_time_eval():
+        return kind(spec, rngs=nnx.Rngs(seed), **options)
 
 
 SIBLINGS: dict[str, Sibling] = {"jax": JaxSibling(), "torch": TorchSibling()}
