@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from helpers.refusals import refuses, refuses_type
+from helpers.samples import sample
 
 import parity
 from mha_spec import Alibi, AttentionSpec, GridBias, RelativeBias, RelativeProducts, Rope
@@ -573,6 +574,7 @@ FUNCTIONS = {
 every_function = pytest.mark.parametrize("function", FUNCTIONS)
 
 
+@sample(60)
 @every_function
 @pytest.mark.parametrize("name", BAD_WEIGHTS)
 def test_function_rejects_bad_weights(sibling, name, function):

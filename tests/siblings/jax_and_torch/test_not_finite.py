@@ -179,7 +179,7 @@ def parameters(sibling, weights):
     return tree
 
 
-@sample(jax=3)
+@sample(12, jax=3)
 @pytest.mark.parametrize("need_weights", [False, True], ids=["fused", "weights"])
 @both_bad
 @pytest.mark.parametrize("layer", LAYERS)

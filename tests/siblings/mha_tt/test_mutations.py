@@ -250,7 +250,7 @@ MUTATIONS = {
         lambda f, q, k, bias, spec, *rest, **o: f(q, k, bias, replace(spec, head_dim=1), *rest, **o),
     ),
     "scale of the padded head, fused": at("full", "fused.output", fused.FusedAttention, "__call__", without_spec),
-    "scale of the padded head, step": one("decode", "step1.module.output", fused.attend_to_cache, step_without_spec),
+    "scale of the padded head, step": one("decode", "step1.module.output", fused.attend_to_checked, step_without_spec),
     # ---- Projections and heads
     "no bias of q": without_bias("q_proj", "q"),
     "no bias of k": without_bias("k_proj", "k"),
@@ -402,13 +402,13 @@ MUTATIONS = {
         lambda f, *x, **o: f(*x, **o) | np.roll(f(*x, **o), -1, axis=-1),
     ),
     "step sees the next slot": one(
-        "decode", "step1.module.output", fused.attend_to_cache, seeing_up_to(lambda last: last + 1)
+        "decode", "step1.module.output", fused.attend_to_checked, seeing_up_to(lambda last: last + 1)
     ),
     "step does not see its own slot": one(
-        "decode", "step1.module.output", fused.attend_to_cache, seeing_up_to(lambda last: last - 1)
+        "decode", "step1.module.output", fused.attend_to_checked, seeing_up_to(lambda last: last - 1)
     ),
     "step of one sequence sees what another does": one(
-        "ragged", "step1.module.output", fused.attend_to_cache, seeing_up_to(lambda last: 0 * last + last.max())
+        "ragged", "step1.module.output", fused.attend_to_checked, seeing_up_to(lambda last: 0 * last + last.max())
     ),
     "table of RoPE one position late": at(
         "decode-gqa-rope",
