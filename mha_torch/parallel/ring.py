@@ -9,6 +9,7 @@ Source: Ring Attention, arXiv:2310.01889; zigzag order as in Llama 3, arXiv:2407
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -63,7 +64,9 @@ class RingAttention:
         lengths = mask.key_padding_lengths
         if lengths is None:
             return mask, None
-        check_lengths("key_padding_lengths", lengths, batch_size, self.num_parts * seq_len)
+        # `check` compares them with the whole sequence, after it has compared the parts of all ranks: if
+        # uneven parts were an error on one rank only, the others would wait for it.
+        check_lengths("key_padding_lengths", lengths, batch_size, sys.maxsize)
         local_lengths = as_lengths(lengths) - self.rank * seq_len
         return mask, padding_after(local_lengths, seq_len, device)
 
