@@ -60,7 +60,7 @@ A_FUNCTION_EACH = (
     *("mask-flipped", "nan-leaks", "value-padding-combined", "gate-missing", "residual-added"),
 )
 FIRST = {each for each in INJECTED if each[0] == "torch" and each[2] in A_FUNCTION_EACH and each[1] not in TRAINED}
-FIRST |= {("torch", RICH, ""), ("jax", RICH, "kv-heads-tiled")}
+FIRST |= {("torch", RICH, ""), ("jax", RICH, "kv-heads-tiled"), ("torch", "trained-anarcii-causal", "batch-as-tokens")}
 PRECISIONS_CONFUSED = {
     # Scores of trained layers are so large that coarse and finer products are confused.
     ("trained-smollm2-causal", "precision-bfloat16"),
