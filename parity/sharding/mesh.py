@@ -222,6 +222,8 @@ def excuse_of(case: Case, plan: MeshPlan, program: str, backend: str = "jax") ->
         return "the gradients of queries' and keys' inputs are summed separately" if is_cross else ""
     if plan.sequence > 1 and case.spec.relative_bias and program.endswith("gradient"):
         return "the gradient of a bias for distances is summed by rows and by buckets"
+    if plan.sequence > 1 and case.not_finite == "visible":
+        return "a contained kernel finds the NaN of all tokens"
     if plan.sequence > 1 and "." not in program:
         return "attention weights are rows over all keys, which are gathered"
     count, size = case.spec.num_kv_heads, plan.tensor
