@@ -253,7 +253,7 @@ def test_padding_keeps_one_projection(sibling):
 
 
 def test_bad_padding_of_shared_keys(sibling):
-    """With the keys and values of another layer, NaN in their padding reaches no output, and not the
+    """With the keys and values of another layer, NaN in their padding reaches neither an output nor the
     gradient of the input.
     """
     spec = AttentionSpec(16, 4, shared_kv=True)
