@@ -45,7 +45,7 @@ def padding_after(
 
 def finite_padding(x: Float[Tensor, "B S d_in"], is_padding: Bool[Tensor, "B S"]) -> Float[Tensor, "B S d_in"]:
     """Return the input of a layer with 0 for each NaN and infinity in padding. Finite values stay."""
-    return zero_where(x, replicate_like(is_padding[:, :, None], x) & ~torch.isfinite(x))
+    return x.masked_fill(replicate_like(is_padding[:, :, None], x) & ~torch.isfinite(x), 0.0)
 
 
 def finite_inputs(
@@ -60,7 +60,7 @@ def finite_inputs(
 
 def zero_padding(x: Float[Tensor, "B K S H"], is_padding: Bool[Tensor, "B S"]) -> Float[Tensor, "B K S H"]:
     """Return keys or values with 0 in padding: projections of finite inputs may overflow."""
-    return x.masked_fill(is_padding[:, None, :, None], 0.0)
+    return zero_where(x, is_padding[:, None, :, None])
 
 
 def zero_heads_in_padding(mask: Mask, key: Tensor, value: Tensor) -> tuple[Mask, Tensor, Tensor]:
