@@ -47,6 +47,7 @@ from mha_jax.features.latent import (
 from mha_jax.kernels import Kernel, fused, step_of
 from mha_jax.masks import Mask
 from mha_jax.mha import AttentionLayer, FunctionalLayer, Projection
+from mha_jax.padding import padding_after
 from mha_jax.projections import project_output, project_qkv
 from mha_jax.weights import Project
 from mha_spec import AttentionSpec, Refusal
@@ -237,15 +238,15 @@ def _keys_and_values(
 @compiled()
 def _of_real_tokens(positions: Array, added: Array) -> Array:
     """Return the positions, (B, T) or (axes, B, T), with that of the first token for padding."""
-    is_real = jnp.arange(positions.shape[-1], dtype=jnp.int32)[None] < added[:, None]
-    shape = (*positions.shape[:-2], *is_real.shape)
-    is_real, positions, first = (jnp.broadcast_to(x, shape) for x in (is_real, positions, positions[..., :1]))
-    return jnp.where(is_real, positions, first)
+    is_padding = padding_after(added, positions.shape[-1])
+    shape = (*positions.shape[:-2], *is_padding.shape)
+    is_padding, positions, first = (jnp.broadcast_to(x, shape) for x in (is_padding, positions, positions[..., :1]))
+    return jnp.where(is_padding, first, positions)
 
 
 @compiled()
 def _empty_padding(x: Array, added: Array) -> Array:
-    return zero_where(x, jnp.arange(x.shape[1], dtype=jnp.int32)[None, :, None] >= added[:, None, None])
+    return zero_where(x, padding_after(added, x.shape[1])[:, :, None])
 
 
 @compiled()

@@ -48,6 +48,7 @@ from mha_torch.features.latent import (
 from mha_torch.kernels import Kernel, fused
 from mha_torch.masks import Mask, as_lengths, block_of
 from mha_torch.mha import AttentionLayer, FunctionalLayer
+from mha_torch.padding import padding_after
 from mha_torch.projections import project_output, project_qkv
 from mha_torch.weights import Project
 
@@ -179,15 +180,15 @@ def cached_layer(
     before = without_new(cache, seq_len, new_lengths) if spec.shared_kv else cache
     lengths = check_room(before, seq_len, new_lengths)
 
-    is_real = None
+    is_padding = None
     if new_lengths is not None:
-        is_real = torch.arange(seq_len, device=x.device) < as_lengths(new_lengths, x.device)[:, None]
-        x = zero_where(x, ~is_real[:, :, None])  # NaN in padding must not spread, not even to gradients
+        is_padding = padding_after(new_lengths, seq_len, x.device)
+        x = zero_where(x, is_padding[:, :, None])  # NaN in padding must not spread, not even to gradients
     if spec.has_positions:
         if positions is None:
             positions = before.lengths[:, None] + torch.arange(seq_len, device=x.device)
-        if is_real is not None:  # padding adds no length
-            positions = torch.where(is_real, positions, positions[..., :1])
+        if is_padding is not None:  # padding adds no length
+            positions = torch.where(is_padding, positions[..., :1], positions)
     q, new = _project_new_tokens(layer.project, x, before, spec, positions)
     if not spec.shared_kv:
         cache = append_checked(cache, new, new_lengths, lengths)
@@ -204,8 +205,8 @@ def cached_layer(
     if kv_b is not None:
         context = absorb_values(context, kv_b, spec)
     output = project_output(layer.project, context, x, spec)
-    if is_real is not None:
-        output = zero_where(output, ~is_real[:, :, None])
+    if is_padding is not None:
+        output = zero_where(output, is_padding[:, :, None])
     return output, cache
 
 

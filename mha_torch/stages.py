@@ -213,11 +213,8 @@ def attend(
     return attention_context(apply_dropout(attn_weights, scores.dropout, scores.dropout_keep), value), attn_weights
 
 
-def check_attention(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores, num_parts: int = 1) -> None:
-    """Refuse split heads, q (B, N, T, H), k and v (B, K, S, ·), a mask or scores that do not fit each other.
-
-    Lengths in the mask are those of a sequence of `num_parts` parts; the keys are one part.
-    """
+def check_attention(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> None:
+    """Refuse split heads, q (B, N, T, H), k and v (B, K, S, ·), a mask or scores that do not fit each other."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_floating(name, x, rank=4)
         if x.dtype != query.dtype:

@@ -52,6 +52,7 @@ from mha_tt.kernels import Kernel, fused
 from mha_tt.layout import padded_features, padded_width, round_up
 from mha_tt.masks import DeviceMask, Mask, block_of
 from mha_tt.mha import AttentionLayer, FunctionalLayer
+from mha_tt.padding import padding_after
 from mha_tt.projections import project_output, project_qkv
 from mha_tt.scores import Scores
 
@@ -200,9 +201,9 @@ def cached_layer(
     positions = before.lengths[:, None] + np.arange(seq_len) if positions is None else positions
     is_real = None
     if not are_all_real:
-        is_real = np.arange(seq_len) < np.asarray(new_lengths)[:, None]
-        positions = np.where(is_real, positions, positions[..., :1])  # padding adds no length
-        is_real = upload(is_real[:, :, None], device=x.device(), dtype=x.dtype)
+        is_padding = padding_after(np.asarray(new_lengths), seq_len)
+        positions = np.where(is_padding, positions[..., :1], positions)  # padding adds no length
+        is_real = upload(~is_padding[:, :, None], device=x.device(), dtype=x.dtype)
         x = ttnn.where(is_real, x, 0.0)  # NaN in padding would reach real tokens as 0 * NaN
     is_step = seq_len == 1
     if is_step:  # one token per sequence: tokens of all sequences share tiles

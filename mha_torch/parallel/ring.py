@@ -73,7 +73,7 @@ class RingAttention:
     def check(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> None:
         """Refuse arguments that do not fit; lengths are those of whole sequences."""
         check_known_to_ring(mask, scores)
-        check_attention(query, key, value, replace(mask, key_padding_lengths=None), scores)
+        check_attention(query, key, value, mask, scores)
         check_parts(query, key, self)
         if mask.key_padding_lengths is not None:
             seq_len_k = self.num_parts * key.shape[2]

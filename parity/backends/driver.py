@@ -151,7 +151,7 @@ class _Layer:
         self.port, self.problem, self.case, self.spec = port, problem, problem.case, problem.spec
         self.filled = port.filled(problem)
         if self.case.not_finite == "visible":
-            self.filled.contain()
+            self.filled.contain(port.SIBLING.contained)
         self.shapes = port.SHAPES(port, problem.spec)
         self.inputs = {
             name: port.beside(x) if name in ("mask", "bias") else self.shapes.from_input(name, x)

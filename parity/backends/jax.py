@@ -169,10 +169,9 @@ class JaxModule:
         self.in_blocks = nnx.clone(self.module)
         self.in_blocks.kernel = SMALL_BLOCKS
 
-    def contain(self) -> None:
-        """Contain NaN: let it reach exactly the rows that attend to it, on paths without attention weights."""
+    def contain(self, contained: Callable[[Any], Any]) -> None:
         for module in (self.module, self.in_blocks):
-            module.kernel = mha_jax.contained(module.kernel)
+            module.kernel = contained(module.kernel)
 
     def outputs(self, query: Array, **inputs: Array | None) -> tuple[Array, dict[str, Array]]:
         return self.call(_all_paths, self.module, self.in_blocks, query, inputs)

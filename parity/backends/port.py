@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
@@ -35,10 +34,9 @@ class FilledModule(Protocol):
         fused, _ = self.module(query, **inputs)
         return attn_weights, {"module": output, "fused": fused}
 
-    def contain(self) -> None:
-        """Contain NaN: let it reach exactly the rows that attend to it, on paths without attention weights."""
-        sibling = sys.modules[type(self.module).__module__.split(".")[0]]
-        self.module.kernel = sibling.contained(self.module.kernel)
+    def contain(self, contained: Callable[[Any], Any]) -> None:
+        """Wrap kernels by `contained` of the implementation: NaN then reaches exactly the rows that attend to it."""
+        self.module.kernel = contained(self.module.kernel)
 
     def step(self, x: Any, cache: Any, new_lengths: Any, positions: Any) -> tuple[dict[str, Any], Any]:
         """Return the output of new tokens on each path, and the cache that contains them."""

@@ -330,10 +330,9 @@ class _TorchModuleOnMesh(port.TorchModule):
             init_cache = self.module.init_cache
             self.module.init_cache = lambda batch, capacity: init_cache(batch // on_mesh.data.size, capacity)
 
-    def contain(self) -> None:
-        """Contain NaN; the ring does so itself."""
-        if not isinstance(self.module.kernel, RingAttention):
-            super().contain()
+    def contain(self, contained: Callable[[Any], Any]) -> None:
+        if not isinstance(self.module.kernel, RingAttention):  # which contains NaN itself
+            super().contain(contained)
 
     def attend(self, module: Any, inputs: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor | None]:
         """Call the module with its local inputs."""
