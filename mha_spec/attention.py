@@ -162,7 +162,7 @@ class AttentionSpec(Record):
         self._check_shared_kv()
         self._check_latent()
         # Each call reads these. In Python 3.11 torch.compile cannot trace the lock of a cached property that is unset.
-        for name in ("norms", "span", "score_scale", "alibi_slopes"):
+        for name in ("norms", "span", "score_scale", "score_shapes", "alibi_slopes"):
             getattr(self, name)
         if self.latent is not None:
             widths = {"num_kv_heads": 1, "head_dim": self.latent.width, "value_head_dim": self.latent.kv_rank}
@@ -417,16 +417,23 @@ class AttentionSpec(Record):
         is_of_values = name in ("v_norm", "context_norm")
         return self.norms[name].shapes(num_heads, self.value_head_dim if is_of_values else self.head_dim)
 
+    @cached_property
+    def score_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the weights that change scores, by name: sinks, relative_bias, relative_keys, relative_queries."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        if self.sinks:
+            shapes["sinks"] = (self.num_heads,)
+        if self.relative_bias is not None:
+            shapes["relative_bias"] = (self.relative_bias.num_buckets, self.num_heads)
+        if self.relative_products is not None:
+            shapes |= self.relative_products.tables(self.num_heads, self.head_dim)
+        return shapes
+
     @property
     def parameters(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the parameters that are not of projections, by name, in the order of the data flow."""
         of_norms = {f"{name}.{leaf}": shape for name in self.norms for leaf, shape in self.norm_shapes(name).items()}
-        of_scores: dict[str, tuple[int, ...]] = {"sinks": (self.num_heads,)} if self.sinks else {}
-        if self.relative_bias is not None:
-            of_scores["relative_bias"] = (self.relative_bias.num_buckets, self.num_heads)
-        if self.relative_products is not None:
-            of_scores |= self.relative_products.tables(self.num_heads, self.head_dim)
-        return of_norms | of_scores
+        return of_norms | self.score_shapes
 
     @property
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from mha_spec import AttentionSpec, GridBias, Latent, Norm, Refusal, RelativeBias, RelativeProducts, Rope, WrongType
+from mha_spec import AttentionSpec, GridBias, Latent, Norm, Refusal, Rope, WrongType
 from mha_spec.attention import check_spec
 from mha_spec.features.norm import check_norm
 from mha_spec.features.rope import position_shapes
+from mha_spec.heads import BareHeads
 from mha_spec.rules import as_count, check_head_groups
 from mha_torch.arrays import is_autocast_on, is_distributed, values_of
 
@@ -91,43 +92,48 @@ def check_lengths(name: str, lengths: Tensor | Sequence[int], batch_size: int | 
 def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:
     """Refuse weights whose names or shapes are not exactly those of the layer."""
     check_spec(spec)
-    if not isinstance(weights, Mapping):
-        raise WrongType("weights", "be a mapping of names to tensors", type(weights).__name__)
-    shapes = spec.held_shapes
-    missing, unexpected = sorted(shapes.keys() - weights.keys()), sorted(weights.keys() - shapes.keys())
-    if missing or unexpected:
-        raise Refusal("weights", "have exactly the names of the spec", missing=missing, unexpected=unexpected)
-    first = next(iter(shapes))
-    for name, shape in shapes.items():
+    check_names("weights", weights, spec.held_shapes)
+    first = next(iter(spec.held_shapes))
+    for name, shape in spec.held_shapes.items():
         weight = weights[name]
-        check_array(name, weight)
-        if is_distributed(weight):
-            raise WrongType(
-                name,
-                "be a local tensor, with the local specification (parity.shard)",
-                type(weight).__name__,
-                hint="the modules take distributed weights",
-            )
-        if not weight.is_floating_point():
-            raise WrongType(name, "be floating point", {f"{name}.dtype": weight.dtype})
+        check_weight(name, weight, shape)
         if weight.dtype != weights[first].dtype:
             raise WrongType(name, f"have the dtype of {first}", f"{weight.dtype} and {weights[first].dtype}")
         check_device(name, weight, weights[first].device, first)
-        if tuple(weight.shape) != shape:
-            raise Refusal(name, f"have shape {shape}", {f"{name}.shape": tuple(weight.shape)})
-    check_finite(weights)
 
 
-def check_finite(weights: Mapping[str, Tensor]) -> None:
-    """Refuse weights with NaN or infinity, if their values are known."""
-    if torch.compiler.is_compiling():  # the check itself would become part of the graph
-        return
-    are_finite = values_of(torch.stack([torch.isfinite(weight).all() for weight in weights.values()]))
-    if are_finite is None:
-        return
-    wrong = [name for name, is_finite in zip(weights, are_finite, strict=True) if not is_finite]
-    if wrong:
-        raise Refusal("weights", "be finite", f"NaN or infinities in {wrong}")
+def check_score_weights(weights: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], query: Tensor) -> None:
+    """Refuse weights that change scores if their names or shapes are not exactly those of the layer."""
+    check_names("learned", weights, shapes)
+    for name, shape in shapes.items():
+        check_weight(name, weights[name], shape)
+        check_device(name, weights[name], query.device, "query")
+
+
+def check_names(argument: str, weights: Mapping[str, Tensor], names: Collection[str]) -> None:
+    """Refuse weights that do not have exactly these names."""
+    if not isinstance(weights, Mapping):
+        raise WrongType(argument, "be a mapping of names to tensors", type(weights).__name__)
+    missing = sorted(set(names) - weights.keys())
+    unexpected = sorted(weights.keys() - set(names))
+    if missing or unexpected:
+        raise Refusal(argument, "have exactly the names of the spec", missing=missing, unexpected=unexpected)
+
+
+def check_weight(name: str, weight: Tensor, shape: tuple[int, ...]) -> None:
+    """Refuse a weight that is not a floating-point tensor of this process, or has another shape."""
+    check_array(name, weight)
+    if is_distributed(weight):
+        raise WrongType(
+            name,
+            "be a local tensor, with the local specification (parity.shard)",
+            type(weight).__name__,
+            hint="the modules take distributed weights",
+        )
+    if not weight.is_floating_point():
+        raise WrongType(name, "be floating point", {f"{name}.dtype": weight.dtype})
+    if tuple(weight.shape) != shape:
+        raise Refusal(name, f"have shape {shape}", {f"{name}.shape": tuple(weight.shape)})
 
 
 def check_layer_inputs(
@@ -255,7 +261,22 @@ def check_latents(name: str, latents: Tensor, latent: Latent) -> None:
         raise Refusal(name, f"have shape (B, 1, S, {latent.width})", {f"{name}.shape": shape})
 
 
-def check_scored(query: Tensor, key: Tensor, spec: AttentionSpec | None) -> None:
+def check_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Refuse split heads, q (B, N, T, H), k and v (B, K, S, ·), that do not fit each other."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_floating(name, x, rank=4)
+        if x.dtype != query.dtype:
+            raise WrongType(name, "have the dtype of query", {f"{name}.dtype": x.dtype, "query.dtype": query.dtype})
+        check_device(name, x, query.device, "query")
+    if key.shape[:3] != value.shape[:3]:
+        raise Refusal(
+            "value",
+            "have the shape of key but for its features",
+            {"value.shape": tuple(value.shape), "key.shape": tuple(key.shape)},
+        )
+
+
+def check_scored(query: Tensor, key: Tensor, spec: AttentionSpec | BareHeads) -> None:
     """Refuse queries (B, N, T, H) and keys (B, K, S, H) that do not fit each other or the layer."""
     if (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3]):
         raise Refusal(
@@ -264,15 +285,12 @@ def check_scored(query: Tensor, key: Tensor, spec: AttentionSpec | None) -> None
             {"key.shape": tuple(key.shape), "query.shape": tuple(query.shape)},
         )
     check_head_groups(query.shape[1], key.shape[1])
-    if spec is None:
+    if isinstance(spec, BareHeads):
         return
     check_spec(spec)
-    if spec.alibi is not None and spec.num_heads != query.shape[1]:
-        raise Refusal(
-            "query",
-            "have the heads of a spec with alibi, whose slopes are theirs",
-            f"{query.shape[1]} heads and num_heads={spec.num_heads}",
-        )
+    if (query.shape[1], query.shape[3]) != (spec.num_heads, spec.head_dim):
+        rule = f"have the heads of the spec, (N, H) = ({spec.num_heads}, {spec.head_dim})"
+        raise Refusal("query", rule, {"query.shape": tuple(query.shape)})
 
 
 def check_mask(mask: Tensor | None, scores_shape: tuple[int, ...]) -> None:
@@ -298,50 +316,10 @@ def check_bias(bias: Tensor | None, scores_shape: tuple[int, ...], query: Tensor
     check_device("bias", bias, query.device, "query")
 
 
-def check_relative_bias(
-    table: Tensor | None, relative_bias: RelativeBias | GridBias | None, scores_shape: tuple[int, ...]
-) -> None:
-    """Refuse a table if the layer has none, one of another shape, or more tokens than its grid has."""
-    if (table is None) != (relative_bias is None):
-        raise Refusal("relative_bias", "be given where the spec has one", {"spec.relative_bias": relative_bias})
-    if table is None or relative_bias is None:
-        return
-    check_array("relative_bias", table)
-    if not table.is_floating_point():
-        raise WrongType("relative_bias", "be floating point", {"relative_bias.dtype": table.dtype})
-    shape = (relative_bias.num_buckets, scores_shape[1])
-    if tuple(table.shape) != shape:
-        raise Refusal(
-            "relative_bias", f"have shape (num_buckets, N) = {shape}", {"relative_bias.shape": tuple(table.shape)}
-        )
-    if isinstance(relative_bias, GridBias):
-        check_grid(relative_bias, scores_shape)
-
-
 def check_grid(relative_bias: GridBias, scores_shape: tuple[int, ...]) -> None:
     """Refuse scores (B, N, T, S) of more tokens than the grid of the relative bias has."""
     if max(scores_shape[2:]) > relative_bias.num_tokens:
         raise Refusal("tokens", f"be at most the {relative_bias.num_tokens} of the grid", {"(T, S)": scores_shape[2:]})
-
-
-def check_relative_products(
-    relative_keys: Tensor | None,
-    relative_queries: Tensor | None,
-    relative_products: RelativeProducts | None,
-    query: Tensor,
-) -> None:
-    """Refuse tables that the layer does not have, or of other buckets, heads or features."""
-    shapes = {} if relative_products is None else relative_products.tables(query.shape[1], query.shape[3])
-    for name, table in (("relative_keys", relative_keys), ("relative_queries", relative_queries)):
-        if (table is not None) != (name in shapes):
-            raise Refusal(name, "be given where the spec has it", {"spec.relative_products": relative_products})
-        if table is None:
-            continue
-        check_array(name, table)
-        if not table.is_floating_point():
-            raise WrongType(name, "be floating point", {f"{name}.dtype": table.dtype})
-        if tuple(table.shape) != shapes[name]:
-            raise Refusal(name, f"have shape {shapes[name]}", {f"{name}.shape": tuple(table.shape)})
 
 
 def check_sinks(sinks: Tensor | None, num_heads: int) -> None:

@@ -4,8 +4,7 @@ Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H
 A mask is boolean, True = masked (the query may not attend to the key); an additive term is a bias.
 """
 
-from collections.abc import Mapping
-from typing import Unpack
+from collections.abc import Mapping, Sequence
 
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
@@ -14,7 +13,7 @@ from torch import Tensor
 from mha_spec import AttentionSpec, Refusal
 from mha_torch.checks import check_weights
 from mha_torch.kernels import Kernel, fused
-from mha_torch.masks import Mask, MaskKeywords
+from mha_torch.masks import Mask
 from mha_torch.mha import FunctionalLayer, attention_layer
 
 
@@ -31,11 +30,14 @@ def multi_head_attention(
     training: bool = False,
     dropout_keep: Bool[Tensor, "B N T S"] | None = None,
     kernel: Kernel = fused.attend,
-    **masks: Unpack[MaskKeywords],
+    mask: Bool[Tensor, "..."] | None = None,
+    is_causal: bool = False,
+    key_padding_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
+    segment_ids: Int[Tensor, "B T"] | tuple[Int[Tensor, "B T"], Int[Tensor, "B S"]] | None = None,
 ) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B N T S"] | None]:
     """Functional multi-head attention: project, split heads, attend, combine heads, project.
 
-    Results, errors and other arguments are those of `MultiHeadAttention`. Weights must be finite.
+    Results, errors and other arguments are those of `MultiHeadAttention`.
 
     Args:
         weights: the state dict of `MultiHeadAttention`: `<name>.weight` (out, in) and `<name>.bias` (out,) of each
@@ -55,7 +57,7 @@ def multi_head_attention(
         query,
         key,
         value,
-        Mask.of(masks),
+        Mask(mask, is_causal, key_padding_lengths, segment_ids),
         bias=bias,
         need_weights=need_weights,
         positions=positions,

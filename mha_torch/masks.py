@@ -2,14 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypedDict
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mha_spec import AttentionSpec, Refusal
-from mha_spec.attention import check_spec
+from mha_spec.heads import BareHeads
 from mha_spec.span import Span, span_of
 from mha_torch.checks import check_count, check_device, check_integers, check_lengths, check_mask
 
@@ -34,7 +33,7 @@ def create_attention_mask(
         key_padding_lengths: number of real keys of each sequence, (B,), see `create_padding_mask`.
         window_size: hide keys this many positions away or more, on either side.
         chunk_size: hide keys of other chunks; chunks are this many positions long.
-        segment_ids: hide keys of other segments, see `MaskKeywords`.
+        segment_ids: hide keys of other segments, see `Mask`.
         device: device of the mask.
 
     Raises:
@@ -49,7 +48,7 @@ def create_attention_mask(
     check_count("seq_len_q", seq_len_q)
     check_count("seq_len_k", seq_len_k)
     span, batch_size = span_of(window_size, chunk_size), None
-    visible = Mask(None, is_causal, key_padding_lengths, span, segment_ids=segment_ids)
+    visible = Mask(None, is_causal, key_padding_lengths, segment_ids, span)
     if visible.segments is not None:
         batch_size = next(iter(getattr(next(iter(visible.segments), None), "shape", ())), 0)
         _check_segments(visible.segments, batch_size, seq_len_q, seq_len_k)
@@ -58,8 +57,9 @@ def create_attention_mask(
     return visible.implicit_bool(seq_len_q, seq_len_k, device)
 
 
-class MaskKeywords(TypedDict, total=False):
-    """Keywords of a call that hide keys from queries; any of them suffices to hide a key.
+@dataclass(frozen=True, eq=False)  # comparing arrays yields no single truth value
+class Mask:
+    """Keys that each query cannot attend to, as an array or in implicit form; any attribute suffices to hide a key.
 
     Attributes:
         mask: boolean, True = masked; broadcasts to (B, N, T, S). The output of a fully masked row is 0.
@@ -67,20 +67,6 @@ class MaskKeywords(TypedDict, total=False):
         key_padding_lengths: number of real keys of each sequence, (B,), see `create_padding_mask`.
         segment_ids: segment of each token, (B, T): hide keys whose id is not the query's. A pair if keys have other
             ids: (B, T) of the queries and (B, S) of the keys.
-    """
-
-    mask: Bool[Tensor, "..."] | None
-    is_causal: bool
-    key_padding_lengths: Int[Tensor, " B"] | Sequence[int] | None
-    segment_ids: Int[Tensor, "B T"] | tuple[Int[Tensor, "B T"], Int[Tensor, "B S"]] | None
-
-
-@dataclass(frozen=True, eq=False)  # comparing arrays yields no single truth value
-class Mask:
-    """Keys that each query cannot attend to, as an array or in implicit form.
-
-    Attributes:
-        mask, is_causal, key_padding_lengths, segment_ids: see `MaskKeywords`.
         span: attention span of the layer, a window or chunks; None for all keys.
         q_offset: position of the first query among the keys, for all sequences or each, (1,) or (B,); default: 0.
     """
@@ -88,9 +74,9 @@ class Mask:
     mask: Bool[Tensor, "..."] | None = None
     is_causal: bool = False
     key_padding_lengths: Int[Tensor, " B"] | Sequence[int] | None = None
+    segment_ids: Int[Tensor, "B T"] | tuple[Int[Tensor, "B T"], Int[Tensor, "B S"]] | None = None
     span: Span | None = None
     q_offset: Int[Tensor, " B"] | None = None
-    segment_ids: Int[Tensor, "B T"] | tuple[Int[Tensor, "B T"], Int[Tensor, "B S"]] | None = None
 
     def check(self, scores_shape: tuple[int, ...], query: Tensor) -> None:
         """Refuse a mask that does not fit the scores (B, N, T, S) or their queries. `find_padding` checks lengths."""
@@ -101,14 +87,6 @@ class Mask:
             _check_segments(self.segments, scores_shape[0], *scores_shape[2:])
             for ids in self.segments:
                 check_device("segment_ids", ids, query.device, "query")
-
-    @classmethod
-    def of(cls, keywords: MaskKeywords) -> "Mask":
-        """Return the mask of a call with these keywords."""
-        for name in keywords:
-            if name not in MaskKeywords.__annotations__:
-                raise TypeError(f"attention got an unexpected keyword argument {name!r}")
-        return cls(**keywords)
 
     @property
     def segments(self) -> tuple[Int[Tensor, "B T"], Int[Tensor, "B S"]] | None:
@@ -124,11 +102,8 @@ class Mask:
         """Return whether no other field is in use."""
         return not self.fields_beyond(*known)
 
-    def within(self, spec: AttentionSpec | None) -> "Mask":
+    def within(self, spec: AttentionSpec | BareHeads) -> "Mask":
         """Return the mask with the attention span of a layer."""
-        if spec is None:
-            return self
-        check_spec(spec)
         return self if spec.span is None else replace(self, span=spec.span)
 
     def with_bias(self, bias: Float[Tensor, "..."] | None) -> "Mask":

@@ -5,9 +5,9 @@ Layers accept any number of batch axes instead of B, or none: see `axes`.
 A mask is boolean, True = masked (the query may not attend to the key); an additive term is a bias.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,10 +23,10 @@ from mha_torch.checks import check_layer_inputs, check_projected, check_tokens
 from mha_torch.features.norms import NormLayer
 from mha_torch.kernels import Kernel, fused
 from mha_torch.kernels.sdpa import check_context_parallel
-from mha_torch.masks import Mask, MaskKeywords
+from mha_torch.masks import Mask
 from mha_torch.padding import find_padding, finite_inputs, zero_padding
 from mha_torch.projections import project_output, project_qkv
-from mha_torch.scores import LEARNED, Scores
+from mha_torch.scores import Scores
 from mha_torch.weights import project_with
 
 # ---- Functions -------------------------------------------------------------------------------------------------------
@@ -91,9 +91,9 @@ class FunctionalLayer:
 
     def scores(self, bias: Float[Tensor, "..."] | None) -> Scores:
         """Return the scores of a call: bias, learned weights, and dropout in training."""
-        learned: Any = {name: self.weights.get(name) for name in LEARNED}
+        learned = {name: self.weights[name] for name in self.spec.score_shapes}
         dropout = self.spec.dropout if self.training else 0.0
-        return Scores(self.spec, bias, dropout=dropout, dropout_keep=self.dropout_keep, **learned)
+        return Scores(self.spec, bias, learned, dropout, self.dropout_keep)
 
 
 # ---- Modules ---------------------------------------------------------------------------------------------------------
@@ -143,12 +143,8 @@ class AttentionLayer(nn.Module):
         for name, norm in spec.norms.items():
             self.add_module(name, NormLayer(norm, spec.norm_shapes(name), device=device, dtype=dtype))
 
-        def learned(name: str) -> nn.Parameter | None:
-            shape = spec.parameters.get(name)
-            return None if shape is None else nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-
-        self.sinks, self.relative_bias = learned("sinks"), learned("relative_bias")
-        self.relative_keys, self.relative_queries = learned("relative_keys"), learned("relative_queries")
+        for name, shape in spec.score_shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -161,9 +157,8 @@ class AttentionLayer(nn.Module):
         for name in self.full_spec.norms:
             norm: NormLayer = getattr(self, name)
             norm.reset_parameters()
-        for name in LEARNED:
-            if (held := getattr(self, name)) is not None:
-                nn.init.zeros_(held)
+        for name in self.full_spec.score_shapes:
+            nn.init.zeros_(getattr(self, name))
 
     def extra_repr(self) -> str:
         return repr(self.full_spec)
@@ -182,8 +177,9 @@ class AttentionLayer(nn.Module):
 
     def scores(self, bias: Float[Tensor, "..."] | None) -> Scores:
         """Return the scores of a call: bias, learned weights, and dropout in training."""
-        learned = {name: getattr(self, name) for name in LEARNED}
-        return Scores(self.spec, bias, dropout=self.spec.dropout if self.training else 0.0, **learned)
+        learned = {name: getattr(self, name) for name in self.spec.score_shapes}
+        dropout = self.spec.dropout if self.training else 0.0
+        return Scores(self.spec, bias, learned, dropout)
 
     def drop_output(self, output: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
         """Apply output dropout, in training and at a rate above 0."""
@@ -213,7 +209,10 @@ class MultiHeadAttention(AttentionLayer):
         bias: Float[Tensor, "..."] | None = None,
         need_weights: bool = False,
         positions: Int[Tensor, "... #B T"] | None = None,
-        **masks: Unpack[MaskKeywords],
+        mask: Bool[Tensor, "..."] | None = None,
+        is_causal: bool = False,
+        key_padding_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
+        segment_ids: Int[Tensor, "B T"] | tuple[Int[Tensor, "B T"], Int[Tensor, "B S"]] | None = None,
     ) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B N T S"] | None]:
         """Attend from each query token to the key tokens.
 
@@ -222,10 +221,10 @@ class MultiHeadAttention(AttentionLayer):
             key: (B, S, d_kv); default: self-attention. With `shared_kv` the keys of another layer, (B, K, S, H), as
                 `project_qkv` returns them.
             value: (B, S, d_kv); default: the key. With `shared_kv` the values of that layer, (B, K, S, Hv).
-            masks: keywords that hide keys, see `MaskKeywords`.
             bias: added to the scores, in the dtype of query; broadcasts to (B, N, T, S). -inf masks a key.
             need_weights: also return the attention weights; uses the plain path.
             positions: position of each token, (B or 1, T), or with sections (axes, B or 1, T); default: 0, 1, ….
+            mask, is_causal, key_padding_lengths, segment_ids: hide keys, see `Mask`.
 
         Returns:
             Output (B, T, E), or (B, T, N * Hv) without `out_proj`, and the attention weights before dropout (B, N, T,
@@ -236,8 +235,9 @@ class MultiHeadAttention(AttentionLayer):
                 integers.
             ValueError: if the shapes do not fit, devices differ, or a length lies outside 0..S.
         """
+        visible = Mask(mask, is_causal, key_padding_lengths, segment_ids)
         output, attn_weights = attention_layer(
-            self, query, key, value, Mask.of(masks), bias=bias, need_weights=need_weights, positions=positions
+            self, query, key, value, visible, bias=bias, need_weights=need_weights, positions=positions
         )
         return self.drop_output(output), attn_weights
 
@@ -253,7 +253,10 @@ class MultiHeadSelfAttention(AttentionLayer):
         *,
         bias: Float[Tensor, "..."] | None = None,
         positions: Int[Tensor, "... #B T"] | None = None,
-        **masks: Unpack[MaskKeywords],
+        mask: Bool[Tensor, "..."] | None = None,
+        is_causal: bool = False,
+        key_padding_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
+        segment_ids: Int[Tensor, "B T"] | tuple[Int[Tensor, "B T"], Int[Tensor, "B S"]] | None = None,
     ) -> Float[Tensor, "B T E"]:
         """Attend from each token to the tokens of its own sequence.
 
@@ -266,6 +269,6 @@ class MultiHeadSelfAttention(AttentionLayer):
             Output (B, T, E). At padded positions it is the attention of the padding over the real tokens.
         """
         check_tokens("x", x)
-        visible = Mask.of(masks)
+        visible = Mask(mask, is_causal, key_padding_lengths, segment_ids)
         output, _ = attention_layer(self, x, None, None, visible, bias=bias, need_weights=False, positions=positions)
         return self.drop_output(output)

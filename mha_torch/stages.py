@@ -4,25 +4,25 @@ Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H
 A mask is boolean, True = masked (the query may not attend to the key); an additive term is a bias.
 """
 
-from typing import Any, Unpack
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mha_spec import AttentionSpec, Refusal, WrongType
-from mha_spec.attention import check_spec
+from mha_spec import AttentionSpec, GridBias, Refusal
+from mha_spec.heads import BareHeads
 from mha_spec.rules import as_rate
 from mha_torch.arrays import at_least_float32, without_autocast
 from mha_torch.checks import (
     check_bias,
-    check_device,
     check_floating,
+    check_grid,
+    check_heads,
     check_keep,
     check_mask,
-    check_relative_bias,
-    check_relative_products,
+    check_score_weights,
     check_scored,
     check_sinks,
     check_weighed,
@@ -31,7 +31,8 @@ from mha_torch.features.alibi import alibi_bias
 from mha_torch.features.relative_bias import relative_position_bias
 from mha_torch.features.relative_products import relative_position_products
 from mha_torch.heads import repeat_kv_heads
-from mha_torch.masks import Mask, MaskKeywords
+from mha_torch.kernels import Kernel
+from mha_torch.masks import Mask
 from mha_torch.padding import zero_heads_in_padding
 from mha_torch.scores import Scores
 
@@ -40,41 +41,53 @@ def attention_scores(
     query: Float[Tensor, "B N T H"],
     key: Float[Tensor, "B K S H"],
     bias: Float[Tensor, "..."] | None = None,
-    spec: AttentionSpec | None = None,
+    spec: AttentionSpec | BareHeads | None = None,
     q_offset: Int[Tensor, " B"] | None = None,
-    relative_bias: Float[Tensor, "..."] | None = None,
-    relative_keys: Float[Tensor, "..."] | None = None,
-    relative_queries: Float[Tensor, "..."] | None = None,
+    learned: Mapping[str, Float[Tensor, "..."]] | None = None,
 ) -> Float[Tensor, "B N T S"]:
     """Return scaled dot products of queries and keys, with soft cap and biases, in at least float32.
 
     The scale is 1 / sqrt(H) unless the spec has one. ALiBi subtracts slope * distance; a relative bias adds numbers
-    from a table (num_buckets, N). Relative products add scaled products of queries and `relative_keys`, and of keys
-    and `relative_queries`. `q_offset` is the position of the first query among the keys, for all sequences or each,
-    (1,) or (B,); default: 0.
+    from a table. Relative products add scaled products of queries and vectors of distances, and of keys and such
+    vectors.
+
+    Args:
+        query, key: (B, N, T, H) and (B, K, S, H); query head n uses key head n // (N // K).
+        bias: added to the scores; broadcasts to (B, N, T, S).
+        spec: layer of these heads; default: only the scale 1 / sqrt(H).
+        q_offset: position of the first query among the keys, for all sequences or each, (1,) or (B,); default: 0.
+        learned: weights of the layer that change scores, see `Scores`.
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1; the soft cap: Gemma 2, arXiv:2408.00118, section 2.
     """
     check_floating("query", query, rank=4)
     check_floating("key", key, rank=4)
-    check_scored(query, key, spec)
-    check_bias(bias, (*query.shape[:3], key.shape[2]), query)
-    scale, relative = score_scale(query, spec), None if spec is None else spec.relative_bias
-    check_relative_bias(relative_bias, relative, (*query.shape[:3], key.shape[2]))
-    products = None if spec is None else spec.relative_products
-    check_relative_products(relative_keys, relative_queries, products, query)
+    rules = BareHeads(query.shape[3]) if spec is None else spec
+    learned = {} if learned is None else learned
+    check_scored(query, key, rules)
+    scores_shape = (*query.shape[:3], key.shape[2])
+    check_bias(bias, scores_shape, query)
+    # Sinks are part of the softmax.
+    tables = {name: table for name, table in learned.items() if name != "sinks"}
+    table_shapes = {name: shape for name, shape in rules.score_shapes.items() if name != "sinks"}
+    check_score_weights(tables, table_shapes, query)
+    if isinstance(rules.relative_bias, GridBias):
+        check_grid(rules.relative_bias, scores_shape)
     key = repeat_kv_heads(key, query.shape[1])
     with without_autocast(query.device.type):  # autocast would sum in half precision
-        scores = torch.einsum("bnth,bnsh->bnts", at_least_float32(query) * scale, at_least_float32(key))
-    scores = soft_capped(scores, spec)
+        scores = torch.einsum("bnth,bnsh->bnts", at_least_float32(query) * rules.score_scale, at_least_float32(key))
+    if rules.soft_cap is not None:
+        scores = rules.soft_cap * torch.tanh(scores / rules.soft_cap)
     lengths, dtype = (scores.shape[2], scores.shape[3]), scores.dtype
-    if spec is not None and spec.alibi_slopes is not None:
-        scores = scores + alibi_bias(spec.alibi_slopes, *lengths, q_offset, scores_dtype=dtype, device=scores.device)
-    if relative_bias is not None and relative is not None:
-        scores = scores + relative_position_bias(relative_bias, relative, *lengths, q_offset, scores_dtype=dtype)
-    if products is not None:
-        tables = (relative_keys, relative_queries)
-        scores = scores + scale * relative_position_products(query, key, products, *tables, q_offset)
+    if rules.alibi_slopes is not None:
+        scores = scores + alibi_bias(rules.alibi_slopes, *lengths, q_offset, scores_dtype=dtype, device=scores.device)
+    if rules.relative_bias is not None:
+        table = tables["relative_bias"]
+        scores = scores + relative_position_bias(table, rules.relative_bias, *lengths, q_offset, scores_dtype=dtype)
+    if rules.relative_products is not None:
+        vectors = (tables.get("relative_keys"), tables.get("relative_queries"))
+        products = relative_position_products(query, key, rules.relative_products, *vectors, q_offset)
+        scores = scores + rules.score_scale * products
     return scores if bias is None else scores + at_least_float32(bias)
 
 
@@ -136,21 +149,6 @@ def apply_dropout(
     return torch.where(keep, attn_weights / (1.0 - rate), 0.0)
 
 
-def score_scale(query: Tensor, spec: AttentionSpec | None) -> float:
-    """Return the factor of the dot products of queries (B, N, T, H)."""
-    if spec is None:
-        return query.shape[-1] ** -0.5
-    check_spec(spec)
-    return spec.score_scale
-
-
-def soft_capped(scores: Tensor, spec: AttentionSpec | None) -> Tensor:
-    """Apply the soft cap, if any, before bias and mask."""
-    if spec is None or spec.soft_cap is None:
-        return scores
-    return spec.soft_cap * torch.tanh(scores / spec.soft_cap)
-
-
 # ---- Attention -------------------------------------------------------------------------------------------------------
 
 
@@ -158,42 +156,53 @@ def scaled_dot_product_attention(
     query: Float[Tensor, "B N T H"],
     key: Float[Tensor, "B K S H"],
     value: Float[Tensor, "B K S Hv"],
-    spec: AttentionSpec | None = None,
+    spec: AttentionSpec | BareHeads | None = None,
     *,
     bias: Float[Tensor, "..."] | None = None,
+    learned: Mapping[str, Float[Tensor, "..."]] | None = None,
     need_weights: bool = False,
     dropout: float = 0.0,
     dropout_keep: Bool[Tensor, "B N T S"] | None = None,
-    sinks: Float[Tensor, "..."] | None = None,
-    relative_bias: Float[Tensor, "..."] | None = None,
-    relative_keys: Float[Tensor, "..."] | None = None,
-    relative_queries: Float[Tensor, "..."] | None = None,
-    **masks: Unpack[MaskKeywords],
+    kernel: Kernel | None = None,
+    mask: Bool[Tensor, "..."] | None = None,
+    is_causal: bool = False,
+    key_padding_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
+    segment_ids: Int[Tensor, "B T"] | tuple[Int[Tensor, "B T"], Int[Tensor, "B S"]] | None = None,
 ) -> tuple[Float[Tensor, "B N T Hv"], Float[Tensor, "B N T S"] | None]:
-    """Reference attention of split heads; `fused` has the fast form of this function.
+    """Attention of split heads, by the formula; with a kernel, as layers compute it.
 
     Args:
         query: (B, N, T, H).
         key, value: (B, K, S, H) and (B, K, S, Hv); query head n uses key/value head n // (N // K).
         spec: layer of these heads: scale, soft cap, biases and products by distance; default: the scale 1 / sqrt(H).
-        masks: keywords that hide keys, see `MaskKeywords`.
-        bias, dropout, dropout_keep, sinks, relative_bias, relative_keys, relative_queries: see `Scores`.
-        need_weights: also return the attention weights.
+        bias, learned, dropout, dropout_keep: see `Scores`.
+        need_weights: also return the attention weights; without a kernel.
+        kernel: computes the context, such as `fused.attend`, the default kernel of layers; default: the formula, which
+            stores the attention weights.
+        mask, is_causal, key_padding_lengths, segment_ids: hide keys, see `Mask`.
 
     Returns:
         Context (B, N, T, Hv), and the attention weights before dropout (B, N, T, S) or None; in the dtype of query.
 
     Raises:
         TypeError: if an input is not floating point, the dtypes differ, or the mask is not boolean.
-        ValueError: if the shapes do not fit.
+        ValueError: if the shapes do not fit, or a kernel is asked for attention weights.
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """
-    visible = Mask.of(masks).within(spec)
-    products: Any = {"relative_keys": relative_keys, "relative_queries": relative_queries}
-    scores = Scores(spec, bias, sinks, relative_bias, dropout, dropout_keep, **products)
-    check_attention(query, key, value, visible, scores)
+    if kernel is not None and need_weights:
+        raise Refusal("need_weights", "be False with a kernel, which stores no weights", need_weights=True)
+    check_heads(query, key, value)
+    rules = BareHeads(query.shape[3]) if spec is None else spec
+    check_scored(query, key, rules)
+    visible = Mask(mask, is_causal, key_padding_lengths, segment_ids).within(rules)
+    scores = Scores(rules, bias, {} if learned is None else learned, dropout, dropout_keep)
+    scores_shape = (*query.shape[:3], key.shape[2])
+    visible.check(scores_shape, query)
+    scores.check(scores_shape, query)
     visible, key, value = zero_heads_in_padding(visible, key, value)
+    if kernel is not None:
+        return kernel(query, key, value, visible, scores), None
     context, attn_weights = attend(query, key, value, visible, scores)
     return context, attn_weights if need_weights else None
 
@@ -206,26 +215,15 @@ def attend(
     scores: Scores,
 ) -> tuple[Float[Tensor, "B N T Hv"], Float[Tensor, "B N T S"]]:
     """Return the context and the attention weights before dropout. Shapes are checked."""
-    tables = (scores.relative_bias, scores.relative_keys, scores.relative_queries)
-    logits = attention_scores(query, key, scores.bias, scores.spec, mask.q_offset, *tables)
+    logits = attention_scores(query, key, scores.bias, scores.spec, mask.q_offset, scores.learned)
     hidden = mask.with_bias(scores.bias).to_bool(query.shape[2], key.shape[2], query.device)
-    attn_weights = masked_softmax(logits, hidden, scores.sinks).to(query.dtype)
+    attn_weights = masked_softmax(logits, hidden, scores.learned.get("sinks")).to(query.dtype)
     return attention_context(apply_dropout(attn_weights, scores.dropout, scores.dropout_keep), value), attn_weights
 
 
 def check_attention(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> None:
     """Refuse split heads, q (B, N, T, H), k and v (B, K, S, ·), a mask or scores that do not fit each other."""
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        check_floating(name, x, rank=4)
-        if x.dtype != query.dtype:
-            raise WrongType(name, "have the dtype of query", {f"{name}.dtype": x.dtype, "query.dtype": query.dtype})
-        check_device(name, x, query.device, "query")
-    if key.shape[:3] != value.shape[:3]:
-        raise Refusal(
-            "value",
-            "have the shape of key but for its features",
-            {"value.shape": tuple(value.shape), "key.shape": tuple(key.shape)},
-        )
+    check_heads(query, key, value)
     check_scored(query, key, scores.spec)
     scores_shape = (*query.shape[:3], key.shape[2])
     mask.check(scores_shape, query)

@@ -37,10 +37,11 @@ def supports(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scor
         return False
     if not _runs_here(query, value) or query.shape[:3].numel() * key.shape[2] < MANY_SCORES:
         return False
-    changes = (scores.sinks, scores.soft_cap, scores.slopes)
+    spec = scores.spec
+    changes = (scores.learned.get("sinks"), spec.soft_cap, spec.alibi_slopes)
     is_needed = not mask.has_only("is_causal") or any(x is not None for x in changes)
     is_needed = is_needed and mask.has_only("is_causal", "key_padding_lengths", "span", "segment_ids")
-    others = (scores.bias, scores.relative_bias, scores.products, scores.dropout_keep)
+    others = (scores.bias, spec.relative_bias, spec.relative_products, scores.dropout_keep)
     return is_needed and not scores.dropout and all(x is None for x in others)
 
 
@@ -85,13 +86,14 @@ def _attend_between(
         value,
         _score_mod(query, scores),
         _block_mask(first, stop, key.shape[2], segments, has_gradient=needs_gradient(query, key, value)),
-        scale=scores.scale,
+        scale=scores.spec.score_scale,
         enable_gqa=query.shape[1] != key.shape[1],
         return_aux=library.AuxRequest(lse=True),
     )
     lse = aux.lse[..., None]
-    if scores.sinks is not None:
-        share = torch.sigmoid(lse - at_least_float32(scores.sinks)[:, None, None])  # of the keys, next to the sink
+    sinks = scores.learned.get("sinks")
+    if sinks is not None:
+        share = torch.sigmoid(lse - at_least_float32(sinks)[:, None, None])  # of the keys, next to the sink
         context = (context * share).to(context.dtype)
     return context, lse
 
@@ -103,11 +105,11 @@ def _kernel() -> Callable[..., Any]:
 
 def _score_mod(query: Tensor, scores: Scores) -> Callable[..., Tensor] | None:
     """Return the function that changes scaled scores by head, query and key; None to leave scores unchanged."""
-    soft_cap, slopes = scores.soft_cap, None
-    if soft_cap is None and scores.slopes is None:
+    soft_cap, slopes = scores.spec.soft_cap, None
+    if soft_cap is None and scores.spec.alibi_slopes is None:
         return None
-    if scores.slopes is not None:
-        slopes = constant(np.array(scores.slopes), query, at_least_float32(query).dtype)
+    if scores.spec.alibi_slopes is not None:
+        slopes = constant(np.array(scores.spec.alibi_slopes), query, at_least_float32(query).dtype)
 
     def score_mod(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, place: Tensor) -> Tensor:
         if soft_cap is not None:

@@ -88,9 +88,9 @@ def _contain(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, mask: Ma
             nonfinite_bias = nonfinite_bias & ~hidden
         nan_rows = nan_rows | nonfinite_bias.any(dim=-1, keepdim=True)
     context = kernel(query, key, value, mask, scores)
-    if scores.sinks is None:  # sinks take the whole weight of a row whose scores are all -inf
+    if "sinks" not in scores.learned:  # sinks take the whole weight of a row whose scores are all -inf
         # If all scores of a row overflow to -inf, the kernel returns 0.
-        factor = query.shape[3] * max(scores.scale or 1.0, 1.0)
+        factor = query.shape[3] * max(scores.spec.score_scale, 1.0)
         is_zero = (context == 0).all(dim=-1, keepdim=True)
         nan_rows = nan_rows | (is_zero & _may_overflow(largest_in_query, largest_in_key, factor))
     has_key = attends_to_any(torch.ones_like(nonfinite_keys), seq_len_q, visible)
@@ -168,5 +168,5 @@ def _cannot_overflow(query: Tensor, key: Tensor, value: Tensor, scores: Scores) 
     known = [values_of(size) for size in sizes] if is_distributed(query) else values_of(torch.stack(sizes))
     if known is None or None in known:
         return False
-    bounds = (known[0] * known[1] * max(scores.scale or 1.0, 1.0), *known[2:])
+    bounds = (known[0] * known[1] * max(scores.spec.score_scale, 1.0), *known[2:])
     return all(bound < torch.finfo(torch.float32).max for bound in bounds)

@@ -40,19 +40,20 @@ _SWITCHES = RLock()
 
 def supports(scores: Scores) -> bool:
     """Return whether the kernel supports these changes to the scores."""
-    return scores.soft_cap is None and scores.products is None and scores.dropout_keep is None
+    return scores.spec.soft_cap is None and scores.spec.relative_products is None and scores.dropout_keep is None
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
     """Return the context, with the cheapest form of the mask."""
-    rate, scale, sinks = scores.dropout, scores.scale, scores.sinks
+    rate, scale, sinks = scores.dropout, scores.spec.score_scale, scores.learned.get("sinks")
     # Without causality the relative bias is computed at once, which is faster. A grid bias depends on more than
     # distances.
-    in_blocks = scores.slopes is not None or (isinstance(scores.buckets, RelativeBias) and mask.is_causal)
+    spec = scores.spec
+    in_blocks = spec.alibi_slopes is not None or (isinstance(spec.relative_bias, RelativeBias) and mask.is_causal)
     if in_blocks and query.shape[2] > _QUERIES_WITH_BIAS:
         return _attend_in_query_blocks(query, key, value, mask, scores)
     is_plain = mask.has_only("is_causal", "key_padding_lengths")
-    if is_plain and scores.bias is None and not scores.has_distances:
+    if is_plain and scores.bias is None and not spec.has_distance_bias:
         lengths = mask.key_padding_lengths
         if lengths is None:  # no mask, or one that the kernel supports
             return call(query, key, value, sinks, is_causal=mask.is_causal, dropout=rate, scale=scale)
@@ -61,7 +62,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores
             return _attend_by_sequence(query, key, value, replace(mask, key_padding_lengths=known), scores)
     seq_len_k, bias = key.shape[2], scores.bias
     hidden = mask.with_bias(bias).to_bool(query.shape[2], seq_len_k, query.device)
-    if scores.has_distances:
+    if spec.has_distance_bias:
         by_distance = _distance_bias(query, seq_len_k, mask.q_offset, scores)
         bias = by_distance if bias is None else by_distance + bias
     masked_rows = None
@@ -87,14 +88,14 @@ def call(
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
     dropout: float,
-    scale: float | None,
+    scale: float,
 ) -> Tensor:
     """Call PyTorch's function; also with sinks, and with values of another width than keys."""
     dtype = query.dtype
     if sinks is not None:
-        factor, head_dim, first = scale or query.shape[-1] ** -0.5, value.shape[-1], int(is_causal)
-        query, key, value, attn_mask = _with_sinks(query, key, value, sinks, attn_mask, factor, num_before=first)
-        context = call(query, key, value, attn_mask=attn_mask, is_causal=is_causal, dropout=dropout, scale=factor)
+        head_dim, first = value.shape[-1], int(is_causal)
+        query, key, value, attn_mask = _with_sinks(query, key, value, sinks, attn_mask, scale, num_before=first)
+        context = call(query, key, value, attn_mask=attn_mask, is_causal=is_causal, dropout=dropout, scale=scale)
         return context[:, :, first:, :head_dim]
     if attn_mask is not None:
         attn_mask = attn_mask[(None,) * (4 - attn_mask.ndim)].expand(-1, -1, -1, key.shape[2])
@@ -104,8 +105,8 @@ def call(
                 query, key, value = (x.to(attn_mask.dtype) for x in (query, key, value))
     width = value.shape[3]
     if query.shape[3] != width:  # most kernels need equal widths, as does the only fast one on a CPU
-        scale, most = query.shape[3] ** -0.5 if scale is None else scale, max(query.shape[3], width)
-        query, key, value = (F.pad(x, (0, most - x.shape[3])) for x in (query, key, value))
+        widest = max(query.shape[3], width)
+        query, key, value = (F.pad(x, (0, widest - x.shape[3])) for x in (query, key, value))
     with _kernels_for(query, attn_mask), nullcontext() if query.dtype == dtype else without_autocast("cuda"):
         context = F.scaled_dot_product_attention(
             query,
@@ -172,15 +173,17 @@ def _with_sinks(
 def _distance_bias(query: Tensor, seq_len_k: int, q_offset: Tensor | None, scores: Scores) -> Tensor:
     """Return ALiBi or the relative bias for queries (B, N, T, H), in at least float32."""
     dtype, lengths = torch.promote_types(query.dtype, torch.float32), (query.shape[2], seq_len_k)
-    if scores.relative_bias is not None and scores.buckets is not None:
-        return relative_position_bias(scores.relative_bias, scores.buckets, *lengths, q_offset, scores_dtype=dtype)
-    return alibi_bias(scores.slopes or (), *lengths, q_offset, scores_dtype=dtype, device=query.device)
+    if scores.spec.relative_bias is not None:
+        table = scores.learned["relative_bias"]
+        return relative_position_bias(table, scores.spec.relative_bias, *lengths, q_offset, scores_dtype=dtype)
+    slopes = scores.spec.alibi_slopes or ()
+    return alibi_bias(slopes, *lengths, q_offset, scores_dtype=dtype, device=query.device)
 
 
 def _attend_in_query_blocks(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
     """Attend a block of queries at a time over the keys up to its last query, with only its bias in memory."""
     seq_len_q, seq_len_k, size = query.shape[2], key.shape[2], _QUERIES_WITH_BIAS
-    how = {"dropout": scores.dropout, "scale": scores.scale}
+    options = {"dropout": scores.dropout, "scale": scores.spec.score_scale}
     contexts, shared, last = [], None, (seq_len_q - 1) // size * size
     if mask.has_only("is_causal") and scores.bias is None:  # the bias of the last block contains that of all others
         stop = last + (size if mask.is_causal else seq_len_k)
@@ -195,7 +198,7 @@ def _attend_in_query_blocks(query: Tensor, key: Tensor, value: Tensor, mask: Mas
         parts = (query[:, :, begin:end], key[:, :, :stop], value[:, :, :stop])
         if shared is not None:
             attn_mask = shared[:, :, : end - begin, last - begin : last - begin + stop]
-            contexts.append(call(*parts, scores.sinks, attn_mask=attn_mask, **how))
+            contexts.append(call(*parts, scores.learned.get("sinks"), attn_mask=attn_mask, **options))
             continue
         rows, keys = slice(begin, end), slice(0, stop)
         contexts.append(attend(*parts, mask.block(rows, keys), scores.block(rows, keys)))
@@ -204,9 +207,10 @@ def _attend_in_query_blocks(query: Tensor, key: Tensor, value: Tensor, mask: Mas
 
 def _attend_by_sequence(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
     """Attend each sequence over its real keys only, without a mask and without work for padding."""
-    lengths, how = mask.key_padding_lengths, {"dropout": scores.dropout, "scale": scores.scale}
+    lengths, sinks = mask.key_padding_lengths, scores.learned.get("sinks")
+    options = {"dropout": scores.dropout, "scale": scores.spec.score_scale}
     contexts = [
-        call(q[None], k[None, :, :length], v[None, :, :length], scores.sinks, is_causal=mask.is_causal, **how)
+        call(q[None], k[None, :, :length], v[None, :, :length], sinks, is_causal=mask.is_causal, **options)
         for q, k, v, length in zip(query.unbind(), key.unbind(), value.unbind(), lengths or (), strict=True)
     ]
     return concat(contexts)
@@ -235,7 +239,7 @@ def check_context_parallel(mask: Mask, scores: Scores, positions: Tensor | None,
     kernel = F.scaled_dot_product_attention  # which `context_parallel` replaces
     if kernel is _KERNEL or "_context_parallel" not in getattr(kernel, "__module__", ""):
         return
-    if positions is None and scores.spec is not None and scores.spec.has_positions:
+    if positions is None and scores.spec.has_positions:
         rule = "be given under context_parallel, among its buffers: a process has a part of the tokens"
         raise Refusal("positions", rule, positions=None)
     named = {
@@ -244,11 +248,11 @@ def check_context_parallel(mask: Mask, scores: Scores, positions: Tensor | None,
         "bias": scores.bias,
         **{name: getattr(mask, name) for name in mask.fields_beyond("mask", "is_causal", "span")},
         "a window or chunks": mask.span,
-        "sinks": scores.sinks,
-        "alibi": scores.slopes,
-        "relative_bias": scores.relative_bias,
-        "relative_products": scores.products,
-        "soft_cap": scores.soft_cap,
+        "sinks": scores.learned.get("sinks"),
+        "alibi": scores.spec.alibi_slopes,
+        "relative_bias": scores.spec.relative_bias,
+        "relative_products": scores.spec.relative_products,
+        "soft_cap": scores.spec.soft_cap,
     }
     if given := [name for name, value in named.items() if value is not None]:
         raise Refusal(

@@ -51,7 +51,7 @@ def _slicer(x: Tensor, size: int) -> Callable[[slice], Tensor]:
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
     """Return the context of a call that this module `supports`."""
     is_plain = mask.has_only("is_causal", "key_padding_lengths", "span") and scores.bias is None
-    lengths = sdpa.known_lengths(query, mask) if is_plain and not scores.has_distances else None
+    lengths = sdpa.known_lengths(query, mask) if is_plain and not scores.spec.has_distance_bias else None
     if not lengths:
         return _attend_in_blocks(query, key, value, mask, scores)
     mask, sequences = replace(mask, key_padding_lengths=None), zip(query, key, value, lengths, strict=True)
@@ -63,21 +63,22 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores
 def _attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
     span = mask.span or Span()
     seq_len_q, seq_len_k, is_causal = query.shape[2], key.shape[2], mask.is_causal
-    size, how = _block_size(span, key, value), {"dropout": scores.dropout, "scale": scores.scale}
+    size, sinks = _block_size(span, key, value), scores.learned.get("sinks")
+    options = {"dropout": scores.dropout, "scale": scores.spec.score_scale}
     before, after = -(span.first(0) // size * size), 0 if is_causal else span.stop(0) - 1  # keys around a block
     keys_in, values_in = _slicer(key, size), _slicer(value, size)
     contexts, nothing, bias, interior = [], value.new_zeros(value.shape[3]), None, range(0)
     is_window = span.chunk_size is None and mask.has_only("is_causal", "span")
-    if is_window and scores.bias is None and not scores.has_distances:
+    if is_window and scores.bias is None and not scores.spec.has_distance_bias:
         # Blocks have the same mask, apart from both ends of the keys. It is fastest as a bias.
         bias = _window_bias(query, mask, slice(before, before + size), slice(0, before + size + after))
-        if scores.sinks is None and query.shape[3] == value.shape[3] and not needs_gradient(key, value):
+        if sinks is None and query.shape[3] == value.shape[3] and not needs_gradient(key, value):
             interior = range(before, min(seq_len_q, seq_len_k - after) - size + 1, size)
     for begin in range(0, seq_len_q, size):
         if bias is not None and begin in interior:
             if begin == before:
                 sequences = zip(query, key, value, strict=True)
-                parts = [_attend_interior(*each, bias, interior, before, **how)[None] for each in sequences]
+                parts = [_attend_interior(*each, bias, interior, before, **options)[None] for each in sequences]
                 contexts.append(sdpa.concat(parts))
             continue
         end = min(begin + size, seq_len_q)
@@ -90,7 +91,7 @@ def _attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, mask: Mask, sco
         parts = (query[:, :, rows], keys_in(keys), values_in(keys))
         if bias is not None and span.first(end - 1) < seq_len_k:  # no row is fully masked
             attn_mask = bias[: end - begin, before - begin + first : before - begin + stop]
-            contexts.append(sdpa.call(*parts, scores.sinks, attn_mask=attn_mask, **how))
+            contexts.append(sdpa.call(*parts, sinks, attn_mask=attn_mask, **options))
             continue
         inside = mask.block(rows, keys)
         if span.chunk_size is not None:  # a query attends to its chunk, up to itself if causal
@@ -107,7 +108,7 @@ def _window_bias(query: Tensor, mask: Mask, rows: slice, keys: slice) -> Tensor:
 
 
 def _attend_interior(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, begins: range, before: int, **how: Any
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, begins: range, before: int, **options: Any
 ) -> Tensor:
     """Attend blocks of a sequence, whose windows lie within the keys, as one batch; keys are overlapping views."""
     size, num_kv_heads, num_keys = begins.step, key.shape[0], bias.shape[1]
@@ -117,5 +118,5 @@ def _attend_interior(
     rows = rows.permute(2, 0, 1, 3, 4).flatten(2, 3)
     within = slice(first - before, last - before + num_keys)
     keys, values = (x[:, within].unfold(1, num_keys, size).permute(1, 0, 3, 2) for x in (key, value))
-    context = sdpa.call(rows, keys, values, attn_mask=bias.repeat(query.shape[0] // num_kv_heads, 1), **how)
+    context = sdpa.call(rows, keys, values, attn_mask=bias.repeat(query.shape[0] // num_kv_heads, 1), **options)
     return context.unflatten(2, (-1, size)).permute(1, 2, 0, 3, 4).flatten(0, 1).flatten(1, 2)

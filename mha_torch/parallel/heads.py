@@ -23,7 +23,7 @@ from mha_torch.masks import Mask
 from mha_torch.mha import AttentionLayer
 from mha_torch.parallel.local import PLACES, ShardedNorm, WidthShard, local_weight
 from mha_torch.parallel.ring import RingAttention, check_known_to_ring
-from mha_torch.scores import LEARNED, Scores
+from mha_torch.scores import Scores
 
 # ---- Functions -------------------------------------------------------------------------------------------------------
 
@@ -178,9 +178,8 @@ class _Sharded(AttentionLayer):
 
     def scores(self, bias: Tensor | None) -> Scores:
         """Return the scores of a call, with the learned weights of local heads."""
-        held: dict[str, Any] = {name: getattr(self, name) for name in LEARNED}
-        own = {name: None if weight is None else local_weight(weight) for name, weight in held.items()}
-        return replace(super().scores(bias), **own)
+        learned = {name: local_weight(getattr(self, name)) for name in self.spec.score_shapes}
+        return replace(super().scores(bias), learned=learned)
 
     def _kv_b(self) -> Tensor | None:
         """Return the local part of the weight of kv_b_proj; None if kv_b_proj must be called."""
@@ -221,7 +220,7 @@ class _Layer(ParallelStyle):
                 "DTensors in it",
             )
         check_divides(module.spec, device_mesh.size())
-        for name in LEARNED:
+        for name in module.spec.score_shapes:
             axis = axis_of_heads(name, module.spec)
             placement = Replicate() if axis is None else Shard(axis)
             _distribute(module, name, device_mesh, placement, self.src_data_rank)

@@ -10,7 +10,7 @@ Source: Ring Attention, arXiv:2310.01889; zigzag order as in Llama 3, arXiv:2407
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mha_spec import AttentionSpec, GridBias, Refusal
+from mha_spec.heads import BareHeads
 from mha_torch.arrays import at_least_float32, zero_where
 from mha_torch.checks import check_lengths
 from mha_torch.kernels.nonfinite import attends_to_any, nonfinite_tokens
@@ -84,7 +85,8 @@ class RingAttention:
         lengths = mask.key_padding_lengths
         mask = replace(mask, key_padding_lengths=None if lengths is None else as_lengths(lengths).cpu())
         ring = _Ring(self, mask, scores.spec, query.shape[2], key.shape[2])
-        return _Attention.apply(ring, query, key, value, scores.sinks, scores.relative_bias)  # pyright: ignore
+        learned = (scores.learned.get("sinks"), scores.learned.get("relative_bias"))
+        return _Attention.apply(ring, query, key, value, *learned)  # pyright: ignore
 
 
 def ring_attention(
@@ -96,8 +98,7 @@ def ring_attention(
     *,
     is_causal: bool = False,
     key_padding_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
-    sinks: Float[Tensor, " N"] | None = None,
-    relative_bias: Float[Tensor, "buckets N"] | None = None,
+    learned: Mapping[str, Float[Tensor, ...]] | None = None,
 ) -> Float[Tensor, "B N T Hv"]:
     """Attention of split heads over the tokens of all ranks.
 
@@ -111,12 +112,11 @@ def ring_attention(
         spec: layer of these heads: its scale, window or chunks, soft cap and ALiBi; default: the scale 1 / sqrt(H).
         is_causal: hide keys after the query's own position in the whole sequence.
         key_padding_lengths: number of real keys of each whole sequence, (B,), equal on all ranks.
-        sinks: attention sinks, (N,); required iff `spec.sinks`.
-        relative_bias: table of the relative bias, (num_buckets, N); required iff the spec has one.
+        learned: weights of the layer that change scores, `sinks` and `relative_bias`, see `Scores`.
 
     Returns:
-        Context of local tokens, (B, N, T, Hv), in the dtype of query. The gradients of `sinks` and `relative_bias` are
-        also of local tokens: their sum over ranks is that of the whole sequence.
+        Context of local tokens, (B, N, T, Hv), in the dtype of query. The gradients of `learned` are also of local
+        tokens: their sum over ranks is that of the whole sequence.
 
     Raises:
         TypeError: if an input is not floating point, or the dtypes differ.
@@ -125,8 +125,9 @@ def ring_attention(
 
     Source: Ring Attention, arXiv:2310.01889.
     """
-    kernel, mask = RingAttention.over(group), Mask(None, is_causal, key_padding_lengths).within(spec)
-    scores = Scores(spec, sinks=sinks, relative_bias=relative_bias)
+    rules = BareHeads(query.shape[3]) if spec is None else spec
+    kernel, mask = RingAttention.over(group), Mask(None, is_causal, key_padding_lengths).within(rules)
+    scores = Scores(rules, learned={} if learned is None else learned)
     kernel.check(query, key, value, mask, scores)
     return kernel(query, key, value, mask, scores)
 
@@ -141,13 +142,13 @@ class _Ring:
     Attributes:
         tokens: division of the tokens.
         hidden: mask of causality, lengths and span.
-        spec: layer, or None.
+        spec: layer of these heads.
         seq_len_q, seq_len_k: local numbers of queries and keys.
     """
 
     tokens: RingAttention
     hidden: Mask
-    spec: AttentionSpec | None
+    spec: AttentionSpec | BareHeads
     seq_len_q: int
     seq_len_k: int
 
@@ -377,9 +378,10 @@ def _parts(ring: _Ring, query: Tensor, held: Sequence[Tensor], source: int) -> I
         first_row += len(rows)
 
 
-def _scores(part: _Part, query: Tensor, key: Tensor, table: Tensor | None, spec: AttentionSpec | None) -> Tensor:
+def _scores(part: _Part, query: Tensor, key: Tensor, table: Tensor | None, spec: AttentionSpec | BareHeads) -> Tensor:
     q_offset = torch.tensor([part.offset], device=query.device)
-    scores = attention_scores(query, key, None, spec, q_offset, table)
+    learned = {} if table is None else {"relative_bias": table}
+    scores = attention_scores(query, key, None, spec, q_offset, learned)
     return scores if part.mask is None else scores.masked_fill(part.mask, -torch.inf)
 
 
@@ -390,7 +392,7 @@ def _finite(part: _Part) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return at_least_float32(part.query), key, value, wrong
 
 
-def _attended(part: _Part, table: Tensor | None, spec: AttentionSpec | None) -> tuple[Tensor, Tensor, Tensor]:
+def _attended(part: _Part, table: Tensor | None, spec: AttentionSpec | BareHeads) -> tuple[Tensor, Tensor, Tensor]:
     """Return the context over the keys of a part, its log-sum-exp, and flags of rows that attend to non-finite keys."""
     query, key, value, wrong = _finite(part)
     scores = _scores(part, query, key, table, spec)
@@ -403,7 +405,7 @@ def _attended(part: _Part, table: Tensor | None, spec: AttentionSpec | None) -> 
 def _block_backward(
     part: _Part,
     table: Tensor | None,
-    spec: AttentionSpec | None,
+    spec: AttentionSpec | BareHeads,
     lse: Tensor,
     cotangent: Tensor,
     reduced: Tensor,
@@ -467,10 +469,11 @@ def check_known_to_ring(mask: Mask, scores: Scores) -> None:
                 "be None where tokens are divided; causality, lengths, windows and chunks hold for whole sequences",
                 {f"{name}.shape": tuple(given.shape)} if isinstance(given, Tensor) else type(given).__name__,
             )
-    if isinstance(scores.buckets, GridBias):
-        raise Refusal("relative_bias", "be one of distances where tokens are divided", relative_bias=scores.buckets)
-    if scores.products is not None:
+    spec = scores.spec
+    if isinstance(spec.relative_bias, GridBias):
+        raise Refusal("relative_bias", "be one of distances where tokens are divided", relative_bias=spec.relative_bias)
+    if spec.relative_products is not None:
         rule = "be None where tokens are divided"
-        raise Refusal("relative_products", rule, relative_products=scores.products)
+        raise Refusal("relative_products", rule, relative_products=spec.relative_products)
     if scores.dropout or scores.dropout_keep is not None:
         raise Refusal("dropout", "be 0 where tokens are divided (eval() switches it off)", dropout=scores.dropout)
