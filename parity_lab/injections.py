@@ -222,6 +222,12 @@ def _unbiased(_: Plan, attention_scores: Any, q: Any, k: Any, bias: Any = None, 
     return attention_scores(q, k, None, *rest, **options)
 
 
+def _uncapped(
+    _: Plan, attention_scores: Any, q: Any, k: Any, bias: Any = None, spec: Any = None, *rest: Any, **options: Any
+) -> Any:
+    return attention_scores(q, k, bias, replace(spec, soft_cap=None), *rest, **options)
+
+
 def _times_zero(_: Plan, bias: Any, *inputs: Any, **options: Any) -> Any:
     return 0.0 * bias(*inputs, **options)
 
@@ -334,7 +340,7 @@ INJECTIONS: dict[str, Injection] = {
     "padding-ignored": breaking(create_attention_mask=_padding_ignored),
     "window-ignored": _window_ignored,
     "scale-missing": breaking(attention_scores=_unscaled),
-    "soft-cap-ignored": breaking(soft_capped=lambda plan, original, scores, spec: scores),
+    "soft-cap-ignored": breaking(attention_scores=_uncapped),
     "alibi-missing": breaking(alibi_bias=_times_zero),
     "relative-bias-ignored": breaking(relative_position_bias=_times_zero),
     "relative-products-ignored": breaking(relative_position_products=_times_zero),

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from mha_spec import AttentionSpec
-from mha_spec.features.relative_products import SIDES
 from parity.backends.port import Port
 from parity.core.arrays import to_numpy
 from parity.core.problem import Problem
@@ -98,8 +97,8 @@ def _open(sibling: Any, spec: AttentionSpec, weights: Any, query: Any) -> Any:
     return sibling.project_with(weights, spec)("gate_proj", query)
 
 
-def _score(sibling: Any, spec: AttentionSpec, q: Any, k: Any, bias: Any, offsets: Any, tables: Any) -> Any:
-    return sibling.attention_scores(q, k, bias, spec, offsets, *tables)
+def _score(sibling: Any, spec: AttentionSpec, q: Any, k: Any, bias: Any, offsets: Any, learned: Any) -> Any:
+    return sibling.attention_scores(q, k, bias, spec, offsets, learned)
 
 
 def _soften(sibling: Any, scores: Any, mask: Any, sinks: Any) -> Any:
@@ -229,8 +228,8 @@ class _Layer:
 
     def scores(self, values: Values, offsets: Any = None) -> dict[str, np.ndarray]:
         q, k = (self.shapes.from_numpy(name, values[name]) for name in "qk")
-        tables = tuple(self.filled.weights.get(name) for name in ("relative_bias", *SIDES))
-        scores = self.port.call(_score, self.spec, q, k, self.inputs.get("bias"), offsets, tables)
+        learned = {name: self.filled.weights[name] for name in self.spec.score_shapes}
+        scores = self.port.call(_score, self.spec, q, k, self.inputs.get("bias"), offsets, learned)
         return {"scores": self.port.to_numpy(scores)}
 
     def attn_weights(self, values: Values) -> dict[str, np.ndarray]:

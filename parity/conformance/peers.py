@@ -230,7 +230,8 @@ def _our_layer(framework: str, kind: str, *, is_contained: bool = False) -> Subj
 
 def _our_function(framework: str) -> Subject:
     package = BACKENDS[framework].sibling
-    function = importlib.import_module(package).fused.scaled_dot_product_attention
+    sibling = importlib.import_module(package)
+    function = partial(sibling.scaled_dot_product_attention, kernel=sibling.fused.attend)
     found = subject_of(
         function, f"{package}.fused", framework=framework, axes="BNTH", mask_true="hides", causal="top-left"
     )

@@ -145,10 +145,9 @@ class _Core:
         self.arrays = inputs.arrays
 
     def contenders(self) -> dict[str, Callable[[], Contender]]:
-        told: dict[str, Any] = {"spec": self.work.spec, **self.told()}
-        fused = mha_jax.fused.scaled_dot_product_attention
+        options: dict[str, Any] = {"spec": self.work.spec, "kernel": mha_jax.fused.attend, **self.told()}
         found = {
-            OURS: lambda: self.contender(_first(partial(fused, **told))),
+            OURS: lambda: self.contender(_core_attention(**options)),
             "jax.nn": lambda: self.of_jax_nn(),
             "plain path": self.plain,
         }
@@ -188,8 +187,7 @@ class _Core:
 
     def plain(self) -> Contender:
         self.work.check_scores()
-        attend = partial(mha_jax.scaled_dot_product_attention, spec=self.work.spec, **self.told())
-        return self.contender(_first(attend), counts=False)
+        return self.contender(_core_attention(spec=self.work.spec, **self.told()), counts=False)
 
     def of_jax_nn(self, implementation: str | None = None) -> Contender:
         attend: Any = jax.nn.dot_product_attention
@@ -488,6 +486,17 @@ class _Decode(_Layer):
 
 def _project(weights: Mapping[str, Array], name: str, x: Array) -> Array:
     return x @ weights[f"{name}_proj.weight"] + weights[f"{name}_proj.bias"]
+
+
+def _core_attention(**options: Any) -> Callable[..., Array]:
+    """Return our attention of split heads, with sinks as an argument, as other contenders take them."""
+
+    def attend(*heads: Array, is_causal: bool, sinks: Array | None = None) -> Array:
+        learned = {} if sinks is None else {"sinks": sinks}
+        context, _ = mha_jax.scaled_dot_product_attention(*heads, is_causal=is_causal, learned=learned, **options)
+        return context
+
+    return attend
 
 
 def _first(function: Callable[..., Any]) -> Callable[..., Any]:

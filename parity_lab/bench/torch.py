@@ -170,18 +170,16 @@ class _Core:
             others |= {"FlexAttention": lambda: self.contender(self.flex_attention())}
         if on_cuda and work.num_segments > 1:
             others |= {"varlen_attn": lambda: self.contender(self.varlen_attn())}
-        fused = mha_torch.fused.scaled_dot_product_attention
-        told: dict[str, Any] = {"spec": work.spec, **self.told()}
+        options: dict[str, Any] = {"spec": work.spec, "kernel": mha_torch.fused.attend, **self.told()}
         return {
-            OURS: lambda: self.contender(_first(partial(fused, **told))),
+            OURS: lambda: self.contender(_core_attention(**options)),
             **others,
             "plain path": self.plain,
         }
 
     def plain(self) -> Contender:
         self.work.check_scores()
-        attend = partial(mha_torch.scaled_dot_product_attention, spec=self.work.spec, **self.told())
-        return self.contender(_first(attend), counts=False)
+        return self.contender(_core_attention(spec=self.work.spec, **self.told()), counts=False)
 
     def told(self) -> dict[str, Tensor]:
         """Return the lengths and the segments, as keywords of attention and of masks."""
@@ -522,6 +520,17 @@ def _static_cache(capacity: int) -> Any:
     from transformers.cache_utils import Cache, StaticLayer
 
     return Cache(layers=[StaticLayer(max_cache_len=capacity)])
+
+
+def _core_attention(**options: Any) -> Callable[..., Tensor]:
+    """Return our attention of split heads, with sinks as an argument, as other contenders take them."""
+
+    def attend(*heads: Tensor, is_causal: bool, sinks: Tensor | None = None) -> Tensor:
+        learned = {} if sinks is None else {"sinks": sinks}
+        context, _ = mha_torch.scaled_dot_product_attention(*heads, is_causal=is_causal, learned=learned, **options)
+        return context
+
+    return attend
 
 
 def _first(function: Callable[..., Any]) -> Callable[..., Any]:

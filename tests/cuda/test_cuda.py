@@ -5,6 +5,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from helpers.heads import fused_attention, plain_attention
 
 import mha_torch
 from mha_spec import Alibi, AttentionSpec, Rope
@@ -66,8 +67,8 @@ def both(heads, told, *, with_gradients=False):
     """Return the context by the fastest kernel and by the definition in float32, with the gradients of both."""
     found = []
     for attend, dtype in (
-        (mha_torch.fused.scaled_dot_product_attention, heads[0].dtype),
-        (mha_torch.scaled_dot_product_attention, torch.float32),
+        (fused_attention(mha_torch), heads[0].dtype),
+        (plain_attention(mha_torch), torch.float32),
     ):
         leaves = [x.detach().to(dtype).requires_grad_(with_gradients) for x in heads]
         keywords = {name: x.to(dtype) if name in ("bias", "sinks") else x for name, x in told.items()}
@@ -124,9 +125,7 @@ def test_compiled_masks_hide_large_logits():
     """
     heads, told = problem("mask", SMALL, torch.bfloat16)
     heads = (heads[0] * 500, heads[1] * 500, heads[2])
-    attend = torch.compile(
-        lambda *heads: mha_torch.fused.scaled_dot_product_attention(*heads, **told)[0], fullgraph=True
-    )
+    attend = torch.compile(lambda *heads: fused_attention(mha_torch)(*heads, **told)[0], fullgraph=True)
     assert_near([attend(*heads)], [both(heads, told)[1][0]], torch.bfloat16)
 
 
@@ -253,9 +252,7 @@ def test_steps_do_not_use_cudnn(monkeypatch):
 def test_compiled_calls_agree(feature, seq_len):
     """Compiled calls match the definition in bfloat16, for 200 and 2048 tokens."""
     heads, told = problem(feature, seq_len, torch.bfloat16)
-    attend = torch.compile(
-        lambda *heads: mha_torch.fused.scaled_dot_product_attention(*heads, **told)[0], fullgraph=True
-    )
+    attend = torch.compile(lambda *heads: fused_attention(mha_torch)(*heads, **told)[0], fullgraph=True)
     with torch.no_grad():
         assert_near([attend(*heads)], [both(heads, told)[1][0]], torch.bfloat16)
 

@@ -7,6 +7,7 @@ import torch
 import mha_jax
 import mha_torch
 from mha_jax.kernels.nonfinite import contained as contained_in_jax
+from mha_spec.heads import BareHeads
 from mha_torch.kernels.nonfinite import contained as contained_in_torch
 
 contained = {"jax": contained_in_jax, "torch": contained_in_torch}
@@ -25,8 +26,10 @@ def attend_with(
     **masks: Any,
 ) -> Any:
     """Return the context of a kernel, with the keywords of `scaled_dot_product_attention`."""
+    layer = BareHeads(query.shape[3]) if spec is None else spec
+    learned = {} if sinks is None else {"sinks": sinks}
     if isinstance(query, torch.Tensor):
-        mask = mha_torch.masks.Mask(**masks).within(spec)
-        return kernel(query, key, value, mask, mha_torch.scores.Scores(spec, bias, sinks))
-    mask = mha_jax.masks.Mask(**masks).within(spec).as_arrays()
-    return kernel(query, key, value, mask, mha_jax.scores.Scores(spec, bias, sinks))
+        mask = mha_torch.masks.Mask(**masks).within(layer)
+        return kernel(query, key, value, mask, mha_torch.scores.Scores(layer, bias, learned))
+    mask = mha_jax.masks.Mask(**masks).within(layer).as_arrays()
+    return kernel(query, key, value, mask, mha_jax.scores.Scores(layer, bias, learned))

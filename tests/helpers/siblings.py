@@ -19,6 +19,7 @@ import pytest
 
 import parity
 from helpers import HAS_TTNN
+from helpers.heads import fused_attention, plain_attention
 from mha_spec import AttentionSpec
 
 PATHS = ("function-plain", "function-fused", "module-plain", "module-fused")
@@ -213,10 +214,10 @@ class Sibling(ABC):
         self, form: str, query: np.ndarray, key: np.ndarray, value: np.ndarray, **options: Any
     ) -> np.ndarray:
         """Return the context of split heads, in the plain or the fused form."""
-        package = self.package if form == "plain" else self.package.fused
+        attention = plain_attention(self.package) if form == "plain" else fused_attention(self.package)
         heads = (self.array(x) for x in (query, key, value))
         options = {name: self.option(x) for name, x in options.items()}
-        return self.numpy(package.scaled_dot_product_attention(*heads, **options)[0])
+        return self.numpy(attention(*heads, **options)[0])
 
     def without_padding(self, output: np.ndarray, spec: AttentionSpec) -> np.ndarray:
         """Return the output of a layer without features that only the framework needs."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import ROOT
+from helpers.heads import fused_attention
 
 import mha_torch
 from parity.cli.main import make_parser
@@ -60,7 +61,7 @@ def test_fused_attention_is_one_kernel():
     """Fused attention of torch on a CPU runs one flash kernel, and no copy or wait."""
     heads = torch.randn(3, 1, 2, 40, 16)
     with torch.inference_mode():
-        found = operations_of_torch(lambda: mha_torch.fused.scaled_dot_product_attention(*heads, is_causal=True))
+        found = operations_of_torch(lambda: fused_attention(mha_torch)(*heads, is_causal=True))
     assert found.kernels["aten::_scaled_dot_product_flash_attention_for_cpu"] == 1
     assert (found.copies, found.syncs) == (0, 0)
 

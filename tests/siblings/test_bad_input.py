@@ -106,6 +106,17 @@ def table(name, *shape, dtype=None):
 GRID = table("relative_bias", 3, 2)
 VECTORS = table("relative_keys", 4, 32)
 
+
+def learned(**weights):
+    """Return weights that change scores, by name."""
+    return lambda sibling: {name: converted(sibling, x) for name, x in weights.items()}
+
+
+def fused_kernel(sibling):
+    """Return the default kernel of layers."""
+    return sibling.package.fused.attend
+
+
 STAGES = {
     "split_heads rank": ("split_heads", (ones(3, 64), 2), {}, refuses("x", {"x.shape": (3, 64)})),
     "split_heads integers": ("split_heads", (integers(2, 3, 64), 2), {}, refuses_type("x…", {"x.dtype": ...})),
@@ -161,73 +172,73 @@ STAGES = {
         "scaled_dot_product_attention",
         (HEADS, HEADS, HEADS, AttentionSpec(64, 2, sinks=True)),
         {},
-        refuses("sinks", {"spec.sinks": True}),
+        refuses("learned", missing=["sinks"], unexpected=[]),
     ),
     "scores relative bias": (
         "attention_scores",
-        (HEADS, HEADS, None, RELATIVE, None, ones(2, 8)),
-        {},
+        (HEADS, HEADS, None, RELATIVE),
+        {"learned": learned(relative_bias=ones(2, 8))},
         refuses("relative_bias", {"relative_bias.shape": (2, 8)}),
     ),
     "scores integer relative bias": (
         "attention_scores",
-        (HEADS, HEADS, None, RELATIVE, None, table("relative_bias", 8, 2, dtype=np.int32)),
-        {},
+        (HEADS, HEADS, None, RELATIVE),
+        {"learned": learned(relative_bias=table("relative_bias", 8, 2, dtype=np.int32))},
         refuses_type("relative_bias…"),
     ),
     "scores of more tokens than a grid has": (
         "attention_scores",
-        (HEADS, HEADS, None, AttentionSpec(64, 2, relative_bias=GridBias(1, 2)), None, GRID),
-        {},
+        (HEADS, HEADS, None, AttentionSpec(64, 2, relative_bias=GridBias(1, 2))),
+        {"learned": learned(relative_bias=GRID)},
         refuses("tokens", {"(T, S)": (3, 3)}),
     ),
     "scores with a relative bias of no spec": (
         "attention_scores",
-        (HEADS, HEADS, None, None, None, ones(8, 2)),
-        {},
-        refuses("relative_bias", {"spec.relative_bias": None}),
+        (HEADS, HEADS),
+        {"learned": learned(relative_bias=ones(8, 2))},
+        refuses("learned", missing=[], unexpected=["relative_bias"]),
     ),
     "attention without its relative bias": (
         "scaled_dot_product_attention",
         (HEADS, HEADS, HEADS, RELATIVE),
         {},
-        refuses("relative_bias", {"spec.relative_bias": ...}),
+        refuses("learned", missing=["relative_bias"], unexpected=[]),
     ),
     "scores relative keys": (
         "attention_scores",
-        (HEADS, HEADS, None, PRODUCTS, None, None, ones(3, 3)),
-        {},
+        (HEADS, HEADS, None, PRODUCTS),
+        {"learned": learned(relative_keys=ones(3, 3))},
         refuses("relative_keys", {"relative_keys.shape": (3, 3)}),
     ),
     "scores integer relative keys": (
         "attention_scores",
-        (HEADS, HEADS, None, PRODUCTS, None, None, table("relative_keys", 4, 32, dtype=np.int32)),
-        {},
+        (HEADS, HEADS, None, PRODUCTS),
+        {"learned": learned(relative_keys=table("relative_keys", 4, 32, dtype=np.int32))},
         refuses_type("relative_keys…"),
     ),
     "scores with relative queries of no side": (
         "attention_scores",
-        (HEADS, HEADS, None, PRODUCTS, None, None, VECTORS, VECTORS),
-        {},
-        refuses("relative_queries", {"spec.relative_products": ...}),
+        (HEADS, HEADS, None, PRODUCTS),
+        {"learned": learned(relative_keys=VECTORS, relative_queries=VECTORS)},
+        refuses("learned", missing=[], unexpected=["relative_queries"]),
     ),
     "attention without its relative keys": (
         "scaled_dot_product_attention",
         (HEADS, HEADS, HEADS, PRODUCTS),
         {},
-        refuses("relative_keys", {"spec.relative_products": ...}),
+        refuses("learned", missing=["relative_keys"], unexpected=[]),
     ),
-    "scores of some heads with slopes": (
+    "scores of some heads of a spec": (
         "attention_scores",
         (HEADS, HEADS, None, SLOPES),
         {},
-        refuses("query", "2 heads and num_heads=4"),
+        refuses("query", {"query.shape": (2, 2, 3, 32)}),
     ),
-    "attention of a head with slopes": (
+    "attention of wider heads than a spec's": (
         "scaled_dot_product_attention",
-        (ones(2, 1, 3, 32), ones(2, 1, 3, 32), ones(2, 1, 3, 32), SLOPES),
+        (ones(2, 4, 3, 64), ones(2, 4, 3, 64), ones(2, 4, 3, 64), SLOPES),
         {},
-        refuses("query", "1 heads and num_heads=4"),
+        refuses("query", {"query.shape": (2, 4, 3, 64)}),
     ),
     "softmax rank": ("masked_softmax", (ones(3, 4),), {}, refuses("scores", {"scores.shape": (3, 4)})),
     "softmax integers": (
@@ -369,19 +380,15 @@ KEEPS = {
     "float keep": ({"dropout": 0.5, "dropout_keep": floats(3, 3)}, refuses_type("keep", {"keep.dtype": ...})),
     "keep shape": ({"dropout": 0.5, "dropout_keep": booleans(5)}, refuses("keep", {"keep.shape": (5,)})),
 }
-FUSED = {
-    "need_weights": ({"need_weights": True}, refuses("need_weights and dropout…")),
-    "dropout_keep": ({"dropout_keep": booleans(2, 2, 3, 3)}, refuses("need_weights and dropout…")),
-}
 SPLIT = {"query": HEADS, "key": HEADS, "value": HEADS}
 
 
-@pytest.mark.parametrize("function", ["scaled_dot_product_attention", "fused.scaled_dot_product_attention"])
+@pytest.mark.parametrize("kernel", [None, fused_kernel], ids=["plain", "fused"])
 @pytest.mark.parametrize("name", DOT_PRODUCTS)
-def test_dot_products_reject_bad_input(sibling, name, function):
-    """Attention of split heads raises an error for bad input, in both forms."""
+def test_dot_products_reject_bad_input(sibling, name, kernel):
+    """Attention of split heads raises an error for bad input, with and without a kernel."""
     keywords, refusal = DOT_PRODUCTS[name]
-    assert_error(sibling, function, (), {**SPLIT, **keywords}, refusal)
+    assert_error(sibling, "scaled_dot_product_attention", (), {**SPLIT, "kernel": kernel, **keywords}, refusal)
 
 
 @pytest.mark.parametrize("name", KEEPS)
@@ -391,11 +398,10 @@ def test_dot_products_reject_bad_keeps(sibling, name):
     assert_error(sibling, "scaled_dot_product_attention", (), {**SPLIT, **keywords}, refusal)
 
 
-@pytest.mark.parametrize("name", FUSED)
-def test_fused_path_stores_no_weights(sibling, name):
-    """The fused form raises an error if it must return or drop attention weights."""
-    keywords, refusal = FUSED[name]
-    assert_error(sibling, "fused.scaled_dot_product_attention", (), {**SPLIT, **keywords}, refusal)
+def test_kernels_return_no_weights(sibling):
+    """Attention of split heads raises an error if a kernel must return attention weights."""
+    keywords = {**SPLIT, "kernel": fused_kernel, "need_weights": True}
+    assert_error(sibling, "scaled_dot_product_attention", (), keywords, refuses("need_weights", need_weights=True))
 
 
 # ---- Layers ----------------------------------------------------------------------------------------------------------

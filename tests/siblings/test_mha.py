@@ -124,9 +124,11 @@ def test_relative_bias_is_a_row_of_a_table(sibling, dtype):
     table = np.arange(8, dtype=dtype).reshape(4, 2)  # of the buckets 0; 1 and more before; none; 1 and more after
     rows = sibling.stage_weight("relative_bias", table)
     expected = table[[[0, 3], [1, 0]]].transpose(2, 0, 1)
-    assert sibling.numpy(scores(zeros, zeros, None, spec, None, rows)) == pytest.approx(np.stack([expected] * 2))
+    assert sibling.numpy(scores(zeros, zeros, None, spec, None, {"relative_bias": rows})) == pytest.approx(
+        np.stack([expected] * 2)
+    )
     offsets = sibling.option(np.array([1, 0], np.int32))
-    later = sibling.numpy(scores(zeros, zeros, None, spec, offsets, rows))
+    later = sibling.numpy(scores(zeros, zeros, None, spec, offsets, {"relative_bias": rows}))
     assert later == pytest.approx(np.stack([table[[[1, 0], [1, 1]]].transpose(2, 0, 1), expected]))
 
 
@@ -138,9 +140,11 @@ def test_grid_bias_is_a_row_of_a_table(sibling):
     table = np.arange(12, dtype=np.float32).reshape(6, 2)
     rows = sibling.stage_weight("relative_bias", table)
     expected = table[[[5, 3], [4, 1]]].transpose(2, 0, 1)
-    assert sibling.numpy(scores(zeros, zeros, None, spec, None, rows)) == pytest.approx(np.stack([expected] * 2))
+    assert sibling.numpy(scores(zeros, zeros, None, spec, None, {"relative_bias": rows})) == pytest.approx(
+        np.stack([expected] * 2)
+    )
     offsets = sibling.option(np.array([1, 0], np.int32))
-    later = sibling.numpy(scores(zeros, zeros, None, spec, offsets, rows))
+    later = sibling.numpy(scores(zeros, zeros, None, spec, offsets, {"relative_bias": rows}))
     assert later == pytest.approx(np.stack([table[[[4, 1], [4, 2]]].transpose(2, 0, 1), expected]))
 
 
@@ -160,8 +164,8 @@ def test_relative_products_use_a_distance(sibling):
             products = q[b, n, t] @ (k[b, 0, s] + of_queries[bucket, n]) + k[b, 0, s] @ of_keys[bucket, n]
             expected[b, n, t, s] = 0.5 * products
         vectors = {name: sibling.stage_weight(name, table) for name, table in tables.items()}
-        arguments = (sibling.array(q), sibling.array(k), None, spec, sibling.option(offsets))
-        found = sibling.package.attention_scores(*arguments, **vectors)
+        arguments = (sibling.array(q), sibling.array(k), None, spec, sibling.option(offsets), vectors)
+        found = sibling.package.attention_scores(*arguments)
         assert sibling.numpy(found) == pytest.approx(expected, abs=1e-5)
 
 

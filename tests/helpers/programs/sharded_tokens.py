@@ -19,6 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mha_jax
 import parity
+from helpers.heads import fused_attention
 from mha_jax import parallel
 from mha_jax.kernels.fused import FusedAttention
 from mha_jax.parallel import ContextParallel
@@ -116,7 +117,7 @@ def attended(name):
 
     def forward(kernel, arrays):
         more = {key: x for key, x in arrays.items() if key not in "qkv"}
-        attend = mha_jax.fused.scaled_dot_product_attention
+        attend = fused_attention(mha_jax)
         return attend(*(arrays[key] for key in "qkv"), spec, **fixed, **more, kernel=kernel)[0]
 
     def everything(kernel, arrays, cotangent):
@@ -224,7 +225,7 @@ def mapped():
     mesh, spec = mesh_of("explicit", sequence=4), heads(4, 1)
     q, k, v = (jax.random.normal(jax.random.key(i), (2, n, 32, 8)) for i, n in enumerate((4, 1, 1)))
     lengths = jnp.array([19, 32])
-    attend = partial(mha_jax.fused.scaled_dot_product_attention, spec=spec, is_causal=True)
+    attend = partial(fused_attention(mha_jax), spec=spec, is_causal=True)
     expected = jax.jit(attend)(q, k, v, key_padding_lengths=lengths)[0]
     k, v = (x.at[0, :, 19:].set(jnp.nan) for x in (k, v))
     spread = PartitionSpec(None, None, "sequence")
@@ -319,7 +320,7 @@ def refused():
         ("undivided", x, "sequence"),
     ):
         try:
-            mha_jax.fused.scaled_dot_product_attention(array, array, array, kernel=ContextParallel(axis, SMALL_BLOCKS))
+            fused_attention(mha_jax)(array, array, array, kernel=ContextParallel(axis, SMALL_BLOCKS))
         except ValueError as error:
             found[name] = str(error)
     return found

@@ -198,17 +198,16 @@ HEADS = {name: ones(2, 2, 3, 4) for name in ("query", "key", "value")}
 TOKENS = {"x": ones(2, 3, 8), "weights": parity.random_weights(SPEC), "spec": SPEC}
 CROSS = AttentionSpec(8, 2, d_in=6, d_kv=5)
 INPUTS = {"query": ones(2, 3, 6), "key": ones(2, 4, 5)}
-both_functions = pytest.mark.parametrize(
-    "function", ["scaled_dot_product_attention", "fused.scaled_dot_product_attention"]
-)
+KERNELS = {"plain": None, "fused": lambda sibling: sibling.package.fused.attend}
 every_need = pytest.mark.parametrize("need_weights", [False, True], ids=["fused", "plain"])
 
 
-@both_functions
-def test_mixed_bias_dtype_raises(sibling, function):
-    """A bias in another dtype than the heads raises an error; ttnn accepts any dtype."""
+@pytest.mark.parametrize("form", KERNELS)
+def test_mixed_bias_dtype_raises(sibling, form):
+    """A bias in another dtype than the heads raises an error."""
     refusal = refuses_type("bias", {"bias.dtype": ..., "query.dtype": ...})
-    refused(sibling, function, (), {**HEADS, "bias": halves(3, 3)}, refusal)
+    keywords = {**HEADS, "bias": halves(3, 3), "kernel": KERNELS[form]}
+    refused(sibling, "scaled_dot_product_attention", (), keywords, refusal)
 
 
 MIXED_LAYERS = {

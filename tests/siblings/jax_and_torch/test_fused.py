@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
+from helpers.heads import fused_attention, plain_attention
 from helpers.refusals import refuses
 from helpers.samples import sample
 from jax.sharding import NamedSharding, PartitionSpec
@@ -29,6 +30,7 @@ from mha_jax.masks import Mask
 from mha_jax.parallel import ContextParallel
 from mha_jax.scores import Scores
 from mha_spec import Alibi, AttentionSpec, RelativeBias, Rope
+from mha_spec.heads import BareHeads
 from parity.backends import jax as jax_backend
 from parity.backends import torch as torch_backend
 
@@ -152,7 +154,7 @@ def with_gradients(function, arrays, **options):
 def yardstick(arrays, **options):
     """Return the expected results, and those of another implementation in the same precision."""
     wide = {name: x if x.dtype.kind in "bi" else x.astype(np.float64) for name, x in arrays.items()}
-    plain = mha_torch.scaled_dot_product_attention
+    plain = plain_attention(mha_torch)
     return {
         "expected": results(mha_torch, plain, wide, **options),
         "same_precision": results(mha_torch, plain, arrays, **options),
@@ -311,7 +313,7 @@ def test_spans_in_parts_match_joint_mask(sibling, name):
     else:
         out_of_reach = places // span["chunk_size"] != keys // span["chunk_size"]
     spec = parity.AttentionSpec(2 * HEAD_DIM, 2, **span)
-    function = sibling.package.fused.scaled_dot_product_attention
+    function = fused_attention(sibling.package)
     options = {"kernel": FusedAttention(few_scores=0)} if sibling.package is mha_jax else {}
     found = results(sibling.package, function, arrays, spec=spec, is_causal=is_causal, **options)
     masked = {**arrays, "mask": arrays.get("mask", False) | out_of_reach}
@@ -328,8 +330,7 @@ def test_torch_window_parts_match_plain_path(is_causal, window_size):
     arrays = [torch.from_numpy(arrays[name]) for name in ("query", "key", "value")]
     arrays[0] = torch.cat([arrays[0], arrays[0] + 1.0], dim=1)  # two query heads for each key head
     found, expected = (
-        package.scaled_dot_product_attention(*arrays, spec, is_causal=is_causal)[0]
-        for package in (mha_torch.fused, mha_torch)
+        plain_attention(package)(*arrays, spec, is_causal=is_causal)[0] for package in (mha_torch.fused, mha_torch)
     )
     torch.testing.assert_close(found, expected)
 
@@ -340,13 +341,13 @@ def test_window_of_no_sequences_is_empty(sibling, keywords):
     """A window over 0 sequences returns an empty context."""
     spec, heads = parity.AttentionSpec(16, 2, window_size=20), np.zeros((0, 2, 290, 8), np.float32)
     heads = jnp.asarray(heads) if sibling.package is mha_jax else torch.from_numpy(heads)
-    context, _ = sibling.package.fused.scaled_dot_product_attention(heads, heads, heads, spec, **keywords)
+    context, _ = fused_attention(sibling.package)(heads, heads, heads, spec, **keywords)
     assert context.shape == (0, 2, 290, 8)
 
 
 # ---- JAX: block by block ---------------------------------------------------------------------------------------------
 
-jax_fused = mha_jax.fused.scaled_dot_product_attention
+jax_fused = fused_attention(mha_jax)
 jax_blocks = functools.partial(jax_fused, kernel=SMALL_BLOCKS)
 
 
@@ -512,7 +513,7 @@ def test_blocks_support_float64(name):
     expected = yardstick(arrays, **options)["expected"]
     with jax.enable_x64(True):
         found = results(mha_jax, jax_blocks, arrays, **options)
-        plain = results(mha_jax, mha_jax.scaled_dot_product_attention, arrays, **options)
+        plain = results(mha_jax, plain_attention(mha_jax), arrays, **options)
     parity.assert_parity(found, expected, same_precision=plain)
 
 
@@ -750,7 +751,9 @@ def cache_problem(heads, last_positions, dtype=np.float32):
 
 def attend_to_cache(query, key, value, key_padding_lengths, kernel=SMALL_BLOCKS):
     """Run a step of the fused kernel, with the signature that `results` expects."""
-    return kernel.step(query, key, value, Mask(is_causal=True, q_offset=key_padding_lengths - 1), Scores()), None
+    return kernel.step(
+        query, key, value, Mask(is_causal=True, q_offset=key_padding_lengths - 1), Scores(BareHeads(query.shape[3]))
+    ), None
 
 
 @functools.cache
@@ -863,10 +866,12 @@ def test_step_with_relative_bias_matches():
     visible = Mask(is_causal=True, span=spec.span, q_offset=last_positions)
 
     def plain(query, key, value, relative_bias):
-        return mha_jax.stages.attend(query, key, value, visible, Scores(spec, relative_bias=relative_bias))[0]
+        return mha_jax.stages.attend(
+            query, key, value, visible, Scores(spec, learned={"relative_bias": relative_bias})
+        )[0]
 
     def fused(query, key, value, relative_bias):
-        return SMALL_BLOCKS.step(query, key, value, visible, Scores(spec, relative_bias=relative_bias))
+        return SMALL_BLOCKS.step(query, key, value, visible, Scores(spec, learned={"relative_bias": relative_bias}))
 
     inputs = (*(arrays[side] for side in ("query", "key", "value")), jax.numpy.asarray(table))
     expected, found = (
@@ -1119,7 +1124,7 @@ def test_torch_compiled_layer_matches():
 
 # ---- torch: the cheapest form of a mask ------------------------------------------------------------------------------
 
-torch_fused = mha_torch.fused.scaled_dot_product_attention
+torch_fused = fused_attention(mha_torch)
 
 
 @sample(name=IN_MAKE_TEST)
@@ -1299,7 +1304,7 @@ def test_library_accepts_other_value_width(features, rng):
     q, k, v = (jax.numpy.asarray(rng.standard_normal((2, n, 5, 8)), jax.numpy.float32) for n in (4, 2, 2))
     v = jax.numpy.concatenate([v, v], axis=3)[..., :features]
     found, _ = jax_fused(q, k, v, is_causal=True)
-    expected, _ = mha_jax.scaled_dot_product_attention(q, k, v, is_causal=True)
+    expected, _ = plain_attention(mha_jax)(q, k, v, is_causal=True)
     assert found.shape == (2, 4, 5, features)
     assert float(abs(found - expected).max()) <= 1e-6
 
@@ -1468,7 +1473,7 @@ def test_distance_biases_match_plain_path(added, span, is_causal, hidden):
     spec = AttentionSpec(16, 2, **{added: Alibi() if added == "alibi" else RelativeBias(8, 200)}, sinks=True, **span)
     contexts = [
         attend(spec=spec, is_causal=is_causal, sinks=sinks, **leaves, **hidden)[0]
-        for attend in (mha_torch.scaled_dot_product_attention, torch_fused)
+        for attend in (plain_attention(mha_torch), torch_fused)
     ]
     expected, found = ([x, *torch.autograd.grad(x.square().sum(), [*leaves.values()])] for x in contexts)
     for ours, theirs in zip(found, expected, strict=True):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
+from helpers.heads import fused_attention, plain_attention
 from helpers.kernels import attend_with, contained
 from helpers.samples import sample
 
@@ -19,6 +20,7 @@ import mha_jax
 import mha_torch
 from mha_jax.kernels.fused import FusedAttention
 from mha_spec import AttentionSpec, Gate, Latent, Norm, Rope
+from mha_spec.heads import BareHeads
 from parity import random_weights
 
 NUM_QUERIES, NUM_KEYS = 29, 41  # with blocks of 16, the last of each are smaller
@@ -133,7 +135,7 @@ def test_bad_padding_of_heads_reaches_no_row(sibling, path, kind, bad):
     is_padding = np.arange(NUM_KEYS) >= KINDS[kind]["key_padding_lengths"][:, None]
 
     def function(**arrays):
-        context, attn_weights = package.scaled_dot_product_attention(**arrays, **hides, **options)
+        context, attn_weights = plain_attention(package)(**arrays, **hides, **options)
         return context if attn_weights is None else attn_weights
 
     shape = (3, 4, NUM_QUERIES, NUM_KEYS if path == "weights" else 8)
@@ -486,7 +488,7 @@ def test_library_path_keeps_nan_in_its_rows(monkeypatch, span):
 
     @jax.jit
     def attend(arrays):
-        function = mha_jax.fused.scaled_dot_product_attention
+        function = fused_attention(mha_jax)
         context, pull_back = jax.vjp(lambda arrays: function(**arrays, spec=spec, kernel=kernel, **hides)[0], arrays)
         return context, pull_back(jnp.ones_like(context))[0]
 
@@ -700,7 +702,7 @@ def test_torch_nan_token_with_dropout():
     x = torch.randn(1, 2, 4, 8)
     x[0, 0, 2] = torch.nan
     with torch.no_grad():
-        contained["torch"](kernel)(x, x, x, mha_torch.masks.Mask(), mha_torch.scores.Scores(dropout=0.5))
+        contained["torch"](kernel)(x, x, x, mha_torch.masks.Mask(), mha_torch.scores.Scores(BareHeads(8), dropout=0.5))
     assert len(calls) == 1
 
 

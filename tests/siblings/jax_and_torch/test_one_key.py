@@ -15,6 +15,7 @@ import pytest
 import torch
 from flax import nnx
 from helpers.frameworks import SIBLINGS
+from helpers.heads import fused_attention, plain_attention
 from helpers.samples import sample
 from torch.nn.attention import flex_attention
 
@@ -285,12 +286,12 @@ def results_in_torch(attend, size, dtype):
 
 SMALL = FusedAttention(few_scores=0, queries=2, keys=2, last_keys=1)
 PATHS_OF_JAX = {
-    "plain": functools.partial(mha_jax.scaled_dot_product_attention, need_weights=True),
-    "fused": mha_jax.fused.scaled_dot_product_attention,
-    "blocks": functools.partial(mha_jax.fused.scaled_dot_product_attention, kernel=SMALL),
-    "library": mha_jax.fused.scaled_dot_product_attention,
+    "plain": functools.partial(plain_attention(mha_jax), need_weights=True),
+    "fused": fused_attention(mha_jax),
+    "blocks": functools.partial(fused_attention(mha_jax), kernel=SMALL),
+    "library": fused_attention(mha_jax),
     "blocks-at-once": functools.partial(
-        mha_jax.fused.scaled_dot_product_attention, kernel=FusedAttention(most_scores=0, queries=2, keys=2)
+        fused_attention(mha_jax), kernel=FusedAttention(most_scores=0, queries=2, keys=2)
     ),
 }
 """Functions of heads by path. `library` and `blocks-at-once` are the paths of accelerators."""
@@ -333,9 +334,9 @@ def test_jax_paths_match_formulas(monkeypatch, path, size, dtype, names):
 
 
 PATHS_OF_TORCH = {
-    "plain": functools.partial(mha_torch.scaled_dot_product_attention, need_weights=True),
-    "fused": mha_torch.fused.scaled_dot_product_attention,
-    "flex": mha_torch.fused.scaled_dot_product_attention,
+    "plain": functools.partial(plain_attention(mha_torch), need_weights=True),
+    "fused": fused_attention(mha_torch),
+    "flex": fused_attention(mha_torch),
 }
 
 

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 import torch
+from helpers.heads import fused_attention, plain_attention
 from helpers.kernels import attend_with, contained
 from helpers.refusals import refuses, refuses_type
 from helpers.samples import sample
@@ -13,6 +14,7 @@ import mha_jax
 import mha_torch
 from mha_jax.kernels.fused import FusedAttention
 from mha_spec import AttentionSpec, Rope
+from mha_spec.heads import BareHeads
 from mha_torch.kernels import flex
 from mha_torch.masks import Mask
 from mha_torch.parallel.ring import check_known_to_ring
@@ -136,10 +138,10 @@ def test_jax_blocks_match_segment_mask(hiding):
 
     @jax.jit
     def packed(arrays, pair):
-        return mha_jax.fused.scaled_dot_product_attention(*arrays, spec, **told, segment_ids=pair, kernel=BLOCKS)[0]
+        return fused_attention(mha_jax)(*arrays, spec, **told, segment_ids=pair, kernel=BLOCKS)[0]
 
     def masked(arrays, _):
-        return mha_jax.scaled_dot_product_attention(*arrays, spec, mask=hidden)[0]
+        return plain_attention(mha_jax)(*arrays, spec, mask=hidden)[0]
 
     def with_gradients(function):
         return jax.value_and_grad(lambda arrays: (function(arrays, pair) ** 2).sum())(arrays)
@@ -159,7 +161,7 @@ def of_torch(request, monkeypatch):
         monkeypatch.setattr(flex, "_kernel", lambda: library.flex_attention)
         monkeypatch.setattr(flex, "_BLOCK_SIZE", 16)
         monkeypatch.setattr(library, "_validate_device", lambda *heads: None)  # it rejects gradients on a CPU
-    return mha_torch.fused.scaled_dot_product_attention
+    return fused_attention(mha_torch)
 
 
 @pytest.mark.parametrize("hiding", HIDING)
@@ -174,7 +176,7 @@ def test_torch_kernels_match_segment_mask(of_torch, hiding):
 
     ids = tuple(map(torch.from_numpy, pair))
     found = with_gradients(of_torch, **told, segment_ids=ids)
-    expected = with_gradients(mha_torch.scaled_dot_product_attention, mask=torch.from_numpy(hidden))
+    expected = with_gradients(plain_attention(mha_torch), mask=torch.from_numpy(hidden))
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
 
@@ -213,4 +215,4 @@ def test_compiled_torch_layer_accepts_ids():
 def test_ring_rejects_segments():
     """A ring raises an error for segments."""
     with refuses("segment_ids"):
-        check_known_to_ring(Mask(is_causal=True, segment_ids=torch.from_numpy(PACKED)), Scores())
+        check_known_to_ring(Mask(is_causal=True, segment_ids=torch.from_numpy(PACKED)), Scores(BareHeads(4)))

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.heads import fused_attention
 from helpers.lowered import PLATFORMS, Counts, counts, lowered, on
 from helpers.samples import sample
 
@@ -89,7 +90,7 @@ def function_and_arrays(call, dtype, *, kernel=mha_jax.fused.attend):
     arrays |= {name: shaped(shape, kind or dtype) for name, (shape, kind) in others.items()}
 
     def attend(arrays):
-        fused = mha_jax.fused.scaled_dot_product_attention
+        fused = fused_attention(mha_jax)
         return fused(**arrays, spec=of_layer(**fields), kernel=kernel, **keywords)[0]
 
     return attend, arrays
@@ -146,7 +147,7 @@ def test_cudnn_is_used_only_with_valid_masks(num_tokens, mask, is_taken):
     x = shaped((2, 4, num_tokens, 16), jnp.bfloat16)
 
     def loss(x, mask):
-        return mha_jax.fused.scaled_dot_product_attention(x, x, x, mask=mask)[0].astype(jnp.float32).sum()
+        return fused_attention(mha_jax)(x, x, x, mask=mask)[0].astype(jnp.float32).sum()
 
     program = lowered("cuda", jax.grad(loss), x, shaped(mask, bool))
     assert ("__cudnn$fmha" in program.as_text()) == is_taken
@@ -349,7 +350,8 @@ def results(kernel, mask, spec, arrays):
 
         def attend(inputs):
             tokens = [inputs[name] for name in TOKENS]
-            return kernel(*tokens, mask, Scores(spec, **{k: x for k, x in inputs.items() if k not in TOKENS}))
+            learned = {name: inputs[name] for name in spec.score_shapes}
+            return kernel(*tokens, mask, Scores(spec, inputs.get("bias"), learned))
 
         context, pull_back = jax.vjp(attend, inputs)
         return {"context": context, **pull_back(arrays["cotangent"])[0]}

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.heads import fused_attention
 from helpers.samples import sample
 from jax.sharding import PartitionSpec as P
 
@@ -16,6 +17,7 @@ from mha_jax.kernels.nonfinite import contained
 from mha_jax.masks import Mask
 from mha_jax.scores import Scores
 from mha_spec import Alibi, AttentionSpec
+from mha_spec.heads import BareHeads
 
 NUM_HEADS, HEAD_DIM = 4, 16
 EPS = float(np.finfo(np.float32).eps)
@@ -55,7 +57,8 @@ def results(attend, mask, spec, arrays):
     inputs = {name: x for name, x in arrays.items() if name != "cotangent"}
 
     def function(inputs):
-        scores = Scores(spec, sinks=inputs.get("sinks"))
+        learned = {"sinks": inputs["sinks"]} if spec.sinks else {}
+        scores = Scores(spec, learned=learned)
         return attend(inputs["query"], inputs["key"], inputs["value"], mask, scores)
 
     context, pull_back = jax.vjp(function, inputs)
@@ -135,7 +138,7 @@ def lowered(function, *arrays):
 
 
 def fused(x, spec=None, **keywords):
-    return mha_jax.fused.scaled_dot_product_attention(x, x, x, spec, **keywords)[0]
+    return fused_attention(mha_jax)(x, x, x, spec, **keywords)[0]
 
 
 def heads(seq_len=130, dtype=jnp.bfloat16):
@@ -181,7 +184,7 @@ def test_splash_needs_a_single_device(on_a_tpu, monkeypatch):
     is_taken = []
 
     def note(x):
-        is_taken.append(splash.supports(x, x, Mask(), Scores()))
+        is_taken.append(splash.supports(x, x, Mask(), Scores(BareHeads(HEAD_DIM))))
         return x
 
     x = jnp.zeros((1, 1, splash.LANES, HEAD_DIM))

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.heads import fused_attention
 from helpers.samples import sample
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -118,7 +119,7 @@ def attention(seq_len, spec, arrays=(), *, backward=False, **keywords):
     keywords |= {name: made[name]() for name in arrays}
 
     def call():
-        context, _ = mha_torch.fused.scaled_dot_product_attention(*heads, layer, **keywords)
+        context, _ = fused_attention(mha_torch)(*heads, layer, **keywords)
         if backward:
             torch.autograd.grad(context.sum(), heads)
 

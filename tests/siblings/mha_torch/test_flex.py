@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from helpers.heads import fused_attention, plain_attention
 from helpers.kernels import attend_with, contained
 from helpers.samples import sample
 from torch.nn.attention import flex_attention as library
@@ -98,9 +99,9 @@ def test_flex_matches_plain_path(calls, features, is_causal):
     """Context and gradients of every feature, alone and combined, match the plain path in float64."""
     lengths = (41, 29) if "window" in features else (29, 41)  # some rows are beyond the window of every key
     leaves, options = problem(features, lengths)
-    found = with_gradients(mha_torch.fused.scaled_dot_product_attention, leaves, {**options, "is_causal": is_causal})
+    found = with_gradients(fused_attention(mha_torch), leaves, {**options, "is_causal": is_causal})
     assert len(calls) == 1
-    expected = with_gradients(mha_torch.scaled_dot_product_attention, leaves, {**options, "is_causal": is_causal})
+    expected = with_gradients(plain_attention(mha_torch), leaves, {**options, "is_causal": is_causal})
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
@@ -110,11 +111,10 @@ def test_bfloat16_error_is_near_plain_path():
     """In bfloat16, the error is at most twice that of the plain path."""
     leaves, options = problem(TOGETHER[-1])
     options["is_causal"] = True
-    expected, _ = mha_torch.scaled_dot_product_attention(**leaves, **options)
+    expected, _ = plain_attention(mha_torch)(**leaves, **options)
     leaves = {name: x if name == "sinks" else x.bfloat16() for name, x in leaves.items()}
     found, plain = (
-        attend(**leaves, **options)[0]
-        for attend in (mha_torch.fused.scaled_dot_product_attention, mha_torch.scaled_dot_product_attention)
+        attend(**leaves, **options)[0] for attend in (fused_attention(mha_torch), plain_attention(mha_torch))
     )
     assert found.dtype == torch.bfloat16
     errors = [(x.double() - expected).norm() for x in (found, plain)]
@@ -166,7 +166,7 @@ def test_blocks_match_visible_keys(lengths, span):
     num_queries, num_keys = lengths
     for is_causal, padding in itertools.product([False, True], [None, [0, 127, num_keys]]):
         span_of_spec = AttentionSpec(16, 1, **span).span
-        visible = Mask(None, is_causal, padding, span_of_spec)
+        visible = Mask(None, is_causal, padding, span=span_of_spec)
         hidden = visible.implicit_bool(num_queries, num_keys).expand(BATCH, 1, -1, -1).numpy()
         more = [(0, 0), (0, 0), (0, -num_queries % 128), (0, -num_keys % 128)]
         padded = np.pad(hidden, more, constant_values=True).reshape(BATCH, -(-num_queries // 128), 128, -1, 128)
@@ -191,7 +191,7 @@ def test_blocks_match_visible_keys(lengths, span):
 
 def test_blocks_out_of_reach_are_skipped():
     """With a window and lengths, only blocks within reach are computed."""
-    visible = Mask(None, True, [1024, 100], AttentionSpec(16, 1, window_size=128).span)
+    visible = Mask(None, True, [1024, 100], span=AttentionSpec(16, 1, window_size=128).span)
     in_part, whole = flex._seen_blocks(*flex._seen_keys(visible, 2, 1024, 1024, torch.device("cpu")), 1024)
     assert not whole.any()
     assert in_part[0, 0].sum(dim=1).tolist() == [1] + [2] * 7
@@ -208,7 +208,7 @@ def test_flex_replaces_only_masked_sdpa(monkeypatch):
 
     def takes(features, **options):
         leaves, of_layer = problem(features, (5, 5), torch.float32)
-        return mha_torch.fused.scaled_dot_product_attention(**leaves, **{**of_layer, **options})[0] == "flex"
+        return fused_attention(mha_torch)(**leaves, **{**of_layer, **options})[0] == "flex"
 
     for features in COMBINATIONS:
         assert takes(features)
@@ -227,7 +227,7 @@ def test_flex_replaces_only_masked_sdpa(monkeypatch):
 def test_flex_is_not_used_on_cpu(calls):
     """On a CPU, a call does not use FlexAttention."""
     leaves, options = problem(("soft_cap",))
-    mha_torch.fused.scaled_dot_product_attention(**leaves, **options)
+    fused_attention(mha_torch)(**leaves, **options)
     assert not calls
 
 
@@ -284,10 +284,10 @@ def test_compiled_graph_does_not_use_flex(calls):
     leaves, options = problem(TOGETHER[-1], dtype=torch.float32)
 
     def attend(leaves, options):
-        return mha_torch.fused.scaled_dot_product_attention(**leaves, **options)[0]
+        return fused_attention(mha_torch)(**leaves, **options)[0]
 
     found = torch.compile(attend, fullgraph=True, backend="eager")(leaves, options)
-    expected, _ = mha_torch.scaled_dot_product_attention(**leaves, **options)
+    expected, _ = plain_attention(mha_torch)(**leaves, **options)
     torch.testing.assert_close(found, expected)
     assert not calls
 
@@ -317,7 +317,7 @@ def test_cudnn_gets_no_mask_or_step(cudnn, monkeypatch):
     restored afterwards.
     """
     x, one = (torch.randn(1, 2, n, 16).as_subclass(OnCuda) for n in (40, 1))
-    attend = mha_torch.fused.scaled_dot_product_attention
+    attend = fused_attention(mha_torch)
     for query, options, is_on in (
         (x, {}, True),
         (x, {"is_causal": True}, True),
@@ -336,7 +336,7 @@ def test_cudnn_gets_no_mask_or_step(cudnn, monkeypatch):
 def test_alibi_distances_stay_float32():
     """ALiBi with bfloat16 heads on CUDA matches the plain path within 2%."""
     spec, heads = AttentionSpec(16, 2, alibi=Alibi()), torch.randn(3, 1, 2, 40, 8).bfloat16()
-    found = mha_torch.fused.scaled_dot_product_attention(*heads.as_subclass(OnCuda), spec, is_causal=True)[0]
-    expected = mha_torch.scaled_dot_product_attention(*heads, spec, is_causal=True)[0]
+    found = fused_attention(mha_torch)(*heads.as_subclass(OnCuda), spec, is_causal=True)[0]
+    expected = plain_attention(mha_torch)(*heads, spec, is_causal=True)[0]
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.as_subclass(torch.Tensor), expected, rtol=2e-2, atol=2e-2)

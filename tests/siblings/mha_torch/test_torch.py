@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.utils._pytree as pytree
+from helpers.heads import fused_attention, plain_attention
 from helpers.kernels import attend_with, contained
 from helpers.refusals import refuses
 from helpers.samples import sample
@@ -37,8 +38,8 @@ from mha_torch import stages
 from mha_torch.arrays import values_of
 
 FORMS = {
-    "plain": mha_torch.scaled_dot_product_attention,
-    "fused": mha_torch.fused.scaled_dot_product_attention,
+    "plain": plain_attention(mha_torch),
+    "fused": fused_attention(mha_torch),
 }
 KINDS = ("MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache")
 both_forms = pytest.mark.parametrize("form", FORMS)

@@ -6,6 +6,7 @@ On a mock board, the golden function loses the same rows as a simulator (docs/ev
 import numpy as np
 import pytest
 import ttnn
+from helpers.heads import fused_attention
 from helpers.tt.formulas import attend, rounded
 
 import mha_tt
@@ -80,7 +81,7 @@ def test_fused_path_loses_no_rows(device, gain, options, mask, bias):
     logits.
     """
     inputs = heads(gain)
-    context, _ = mha_tt.fused.scaled_dot_product_attention(*uploaded(device, inputs), **options)
+    context, _ = fused_attention(mha_tt)(*uploaded(device, inputs), **options)
     expected, _ = attend(*inputs.values(), mask=mask, bias=bias)
     context = mha_tt.download(context)
     assert lost(context) == 0
@@ -93,7 +94,7 @@ def test_kept_rows_are_bit_identical(device):
     """Rows that the kernel does not lose are returned by the fused path bit for bit."""
     inputs = heads(128.0)
     alone = kernel(device, inputs, accurate_config(device))
-    context, _ = mha_tt.fused.scaled_dot_product_attention(*uploaded(device, inputs), is_causal=True)
+    context, _ = fused_attention(mha_tt)(*uploaded(device, inputs), is_causal=True)
     kept = (alone != 0).any(axis=3)
     assert kept.any()
     assert np.array_equal(mha_tt.download(context)[kept], alone[kept])
@@ -104,9 +105,7 @@ def test_hidden_key_does_not_affect_output(device):
     inputs = heads(1.0)
     huge = {**inputs, "key": inputs["key"].copy()}
     huge["key"][:, :, -1] = 1e4
-    before, after = (
-        mha_tt.fused.scaled_dot_product_attention(*uploaded(device, x), is_causal=True)[0] for x in (inputs, huge)
-    )
+    before, after = (fused_attention(mha_tt)(*uploaded(device, x), is_causal=True)[0] for x in (inputs, huge))
     assert np.array_equal(mha_tt.download(before)[:, :, :-1], mha_tt.download(after)[:, :, :-1])
 
 
@@ -116,7 +115,7 @@ def test_kernel_reruns_if_rows_may_be_lost(device, calls, config_of, times):
     once with fast arithmetic.
     """
     tensors = uploaded(device, heads(1.0))
-    mha_tt.fused.scaled_dot_product_attention(*tensors, is_causal=True, compute_kernel_config=config_of(device))
+    fused_attention(mha_tt)(*tensors, is_causal=True, compute_kernel_config=config_of(device))
     found = [dict(call.keywords) for call in calls if call.name == KERNEL]
     sums = [keywords.pop("compute_kernel_config").fp32_dest_acc_en for keywords in found]
     assert sums == [True, False][-times:]

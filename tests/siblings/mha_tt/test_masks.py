@@ -5,6 +5,7 @@ import tracemalloc
 import numpy as np
 import pytest
 import ttnn
+from helpers.heads import fused_attention, plain_attention
 from helpers.refusals import refuses
 
 import mha_tt
@@ -74,7 +75,7 @@ def test_other_masks_are_not_causal(device, name):
 # ---- On the device ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("attend", [mha_tt.scaled_dot_product_attention, mha_tt.fused.scaled_dot_product_attention])
+@pytest.mark.parametrize("attend", [plain_attention(mha_tt), fused_attention(mha_tt)])
 @pytest.mark.parametrize("told", [{}, {"is_causal": True}], ids=str)
 def test_segments_match_equivalent_mask(device, attend, told):
     """Attention with segments equals attention with their mask bit for bit."""
@@ -275,7 +276,7 @@ def test_call_joins_infinite_bias_once(device, monkeypatch, need_weights):
     made, init = [], mha_tt.DeviceMask.__init__
     monkeypatch.setattr(mha_tt.DeviceMask, "__init__", lambda mask, *of, **more: made.append(init(mask, *of, **more)))
     heads = [mha_tt.upload(np.ones((1, 1, 2, 32)), device=device) for _ in range(3)]
-    attend = mha_tt.scaled_dot_product_attention if need_weights else mha_tt.fused.scaled_dot_product_attention
+    attend = plain_attention(mha_tt) if need_weights else fused_attention(mha_tt)
     attend(*heads, mask=np.array([[True, False], [False, False]]), bias=BIAS, need_weights=need_weights)
     assert len(made) == 1
 

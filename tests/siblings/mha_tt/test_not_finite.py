@@ -6,6 +6,7 @@ These tests need a mock board, whose golden functions follow IEEE 754; cards dif
 import numpy as np
 import pytest
 import ttnn
+from helpers.heads import fused_attention, plain_attention
 from helpers.refusals import refuses
 from helpers.samples import sample
 from helpers.tt.formulas import both_dtypes, module_of, rounded
@@ -22,8 +23,8 @@ B, N, K, T, H = 2, 4, 2, 40, 32
 TOKEN = 5  # of the first sequence, non-finite in the first key/value head
 
 PATHS = {
-    "plain": (mha_tt.scaled_dot_product_attention, ttnn.float32),
-    "fused": (mha_tt.fused.scaled_dot_product_attention, ttnn.bfloat16),
+    "plain": (plain_attention(mha_tt), ttnn.float32),
+    "fused": (fused_attention(mha_tt), ttnn.bfloat16),
 }
 every_path = pytest.mark.parametrize(("attend", "dtype"), PATHS.values(), ids=PATHS)
 # The default kernel calls the plain path in float32.
@@ -394,7 +395,7 @@ def test_padding_is_cut_without_nan_search(device, calls, is_contained, lengths)
     if is_contained:
         run_contained(device, ttnn.bfloat16, inputs, **options)
     else:
-        run(device, fused.scaled_dot_product_attention, ttnn.bfloat16, inputs, **options)
+        run(device, fused_attention(mha_tt), ttnn.bfloat16, inputs, **options)
     names = [call.name for call in calls]
     assert (names.count("ttnn.where"), names.count("ttnn.isfinite")) == (
         3 + (0 in lengths),

@@ -6,6 +6,7 @@ Tiles have 32 rows and columns, so all other elements of a matrix with one eleme
 import numpy as np
 import pytest
 import ttnn
+from helpers.heads import fused_attention, plain_attention
 from helpers.tt.formulas import assert_close, attend, layer, module_of, rounded, rounded_weights
 
 import mha_tt
@@ -17,8 +18,8 @@ SIZES = {"one-key": (3, 1), "one-query": (1, 3), "one-of-each": (1, 1)}
 """Numbers of queries and of keys."""
 
 PATHS = {
-    "plain": (mha_tt.scaled_dot_product_attention, ttnn.float32),
-    "fused": (mha_tt.fused.scaled_dot_product_attention, ttnn.bfloat16),
+    "plain": (plain_attention(mha_tt), ttnn.float32),
+    "fused": (fused_attention(mha_tt), ttnn.bfloat16),
 }
 
 OF_SECOND = np.array([False, True]).reshape(2, 1, 1, 1)

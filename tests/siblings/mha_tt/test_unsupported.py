@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import ttnn
+from helpers.heads import fused_attention
 from helpers.refusals import refuses_type
 from helpers.tt.sibling import UNSUPPORTED
 
@@ -20,7 +21,7 @@ def float16(device):
 def float32_in_the_kernel(device):
     heads = [mha_tt.upload(np.ones((1, 2, 3, 32)), device=device, dtype=ttnn.float32)] * 3
     with refuses_type("query", "query.dtype=float32"):
-        mha_tt.fused.scaled_dot_product_attention(*heads)
+        fused_attention(mha_tt)(*heads)
 
 
 def dropout_in_float32(device):

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import ttnn
+from helpers.heads import fused_attention, plain_attention
 from helpers.tt.formulas import assert_close, attend, both_dtypes, layer, module_of, rounded, rounded_weights
 
 import mha_tt
@@ -121,7 +122,7 @@ def test_window_needs_no_mask_upload(device, calls, uploads, rng, seq_len, windo
     arrays = split_heads(seq_len, rng)
     heads = [mha_tt.upload(x, device=device) for x in arrays]
     uploads.clear()
-    context, _ = mha_tt.fused.scaled_dot_product_attention(*heads, spec_of(window_size), is_causal=True)
+    context, _ = fused_attention(mha_tt)(*heads, spec_of(window_size), is_causal=True)
     call, _ = (call for call in calls if call.name == KERNEL)  # twice: see test_large_logits.py
     told = [call.keywords[name] for name in ("is_causal", "sliding_window_size", "attn_mask")]
     assert (told, uploads) == ([True, window_size if window_size < seq_len else None, None], [])
@@ -135,8 +136,8 @@ def test_window_and_sinks_match_plain_path(device, calls, rng):
     heads = [mha_tt.upload(x, device=device) for x in split_heads(100, rng)]
     sinks = mha_tt.upload(np.array([1.0, -2.0, 3.0, 0.0]).reshape(1, 4, 1, 1), device=device, dtype=ttnn.float32)
     told = {"is_causal": True, "sinks": sinks}
-    context, _ = mha_tt.fused.scaled_dot_product_attention(*heads, spec_of(33, sinks=True), **told)
-    expected, _ = mha_tt.scaled_dot_product_attention(*heads, spec_of(33, sinks=True), **told)
+    context, _ = fused_attention(mha_tt)(*heads, spec_of(33, sinks=True), **told)
+    expected, _ = plain_attention(mha_tt)(*heads, spec_of(33, sinks=True), **told)
     assert [call.keywords["sliding_window_size"] for call in calls if call.name == KERNEL] == [33, 33]
     assert_close(mha_tt.download(context), mha_tt.download(expected), ttnn.bfloat16)
 
@@ -151,7 +152,7 @@ def test_window_with_other_masks_uses_mask(device, calls, rng, options):
     """
     arrays = split_heads(100, rng)
     heads = [mha_tt.upload(x, device=device) for x in arrays]
-    context, _ = mha_tt.fused.scaled_dot_product_attention(*heads, spec_of(33), is_causal=True, **options)
+    context, _ = fused_attention(mha_tt)(*heads, spec_of(33), is_causal=True, **options)
     call, _ = (call for call in calls if call.name == KERNEL)  # twice: see test_large_logits.py
     assert (call.keywords["is_causal"], call.keywords["sliding_window_size"]) == (False, None)
     mask = mha_tt.create_sliding_window_mask(100, window_size=33)
@@ -300,8 +301,6 @@ def test_step_sinks_match_plain_path(device, rng, num_heads, num_kv_heads, width
     found = mha_tt.fused.attend_to_cache(q, k, v, last_positions, sinks=sinks)
     prompts = (mha_tt.upload(query.swapaxes(0, 1).swapaxes(1, 2), device=device), k, v)  # (B, N, 1, H)
     spec = parity.AttentionSpec(num_heads * width, num_heads, num_kv_heads=num_kv_heads, head_dim=width, sinks=True)
-    expected, _ = mha_tt.scaled_dot_product_attention(
-        *prompts, spec, key_padding_lengths=last_positions + 1, sinks=sinks
-    )
+    expected, _ = plain_attention(mha_tt)(*prompts, spec, key_padding_lengths=last_positions + 1, sinks=sinks)
     expected = mha_tt.download(expected).swapaxes(1, 2).swapaxes(0, 1)
     assert_close(mha_tt.download(found), expected, ttnn.bfloat16)
