@@ -13,7 +13,6 @@ from torch import Tensor
 
 from mha_spec import AttentionSpec, Refusal
 from mha_spec.rules import merged_shapes
-from mha_torch.checks import check_tokens
 from mha_torch.masks import Mask
 
 Attend = Callable[..., tuple[Tensor, Tensor | None]]
@@ -24,9 +23,8 @@ def with_one_batch_axis(attend: Attend) -> Attend:
 
     @wraps(attend)
     def attend_any(layer: Any, query: Tensor, key: Any, value: Any, mask: Mask, **options: Any) -> Any:
-        if not isinstance(query, Tensor) or query.ndim == 3:
+        if query.ndim == 3:
             return attend(layer, query, key, value, mask, **options)
-        check_tokens("query", query)
         axes, keep = tuple(query.shape)[:-2], getattr(layer, "dropout_keep", None)
         if keep is not None:
             layer = replace(layer, dropout_keep=_merge("dropout_keep", keep, axes))

@@ -17,7 +17,7 @@ from mha_spec import Refusal, WrongType
 from mha_spec.rules import check_holds_new
 from mha_spec.span import span_of
 from mha_torch.arrays import values_of
-from mha_torch.checks import check_count, check_device, check_floating, check_is_cache, check_lengths
+from mha_torch.checks import check_count, check_device, check_is_cache, check_lengths, checked
 from mha_torch.masks import Mask, as_lengths
 
 
@@ -190,6 +190,7 @@ def init_cache(
     )
 
 
+@checked
 def append_to_cache(
     cache: KVCache,
     key: Float[Tensor, "B K T H"],
@@ -363,7 +364,6 @@ def check_cache(
 ) -> None:
     """Refuse cached keys and values (B, K, S, H) to which new ones (B, K, T, H) cannot be appended."""
     for name, x, new in zip(names, (cache_k, cache_v), (key, value), strict=True):
-        check_floating(name, x, rank=4)
         expected = (*key.shape[:2], cache_k.shape[2], new.shape[3])
         if tuple(x.shape) != expected:
             raise Refusal(name, f"have shape (B, K, S, H) = {expected}", {f"{name}.shape": tuple(x.shape)})
@@ -374,7 +374,6 @@ def check_cache(
 
 def check_cached_input(x: Tensor, cache: Cache) -> None:
     """Refuse new tokens (B, T, d_in) whose batch size is not that of the cache."""
-    check_floating("x", x, rank=3)
     if x.shape[0] != cache.lengths.shape[0]:
         raise Refusal("x", "have the batch size of the cache", {"x.shape[0]": x.shape[0], "cached": len(cache.lengths)})
 
@@ -388,12 +387,7 @@ def check_appended(
         Lengths of the cache, if these and those of the new tokens are known.
     """
     check_is_cache(cache, KVCache)
-    check_floating("key", key, rank=4)
-    check_floating("value", value, rank=4)
     check_cache(cache.keys, cache.values, key, value, ("cache.keys", "cache.values"))
-    if key.shape[:3] != value.shape[:3]:
-        rule = "have the shape of key but for its features"
-        raise Refusal("value", rule, {"value.shape": tuple(value.shape), "key.shape": tuple(key.shape)})
     if value.dtype != key.dtype:
         raise WrongType("value", "have the dtype of key", {"value.dtype": value.dtype, "key.dtype": key.dtype})
     return check_room(cache, key.shape[2], new_lengths)

@@ -29,13 +29,14 @@ from mha_torch.cache import (
     without_new,
 )
 from mha_torch.checks import (
+    check_broadcasts,
     check_floating,
     check_is_cache,
     check_layer_positions,
-    check_mask,
     check_shared_kv,
     check_weights,
     check_width,
+    checked,
 )
 from mha_torch.features.latent import (
     LatentCache,
@@ -64,9 +65,9 @@ def multi_head_attention_with_cache(
     cache_k: Float[Tensor, "B K P H"] | None = None,
     cache_v: Float[Tensor, "B K P Hv"] | None = None,
     *,
-    mask: Bool[Tensor, "..."] | None = None,
-    bias: Float[Tensor, "..."] | None = None,
-    positions: Int[Tensor, "... #B T"] | None = None,
+    mask: Bool[Tensor, "*#scores"] | None = None,
+    bias: Float[Tensor, "*#scores"] | None = None,
+    positions: Int[Tensor, "*axes #B T"] | None = None,
     kernel: Kernel = fused.attend,
 ) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B K S H"], Float[Tensor, "B K S Hv"]]:
     """Causal self-attention of new tokens over all tokens so far, with a cache that grows by concatenation.
@@ -110,7 +111,8 @@ def multi_head_attention_with_cache(
     value: Any = cache_v if spec.shared_kv else x
     scores = layer.scores(bias)
     scores_shape = (x.shape[0], spec.num_heads, seq_len, cache_len + seq_len)
-    check_mask(mask, scores_shape)
+    if mask is not None:
+        check_broadcasts("mask", tuple(mask.shape), scores_shape)
     scores.check_arguments(scores_shape, x)
     q, k, v = project_qkv(layer.project, x, key, value, spec, positions)
     if not spec.shared_kv and cache_k is not None and cache_v is not None:
@@ -126,6 +128,7 @@ def multi_head_attention_with_cache(
     return project_output(layer.project, context, x, spec), k, v
 
 
+@checked
 def multi_head_attention_with_static_cache(
     x: Float[Tensor, "B T d_in"],
     weights: Mapping[str, Tensor],
@@ -133,9 +136,9 @@ def multi_head_attention_with_static_cache(
     cache: KVCache,
     *,
     new_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
-    mask: Bool[Tensor, "..."] | None = None,
-    bias: Float[Tensor, "..."] | None = None,
-    positions: Int[Tensor, "... #B T"] | None = None,
+    mask: Bool[Tensor, "*#scores"] | None = None,
+    bias: Float[Tensor, "*#scores"] | None = None,
+    positions: Int[Tensor, "*axes #B T"] | None = None,
     kernel: Kernel = fused.attend,
 ) -> tuple[Float[Tensor, "B T E"], KVCache]:
     """Causal self-attention of new tokens over all tokens so far, with a cache of fixed capacity.
@@ -173,7 +176,8 @@ def cached_layer(
     seq_len = x.shape[1]
     scores = layer.scores(bias)
     scores_shape = (x.shape[0], spec.num_heads, seq_len, cache.capacity)
-    check_mask(mask, scores_shape)
+    if mask is not None:
+        check_broadcasts("mask", tuple(mask.shape), scores_shape)
     scores.check_arguments(scores_shape, x)
     check_layer_positions(positions, x.shape[0], seq_len, spec)
     # With `shared_kv` the other layer has appended the new tokens.
@@ -295,15 +299,16 @@ class MultiHeadAttentionWithCache(AttentionLayer):
         widths = {"head_dim": spec.head_dim, "value_head_dim": spec.value_head_dim}
         return init_cache(batch_size, spec.num_kv_heads, capacity, dtype=dtype, device=device, **widths)
 
+    @checked
     def forward(
         self,
         x: Float[Tensor, "B T d_in"],
         cache: KVCache,
         *,
         new_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
-        mask: Bool[Tensor, "..."] | None = None,
-        bias: Float[Tensor, "..."] | None = None,
-        positions: Int[Tensor, "... #B T"] | None = None,
+        mask: Bool[Tensor, "*#scores"] | None = None,
+        bias: Float[Tensor, "*#scores"] | None = None,
+        positions: Int[Tensor, "*axes #B T"] | None = None,
     ) -> tuple[Float[Tensor, "B T E"], KVCache]:
         """Append new tokens to the cache; each attends to all tokens up to itself.
 

@@ -8,12 +8,22 @@ import torch
 from torch import Tensor
 
 from mha_spec import AttentionSpec, GridBias, Latent, Norm, Refusal, Rope, WrongType
+from mha_spec.annotations import BOOLEAN, FLOATING, INTEGERS, checking
 from mha_spec.attention import check_spec
 from mha_spec.features.norm import check_norm
 from mha_spec.features.rope import position_shapes
 from mha_spec.heads import BareHeads
 from mha_spec.rules import as_count, check_head_groups
 from mha_torch.arrays import is_autocast_on, is_distributed, values_of
+
+_ALL_DTYPES = [dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)]
+_FLOATING = [dtype for dtype in _ALL_DTYPES if dtype.is_floating_point]
+_INTEGERS = [
+    dtype for dtype in _ALL_DTYPES if not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+]
+
+checked = checking({FLOATING: _FLOATING, INTEGERS: _INTEGERS, BOOLEAN: [torch.bool]})
+"""Decorator of public functions: their annotations are checks of their arguments."""
 
 
 def check_count(name: str, value: object, minimum: int = 1) -> None:
@@ -35,14 +45,6 @@ def check_floating(name: str, x: Tensor, rank: int) -> None:
     if x.ndim != rank:
         raise Refusal(name, f"have {rank} axes", {f"{name}.shape": tuple(x.shape)})
     raise WrongType(name, "be floating point", {f"{name}.dtype": x.dtype})
-
-
-def check_tokens(name: str, x: Tensor) -> None:
-    """Refuse anything but floating-point tokens (…, T, d_in)."""
-    check_array(name, x)
-    if x.ndim < 2:
-        raise Refusal(name, "have at least 2 axes", {f"{name}.shape": tuple(x.shape)})
-    check_floating(name, x, rank=x.ndim)
 
 
 def check_device(name: str, x: Tensor, expected: torch.device, of: str) -> None:
@@ -140,7 +142,6 @@ def check_layer_inputs(
     query: Tensor, key: Tensor | None, value: Tensor | None, positions: Tensor | None, spec: AttentionSpec
 ) -> None:
     """Refuse layer inputs (B, T, d_in) and (B, S, d_kv) that do not fit each other or the layer."""
-    check_floating("query", query, rank=3)
     check_width("query", query, spec.d_in)
     if key is None and value is not None:
         raise Refusal("value", "come with a key", "key=None and a value")
@@ -157,7 +158,8 @@ def check_layer_inputs(
     for name, x in (("key", key), ("value", value)):
         if x is None:
             continue
-        check_floating(name, x, rank=3)
+        if x.ndim != 3:
+            raise Refusal(name, "have the axes of query", {f"{name}.shape": tuple(x.shape)})
         check_width(name, x, spec.d_kv)
         if x.dtype != query.dtype:
             raise WrongType(name, "have the dtype of query", {f"{name}.dtype": x.dtype, "query.dtype": query.dtype})
@@ -241,10 +243,7 @@ def check_layer_positions(positions: Tensor | None, batch_size: int, seq_len: in
 
 
 def check_normed(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None) -> None:
-    """Refuse features that cannot be normalized, or parameters that do not fit the norm."""
-    check_array("x", x)
-    if not x.is_floating_point():
-        raise WrongType("x", "be floating point", {"x.dtype": x.dtype})
+    """Refuse parameters that do not fit the norm."""
     check_norm(norm)
     shapes = norm.shapes(x.shape[1] if norm.per_head else 1, x.shape[-1])
     for name, parameter in (("weight", weight), ("bias", bias)):
@@ -255,35 +254,21 @@ def check_normed(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | No
 
 def check_latents(name: str, latents: Tensor, latent: Latent) -> None:
     """Refuse anything but latents (B, 1, S, kv_rank + rope_dim)."""
-    check_floating(name, latents, rank=4)
     if (latents.shape[1], latents.shape[3]) != (1, latent.width):
         shape = tuple(latents.shape)
         raise Refusal(name, f"have shape (B, 1, S, {latent.width})", {f"{name}.shape": shape})
 
 
 def check_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Refuse split heads, q (B, N, T, H), k and v (B, K, S, ·), that do not fit each other."""
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        check_floating(name, x, rank=4)
+    """Refuse split heads of several dtypes or devices."""
+    for name, x in (("key", key), ("value", value)):
         if x.dtype != query.dtype:
             raise WrongType(name, "have the dtype of query", {f"{name}.dtype": x.dtype, "query.dtype": query.dtype})
         check_device(name, x, query.device, "query")
-    if key.shape[:3] != value.shape[:3]:
-        raise Refusal(
-            "value",
-            "have the shape of key but for its features",
-            {"value.shape": tuple(value.shape), "key.shape": tuple(key.shape)},
-        )
 
 
 def check_scored(query: Tensor, key: Tensor, spec: AttentionSpec | BareHeads) -> None:
-    """Refuse queries (B, N, T, H) and keys (B, K, S, H) that do not fit each other or the layer."""
-    if (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3]):
-        raise Refusal(
-            "key",
-            "have the batch size and head_dim of query",
-            {"key.shape": tuple(key.shape), "query.shape": tuple(query.shape)},
-        )
+    """Refuse queries (B, N, T, H) and keys (B, K, S, H) whose heads do not fit each other or the layer."""
     check_head_groups(query.shape[1], key.shape[1])
     if isinstance(spec, BareHeads):
         return
@@ -293,23 +278,8 @@ def check_scored(query: Tensor, key: Tensor, spec: AttentionSpec | BareHeads) ->
         raise Refusal("query", rule, {"query.shape": tuple(query.shape)})
 
 
-def check_mask(mask: Tensor | None, scores_shape: tuple[int, ...]) -> None:
-    """Refuse a mask that is not boolean or does not broadcast to the scores (B, N, T, S)."""
-    if mask is None:
-        return
-    check_array("mask", mask)
-    if mask.dtype != torch.bool:
-        raise WrongType(
-            "mask", "be boolean (True = masked)", {"mask.dtype": mask.dtype}, hint="an additive term is passed as bias"
-        )
-    check_broadcasts("mask", tuple(mask.shape), scores_shape)
-
-
-def check_bias(bias: Tensor | None, scores_shape: tuple[int, ...], query: Tensor) -> None:
+def check_bias(bias: Tensor, scores_shape: tuple[int, ...], query: Tensor) -> None:
     """Refuse a bias that does not fit the queries, or does not broadcast to the scores (B, N, T, S)."""
-    if bias is None:
-        return
-    check_array("bias", bias)
     if bias.dtype != query.dtype and not (bias.is_floating_point() and is_autocast_on(bias.device)):
         raise WrongType("bias", "have the dtype of query", {"bias.dtype": bias.dtype, "query.dtype": query.dtype})
     check_broadcasts("bias", tuple(bias.shape), scores_shape)
@@ -322,52 +292,11 @@ def check_grid(relative_bias: GridBias, scores_shape: tuple[int, ...]) -> None:
         raise Refusal("tokens", f"be at most the {relative_bias.num_tokens} of the grid", {"(T, S)": scores_shape[2:]})
 
 
-def check_sinks(sinks: Tensor | None, num_heads: int) -> None:
-    """Refuse sinks that are not one number per head."""
-    if sinks is None:
-        return
-    check_array("sinks", sinks)
-    if not sinks.is_floating_point():
-        raise WrongType("sinks", "be floating point", {"sinks.dtype": sinks.dtype})
-    if tuple(sinks.shape) != (num_heads,):
-        raise Refusal("sinks", f"have shape (N,) = ({num_heads},)", {"sinks.shape": tuple(sinks.shape)})
-
-
-def check_keep(keep: Tensor | None, scores_shape: tuple[int, ...]) -> None:
-    """Refuse a dropout mask that is not boolean or does not broadcast to the scores (B, N, T, S)."""
-    if keep is None:
-        return
-    check_array("keep", keep)
-    if keep.dtype != torch.bool:
-        raise WrongType("keep", "be boolean (True = kept)", {"keep.dtype": keep.dtype})
-    check_broadcasts("keep", tuple(keep.shape), scores_shape)
-
-
-def check_weighed(attn_weights: Tensor, value: Tensor) -> None:
-    """Refuse attention weights (B, N, T, S) and values (B, K, S, Hv) that do not fit each other."""
-    check_floating("attn_weights", attn_weights, rank=4)
-    check_floating("value", value, rank=4)
-    if (attn_weights.shape[0], attn_weights.shape[3]) != (value.shape[0], value.shape[2]):
-        raise Refusal(
-            "value",
-            "have the batch size and the keys of attn_weights",
-            {"value.shape": tuple(value.shape), "attn_weights.shape": tuple(attn_weights.shape)},
-        )
-    check_head_groups(attn_weights.shape[1], value.shape[1])
-
-
-def check_gated(context: Tensor, gate: Tensor) -> None:
-    """Refuse a context (B, N, T, Hv) and a gate that is not (B, T, N * Hv) or (B, T, N)."""
-    check_floating("context", context, rank=4)
-    check_floating("gate", gate, rank=3)
-    batch_size, num_heads, seq_len, head_dim = context.shape
-    widths = (num_heads * head_dim, num_heads)
-    if tuple(gate.shape) not in [(batch_size, seq_len, width) for width in widths]:
-        raise Refusal(
-            "gate",
-            f"have shape (B, T, N * H or N) = ({batch_size}, {seq_len}, {widths[0]} or {widths[1]})",
-            {"gate.shape": tuple(gate.shape)},
-        )
+def check_gate(gate: Tensor, context: Tensor) -> None:
+    """Refuse a gate that has neither a number for each feature of the context (B, N, T, Hv) nor one for each head."""
+    num_heads, num_features = context.shape[1], context.shape[1] * context.shape[3]
+    if gate.shape[-1] not in (num_heads, num_features):
+        raise Refusal("gate", f"have {num_features} or {num_heads} features", {"gate.shape": tuple(gate.shape)})
 
 
 def check_is_cache(cache: object, kind: type) -> None:

@@ -8,28 +8,29 @@ from torch import Tensor
 
 from mha_spec import Refusal
 from mha_spec.rules import check_head_groups
-from mha_torch.checks import check_count, check_floating
+from mha_torch.checks import check_count, checked
 
 
+@checked
 def split_heads(x: Float[Tensor, "B T NH"], num_heads: int) -> Float[Tensor, "B N T H"]:
     """Split the last axis into heads and move them before the tokens.
 
     Raises:
         ValueError: if the width is not a multiple of num_heads.
     """
-    check_floating("x", x, rank=3)
     check_count("num_heads", num_heads)
     if x.shape[-1] % num_heads:
         raise Refusal("the width", "be a multiple of num_heads", width=x.shape[-1], num_heads=num_heads)
     return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
 
 
+@checked
 def combine_heads(x: Float[Tensor, "B N T H"]) -> Float[Tensor, "B T NH"]:
     """Concatenate heads: the inverse of `split_heads`."""
-    check_floating("x", x, rank=4)
     return x.transpose(1, 2).flatten(-2)
 
 
+@checked
 def repeat_kv_heads(x: Float[Tensor, "B K S H"], num_heads: int) -> Float[Tensor, "B N S H"]:
     """Repeat each key/value head for its group of query heads: query head n uses head n // (N // K).
 
@@ -38,7 +39,6 @@ def repeat_kv_heads(x: Float[Tensor, "B K S H"], num_heads: int) -> Float[Tensor
 
     Source: grouped-query attention, arXiv:2305.13245, section 2.2.
     """
-    check_floating("x", x, rank=4)
     check_head_groups(num_heads, x.shape[1])
     if num_heads == x.shape[1]:  # avoids a copy
         return x

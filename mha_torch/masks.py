@@ -10,7 +10,7 @@ from torch import Tensor
 from mha_spec import AttentionSpec, Refusal
 from mha_spec.heads import BareHeads
 from mha_spec.span import Span, span_of
-from mha_torch.checks import check_count, check_device, check_integers, check_lengths, check_mask
+from mha_torch.checks import check_broadcasts, check_count, check_device, check_integers, check_lengths
 
 
 def create_attention_mask(
@@ -71,7 +71,7 @@ class Mask:
         q_offset: position of the first query among the keys, for all sequences or each, (1,) or (B,); default: 0.
     """
 
-    mask: Bool[Tensor, "..."] | None = None
+    mask: Bool[Tensor, "*#scores"] | None = None
     is_causal: bool = False
     key_padding_lengths: Int[Tensor, " B"] | Sequence[int] | None = None
     segment_ids: Int[Tensor, "B T"] | tuple[Int[Tensor, "B T"], Int[Tensor, "B S"]] | None = None
@@ -80,8 +80,8 @@ class Mask:
 
     def check(self, scores_shape: tuple[int, ...], query: Tensor) -> None:
         """Refuse a mask that does not fit the scores (B, N, T, S) or their queries. `find_padding` checks lengths."""
-        check_mask(self.mask, scores_shape)
         if self.mask is not None:
+            check_broadcasts("mask", tuple(self.mask.shape), scores_shape)
             check_device("mask", self.mask, query.device, "query")
         if self.segments is not None:
             _check_segments(self.segments, scores_shape[0], *scores_shape[2:])
@@ -106,7 +106,7 @@ class Mask:
         """Return the mask with the attention span of a layer."""
         return self if spec.span is None else replace(self, span=spec.span)
 
-    def with_bias(self, bias: Float[Tensor, "..."] | None) -> "Mask":
+    def with_bias(self, bias: Float[Tensor, "*#scores"] | None) -> "Mask":
         """Fold biases of -inf into the mask, so that rows of -inf count as fully masked."""
         if bias is None:
             return self

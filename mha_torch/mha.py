@@ -19,7 +19,7 @@ from mha_spec.attention import check_spec, spec_from
 from mha_torch import stages
 from mha_torch.arrays import is_distributed
 from mha_torch.axes import with_one_batch_axis
-from mha_torch.checks import check_layer_inputs, check_projected, check_tokens
+from mha_torch.checks import check_layer_inputs, check_projected, checked
 from mha_torch.features.norms import NormLayer
 from mha_torch.kernels import Kernel, fused
 from mha_torch.kernels.sdpa import check_context_parallel
@@ -83,13 +83,13 @@ class FunctionalLayer:
     spec: AttentionSpec
     kernel: Kernel = fused.attend
     training: bool = False
-    dropout_keep: Bool[Tensor, "B N T S"] | None = None
+    dropout_keep: Bool[Tensor, "*#scores"] | None = None
 
     def project(self, name: str, x: Float[Tensor, "B T d_in"]) -> Float[Tensor, "B T d_out"]:
         """Apply the projection or norm `name`."""
         return project_with(self.weights, self.spec)(name, x)
 
-    def scores(self, bias: Float[Tensor, "..."] | None) -> Scores:
+    def scores(self, bias: Float[Tensor, "*#scores"] | None) -> Scores:
         """Return the scores of a call: bias, learned weights, and dropout in training."""
         learned = {name: self.weights[name] for name in self.spec.score_shapes}
         dropout = self.spec.dropout if self.training else 0.0
@@ -175,7 +175,7 @@ class AttentionLayer(nn.Module):
                 check_projected(name, x, weight)
             raise
 
-    def scores(self, bias: Float[Tensor, "..."] | None) -> Scores:
+    def scores(self, bias: Float[Tensor, "*#scores"] | None) -> Scores:
         """Return the scores of a call: bias, learned weights, and dropout in training."""
         learned = {name: getattr(self, name) for name in self.spec.score_shapes}
         dropout = self.spec.dropout if self.training else 0.0
@@ -200,20 +200,21 @@ def _draw(weight: Tensor, widths: tuple[int, ...]) -> None:
 class MultiHeadAttention(AttentionLayer):
     """Multi-head attention of queries over keys and values. Constructor arguments: see `AttentionLayer`."""
 
+    @checked
     def forward(
         self,
-        query: Float[Tensor, "B T d_in"],
-        key: Float[Tensor, "B S d_kv"] | None = None,
-        value: Float[Tensor, "B S d_kv"] | None = None,
+        query: Float[Tensor, "*B T d_in"],
+        key: Float[Tensor, "*B S d_kv"] | None = None,
+        value: Float[Tensor, "*B S d_kv"] | None = None,
         *,
-        bias: Float[Tensor, "..."] | None = None,
+        bias: Float[Tensor, "*#scores"] | None = None,
         need_weights: bool = False,
-        positions: Int[Tensor, "... #B T"] | None = None,
-        mask: Bool[Tensor, "..."] | None = None,
+        positions: Int[Tensor, "*axes #B T"] | None = None,
+        mask: Bool[Tensor, "*#scores"] | None = None,
         is_causal: bool = False,
         key_padding_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
         segment_ids: Int[Tensor, "B T"] | tuple[Int[Tensor, "B T"], Int[Tensor, "B S"]] | None = None,
-    ) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B N T S"] | None]:
+    ) -> tuple[Float[Tensor, "*B T E"], Float[Tensor, "*B N T S"] | None]:
         """Attend from each query token to the key tokens.
 
         Args:
@@ -247,17 +248,18 @@ class MultiHeadSelfAttention(AttentionLayer):
 
     _is_self_attention = True
 
+    @checked
     def forward(
         self,
-        x: Float[Tensor, "B T d_in"],
+        x: Float[Tensor, "*B T d_in"],
         *,
-        bias: Float[Tensor, "..."] | None = None,
-        positions: Int[Tensor, "... #B T"] | None = None,
-        mask: Bool[Tensor, "..."] | None = None,
+        bias: Float[Tensor, "*#scores"] | None = None,
+        positions: Int[Tensor, "*axes #B T"] | None = None,
+        mask: Bool[Tensor, "*#scores"] | None = None,
         is_causal: bool = False,
         key_padding_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
         segment_ids: Int[Tensor, "B T"] | tuple[Int[Tensor, "B T"], Int[Tensor, "B S"]] | None = None,
-    ) -> Float[Tensor, "B T E"]:
+    ) -> Float[Tensor, "*B T E"]:
         """Attend from each token to the tokens of its own sequence.
 
         Errors and other arguments are those of `MultiHeadAttention`, with x as query, key and value.
@@ -268,7 +270,6 @@ class MultiHeadSelfAttention(AttentionLayer):
         Returns:
             Output (B, T, E). At padded positions it is the attention of the padding over the real tokens.
         """
-        check_tokens("x", x)
         visible = Mask(mask, is_causal, key_padding_lengths, segment_ids)
         output, _ = attention_layer(self, x, None, None, visible, bias=bias, need_weights=False, positions=positions)
         return self.drop_output(output)

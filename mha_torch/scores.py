@@ -9,7 +9,7 @@ from torch import Tensor
 from mha_spec import AttentionSpec, GridBias
 from mha_spec.heads import BareHeads
 from mha_spec.rules import as_rate
-from mha_torch.checks import check_bias, check_grid, check_keep, check_score_weights
+from mha_torch.checks import check_bias, check_broadcasts, check_grid, check_score_weights
 from mha_torch.masks import block_of
 
 
@@ -28,17 +28,17 @@ class Scores:
     """
 
     spec: AttentionSpec | BareHeads
-    bias: Float[Tensor, "..."] | None = None
+    bias: Float[Tensor, "*#scores"] | None = None
     learned: Mapping[str, Float[Tensor, "..."]] = field(default_factory=dict)
     dropout: float = 0.0
-    dropout_keep: Bool[Tensor, "..."] | None = None
+    dropout_keep: Bool[Tensor, "*#scores"] | None = None
 
     def check_arguments(self, scores_shape: tuple[int, ...], query: Tensor) -> None:
         """Refuse what a call of a layer brings and does not fit the scores (B, N, T, S) or their queries."""
         if self.bias is not None:
             check_bias(self.bias, scores_shape, query)
         if self.dropout_keep is not None:
-            check_keep(self.dropout_keep, scores_shape)
+            check_broadcasts("dropout_keep", tuple(self.dropout_keep.shape), scores_shape)
         if isinstance(self.spec.relative_bias, GridBias):
             check_grid(self.spec.relative_bias, scores_shape)
 

@@ -17,15 +17,12 @@ from mha_spec.rules import as_rate
 from mha_torch.arrays import at_least_float32, without_autocast
 from mha_torch.checks import (
     check_bias,
-    check_floating,
+    check_broadcasts,
     check_grid,
     check_heads,
-    check_keep,
-    check_mask,
     check_score_weights,
     check_scored,
-    check_sinks,
-    check_weighed,
+    checked,
 )
 from mha_torch.features.alibi import alibi_bias
 from mha_torch.features.relative_bias import relative_position_bias
@@ -37,12 +34,13 @@ from mha_torch.padding import zero_heads_in_padding
 from mha_torch.scores import Scores
 
 
+@checked
 def attention_scores(
     query: Float[Tensor, "B N T H"],
     key: Float[Tensor, "B K S H"],
-    bias: Float[Tensor, "..."] | None = None,
+    bias: Float[Tensor, "*#scores"] | None = None,
     spec: AttentionSpec | BareHeads | None = None,
-    q_offset: Int[Tensor, " B"] | None = None,
+    q_offset: Int[Tensor, " #B"] | None = None,
     learned: Mapping[str, Float[Tensor, "..."]] | None = None,
 ) -> Float[Tensor, "B N T S"]:
     """Return scaled dot products of queries and keys, with soft cap and biases, in at least float32.
@@ -60,13 +58,12 @@ def attention_scores(
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1; the soft cap: Gemma 2, arXiv:2408.00118, section 2.
     """
-    check_floating("query", query, rank=4)
-    check_floating("key", key, rank=4)
     rules = BareHeads(query.shape[3]) if spec is None else spec
     learned = {} if learned is None else learned
     check_scored(query, key, rules)
     scores_shape = (*query.shape[:3], key.shape[2])
-    check_bias(bias, scores_shape, query)
+    if bias is not None:
+        check_bias(bias, scores_shape, query)
     # Sinks are part of the softmax.
     tables = {name: table for name, table in learned.items() if name != "sinks"}
     table_shapes = {name: shape for name, shape in rules.score_shapes.items() if name != "sinks"}
@@ -91,10 +88,11 @@ def attention_scores(
     return scores if bias is None else scores + at_least_float32(bias)
 
 
+@checked
 def masked_softmax(
     scores: Float[Tensor, "B N T S"],
-    mask: Bool[Tensor, "..."] | None = None,
-    sinks: Float[Tensor, "..."] | None = None,
+    mask: Bool[Tensor, "*#scores"] | None = None,
+    sinks: Float[Tensor, " N"] | None = None,
 ) -> Float[Tensor, "B N T S"]:
     """Softmax over keys, in at least float32. Masked keys get weight exactly 0; fully masked rows are all 0.
 
@@ -102,9 +100,8 @@ def masked_softmax(
 
     Source: the sinks: gpt-oss model card, arXiv:2508.10925, section 2.
     """
-    check_floating("scores", scores, rank=4)
-    check_mask(mask, tuple(scores.shape))
-    check_sinks(sinks, scores.shape[1])
+    if mask is not None:
+        check_broadcasts("mask", tuple(mask.shape), tuple(scores.shape))
     scores = at_least_float32(scores)
     if sinks is not None:
         column = at_least_float32(sinks)[:, None, None].expand(*scores.shape[:3], 1)
@@ -124,47 +121,49 @@ def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
     return torch.softmax(scores, dim=-1).masked_fill(empty_rows, 0.0)
 
 
+@checked
 def attention_context(
     attn_weights: Float[Tensor, "B N T S"], value: Float[Tensor, "B K S Hv"]
 ) -> Float[Tensor, "B N T Hv"]:
     """Return the weighted sum of values, accumulated in at least float32, in the dtype of value."""
-    check_weighed(attn_weights, value)
     value_per_head = repeat_kv_heads(value, attn_weights.shape[1])
     with without_autocast(value.device.type):
         context = torch.einsum("bnts,bnsh->bnth", at_least_float32(attn_weights), at_least_float32(value_per_head))
     return context.to(value.dtype)
 
 
+@checked
 def apply_dropout(
-    attn_weights: Float[Tensor, "B N T S"], rate: float, keep: Bool[Tensor, "B N T S"] | None = None
+    attn_weights: Float[Tensor, "B N T S"], rate: float, keep: Bool[Tensor, "*#scores"] | None = None
 ) -> Float[Tensor, "B N T S"]:
     """Drop each attention weight with probability `rate`, 0 <= rate < 1, and divide the others by 1 - rate.
 
     `keep` is True for weights to keep; default: a random draw.
     """
     rate = as_rate("dropout", rate)
-    check_keep(keep, tuple(attn_weights.shape))
     if keep is None:
         return F.dropout(attn_weights, rate) if rate else attn_weights
+    check_broadcasts("keep", tuple(keep.shape), tuple(attn_weights.shape))
     return torch.where(keep, attn_weights / (1.0 - rate), 0.0)
 
 
 # ---- Attention -------------------------------------------------------------------------------------------------------
 
 
+@checked
 def scaled_dot_product_attention(
     query: Float[Tensor, "B N T H"],
     key: Float[Tensor, "B K S H"],
     value: Float[Tensor, "B K S Hv"],
     spec: AttentionSpec | BareHeads | None = None,
     *,
-    bias: Float[Tensor, "..."] | None = None,
+    bias: Float[Tensor, "*#scores"] | None = None,
     learned: Mapping[str, Float[Tensor, "..."]] | None = None,
     need_weights: bool = False,
     dropout: float = 0.0,
-    dropout_keep: Bool[Tensor, "B N T S"] | None = None,
+    dropout_keep: Bool[Tensor, "*#scores"] | None = None,
     kernel: Kernel | None = None,
-    mask: Bool[Tensor, "..."] | None = None,
+    mask: Bool[Tensor, "*#scores"] | None = None,
     is_causal: bool = False,
     key_padding_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
     segment_ids: Int[Tensor, "B T"] | tuple[Int[Tensor, "B T"], Int[Tensor, "B S"]] | None = None,

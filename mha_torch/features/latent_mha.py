@@ -18,12 +18,13 @@ from mha_spec.attention import check_latent, check_spec, spec_from
 from mha_torch.arrays import is_distributed
 from mha_torch.cache import check_cached_input
 from mha_torch.cache_mha import cache_dtype, cached_layer
-from mha_torch.checks import check_is_cache, check_weights
+from mha_torch.checks import check_is_cache, check_weights, checked
 from mha_torch.features.latent import LatentCache, init_latent_cache
 from mha_torch.kernels import Kernel, fused
 from mha_torch.mha import AttentionLayer, FunctionalLayer
 
 
+@checked
 def multi_head_latent_attention(
     x: Float[Tensor, "B T d_in"],
     weights: Mapping[str, Tensor],
@@ -31,9 +32,9 @@ def multi_head_latent_attention(
     cache: LatentCache,
     *,
     new_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
-    mask: Bool[Tensor, "..."] | None = None,
-    bias: Float[Tensor, "..."] | None = None,
-    positions: Int[Tensor, "... #B T"] | None = None,
+    mask: Bool[Tensor, "*#scores"] | None = None,
+    bias: Float[Tensor, "*#scores"] | None = None,
+    positions: Int[Tensor, "*axes #B T"] | None = None,
     absorb: bool | None = None,
     kernel: Kernel = fused.attend,
 ) -> tuple[Float[Tensor, "B T E"], LatentCache]:
@@ -105,15 +106,16 @@ class MultiHeadLatentAttention(AttentionLayer):
             batch_size, capacity, latent.kv_rank, latent.rope_dim, dtype=dtype, device=weight.device
         )
 
+    @checked
     def forward(
         self,
         x: Float[Tensor, "B T d_in"],
         cache: LatentCache,
         *,
         new_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
-        mask: Bool[Tensor, "..."] | None = None,
-        bias: Float[Tensor, "..."] | None = None,
-        positions: Int[Tensor, "... #B T"] | None = None,
+        mask: Bool[Tensor, "*#scores"] | None = None,
+        bias: Float[Tensor, "*#scores"] | None = None,
+        positions: Int[Tensor, "*axes #B T"] | None = None,
     ) -> tuple[Float[Tensor, "B T E"], LatentCache]:
         """Append the latents of new tokens to the cache; each attends to all tokens up to itself.
 

@@ -8,14 +8,15 @@ from torch import Tensor, nn
 
 from mha_spec import Norm
 from mha_torch.arrays import at_least_float32
-from mha_torch.checks import check_normed
+from mha_torch.checks import check_normed, checked
 
 
+@checked
 def apply_norm(
     x: Float[Tensor, "*tokens H"],
     norm: Norm,
     weight: Float[Tensor, "..."] | None = None,
-    bias: Float[Tensor, "..."] | None = None,
+    bias: Float[Tensor, "*#scores"] | None = None,
 ) -> Float[Tensor, "*tokens H"]:
     """Return x / sqrt(mean(x²) + eps) * weight + bias; a layer norm first subtracts the mean.
 

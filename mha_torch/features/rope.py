@@ -10,20 +10,21 @@ from mha_spec import DynamicScaling, LongRopeScaling, Rope
 from mha_spec.features.rope import check_rope
 from mha_spec.features.scaling import exponents
 from mha_torch.arrays import at_least_float32, constant
-from mha_torch.checks import check_floating, check_positions
+from mha_torch.checks import check_positions, checked
 
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
     """Rotation by positions, computed once for queries and keys."""
 
-    positions: Int[Tensor, "... #B T"]
+    positions: Int[Tensor, "*axes #B T"]
     cos: Float[Tensor, "#B 1 T pairs"]
     sin: Float[Tensor, "#B 1 T pairs"]
 
 
+@checked
 def apply_rope(
-    x: Float[Tensor, "B heads T H"], positions: Int[Tensor, "... #B T"] | Rotation, rope: Rope
+    x: Float[Tensor, "B heads T H"], positions: Int[Tensor, "*axes #B T"] | Rotation, rope: Rope
 ) -> Float[Tensor, "B heads T H"]:
     """Rotate each pair of features of the `Rope` by position * frequency.
 
@@ -45,7 +46,6 @@ def apply_rope(
 
     Source: RoFormer, arXiv:2104.09864.
     """
-    check_floating("x", x, rank=4)
     wide, head_dim = at_least_float32(x), int(x.shape[3])
     if not isinstance(positions, Rotation):
         check_rope(rope)
@@ -59,7 +59,7 @@ def apply_rope(
     return pairs.to(x.dtype)
 
 
-def rotation_of(positions: Int[Tensor, "... #B T"], rope: Rope, head_dim: int, dtype: torch.dtype) -> Rotation:
+def rotation_of(positions: Int[Tensor, "*axes #B T"], rope: Rope, head_dim: int, dtype: torch.dtype) -> Rotation:
     """Return the rotation by positions (B or 1, T) of heads of a dtype, in at least float32."""
     angles = _angles(positions, rope, head_dim, torch.promote_types(dtype, torch.float32))
     factor = rope.attention_factor

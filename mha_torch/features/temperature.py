@@ -7,9 +7,10 @@ from torch import Tensor
 from mha_spec import Temperature
 from mha_spec.features.temperature import check_temperature
 from mha_torch.arrays import at_least_float32
-from mha_torch.checks import check_floating, check_positions
+from mha_torch.checks import check_positions, checked
 
 
+@checked
 def apply_temperature(
     x: Float[Tensor, "B N T H"], positions: Int[Tensor, "#B T"], temperature: Temperature
 ) -> Float[Tensor, "B N T H"]:
@@ -26,7 +27,6 @@ def apply_temperature(
 
     Source: Scalable-Softmax, arXiv:2501.19399, in the form of Llama 4.
     """
-    check_floating("x", x, rank=4)
     check_temperature(temperature)
     check_positions(positions, x.shape[0], x.shape[2], None)
     wide = at_least_float32(x)
