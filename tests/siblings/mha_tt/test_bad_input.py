@@ -131,16 +131,6 @@ CALLS = {
             "spec": SPEC,
         },
     ),
-    "multi_head_attention_with_cache": (
-        "multi_head_attention_with_cache",
-        {
-            "x": ones(2, 3, 8),
-            "cache_k": ones(2, 2, 5, 32),
-            "cache_v": ones(2, 2, 5, 32),
-            "weights": weights(SPEC),
-            "spec": SPEC,
-        },
-    ),
     "multi_head_attention_with_static_cache": (
         "multi_head_attention_with_static_cache",
         {"x": ones(2, 3, 8), "cache": cache(2, 2, 4, 4), "weights": weights(SPEC), "spec": SPEC},
@@ -411,8 +401,7 @@ X = ones(2, 3, 6)
 FUNCTIONS = {
     "plain": ("multi_head_attention", {"query": X, "need_weights": True}),
     "fused": ("multi_head_attention", {"query": X}),
-    "growing": ("multi_head_attention_with_cache", {"x": X}),
-    "static": ("multi_head_attention_with_static_cache", {"x": X, "cache": cache(2, 2, 4, 4)}),
+    "cached": ("multi_head_attention_with_static_cache", {"x": X, "cache": cache(2, 2, 4, 4)}),
 }
 every_function = pytest.mark.parametrize("function", FUNCTIONS)
 

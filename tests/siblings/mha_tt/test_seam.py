@@ -73,8 +73,7 @@ WAYS = {
     "cache": in_chunks("MultiHeadAttentionWithCache", SPEC),
     "latents": in_chunks("MultiHeadLatentAttention", LATENT),
     "function": by_function(mha_tt.multi_head_attention),
-    "growing": by_function(mha_tt.multi_head_attention_with_cache),
-    "static": by_function(
+    "function of a cache": by_function(
         mha_tt.multi_head_attention_with_static_cache, lambda device: mha_tt.init_cache(2, 2, 40, 32, device=device)
     ),
     "function of latents": by_function(
