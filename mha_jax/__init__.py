@@ -5,7 +5,7 @@ import mha_jax.parallel as parallel  # noqa: F401
 from mha_jax.cache import KVCache, append_to_cache, create_cache_mask, init_cache, kv_cache_nbytes
 from mha_jax.cache_mha import (
     MultiHeadAttentionWithCache,
-    multi_head_attention_with_static_cache,
+    multi_head_attention_with_cache,
 )
 from mha_jax.features.latent import (
     LatentCache,
@@ -75,7 +75,7 @@ __all__ = [
     "kv_cache_nbytes",
     "masked_softmax",
     "multi_head_attention",
-    "multi_head_attention_with_static_cache",
+    "multi_head_attention_with_cache",
     "multi_head_latent_attention",
     "project_latents",
     "project_output",

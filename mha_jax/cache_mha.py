@@ -53,7 +53,7 @@ from mha_spec import AttentionSpec
 from mha_spec.attention import check_latent, check_spec
 
 
-def multi_head_attention_with_static_cache(
+def multi_head_attention_with_cache(
     x: Float[Array, "B T d_in"],
     weights: Mapping[str, Any],
     spec: AttentionSpec,

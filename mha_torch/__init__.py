@@ -3,7 +3,7 @@
 from mha_torch.cache import KVCache, append_to_cache, create_cache_mask, init_cache, kv_cache_nbytes
 from mha_torch.cache_mha import (
     MultiHeadAttentionWithCache,
-    multi_head_attention_with_static_cache,
+    multi_head_attention_with_cache,
 )
 from mha_torch.features.latent import (
     LatentCache,
@@ -73,7 +73,7 @@ __all__ = [
     "kv_cache_nbytes",
     "masked_softmax",
     "multi_head_attention",
-    "multi_head_attention_with_static_cache",
+    "multi_head_attention_with_cache",
     "multi_head_latent_attention",
     "project_latents",
     "project_output",

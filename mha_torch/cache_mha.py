@@ -54,7 +54,7 @@ torch.export.register_dataclass(LatentCache)
 torch.serialization.add_safe_globals([KVCache, LatentCache])  # which torch.load reads with weights_only
 
 
-def multi_head_attention_with_static_cache(
+def multi_head_attention_with_cache(
     x: Float[Tensor, "B T d_in"],
     weights: Mapping[str, Tensor],
     spec: AttentionSpec,

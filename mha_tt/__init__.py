@@ -12,7 +12,7 @@ if importlib.util.find_spec("ttnn") is None:
 from mha_tt.cache import KVCache, append_to_cache, create_cache_mask, init_cache, kv_cache_nbytes
 from mha_tt.cache_mha import (
     MultiHeadAttentionWithCache,
-    multi_head_attention_with_static_cache,
+    multi_head_attention_with_cache,
 )
 from mha_tt.decode.pages import PagedKVCache
 from mha_tt.device import (
@@ -110,7 +110,7 @@ __all__ = [
     "kv_cache_nbytes",
     "masked_softmax",
     "multi_head_attention",
-    "multi_head_attention_with_static_cache",
+    "multi_head_attention_with_cache",
     "multi_head_latent_attention",
     "open_device",
     "open_mesh",

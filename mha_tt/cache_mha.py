@@ -52,7 +52,7 @@ from mha_tt.projections import project_output
 from mha_tt.scores import Scores
 
 
-def multi_head_attention_with_static_cache(
+def multi_head_attention_with_cache(
     x: Float[Tensor, "B T d_in"],
     weights: Mapping[str, Tensor],
     spec: AttentionSpec,

@@ -86,7 +86,7 @@ EXTRA_PARAMETERS = {
 COMMON_PARAMETERS = {  # some of these words mean the same in all implementations
     "contained": {"kernel"},
     "multi_head_attention": {"kernel"},
-    "multi_head_attention_with_static_cache": {"kernel"},
+    "multi_head_attention_with_cache": {"kernel"},
     "multi_head_latent_attention": {"kernel"},
     "Cache.with_slots": {"slots"},
     "init_cache": {"dtype", "head_dim"},

@@ -566,7 +566,7 @@ FUNCTIONS = {
     "plain": ("multi_head_attention", {"query": X, "need_weights": True}),
     "fused": ("multi_head_attention", {"query": X}),
     "cached": (
-        "multi_head_attention_with_static_cache",
+        "multi_head_attention_with_cache",
         {"x": X, "cache": lambda sibling: sibling.init_cache(2, 2, 32, 32)},
     ),
 }
@@ -854,7 +854,7 @@ def test_cached_function_rejects_bad_input(sibling, name):
     keywords, refusal = CACHED[name]
     weights = of_layer(AttentionSpec(64, 2))
     keywords = {"x": ones(2, 3, 64), "cache": cache, **keywords, "weights": weights, "spec": AttentionSpec(64, 2)}
-    assert_error(sibling, "multi_head_attention_with_static_cache", (), keywords, refusal)
+    assert_error(sibling, "multi_head_attention_with_cache", (), keywords, refusal)
 
 
 @pytest.mark.parametrize("name", CACHED)

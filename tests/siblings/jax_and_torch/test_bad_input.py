@@ -254,7 +254,7 @@ MIXED_CACHES = {
 def test_cached_function_requires_one_dtype(sibling, name):
     """Tokens or a cache in another dtype than the weights raise an error in the function."""
     keywords, refusal = MIXED_CACHES[name]
-    refused(sibling, "multi_head_attention_with_static_cache", (), {**TOKENS, "cache": cache, **keywords}, refusal)
+    refused(sibling, "multi_head_attention_with_cache", (), {**TOKENS, "cache": cache, **keywords}, refusal)
 
 
 @pytest.mark.parametrize("name", MIXED_CACHES)
@@ -288,7 +288,7 @@ X = ones(2, 3, 6)
 FUNCTIONS = {
     "plain": ("multi_head_attention", {"query": X, "need_weights": True}),
     "fused": ("multi_head_attention", {"query": X}),
-    "cached": ("multi_head_attention_with_static_cache", {"x": X, "cache": cache}),
+    "cached": ("multi_head_attention_with_cache", {"x": X, "cache": cache}),
 }
 every_function = pytest.mark.parametrize("function", FUNCTIONS)
 
@@ -370,7 +370,7 @@ def test_non_finite_weights_raise(sibling, has_cache, value):
     package, weights, x = sibling.package, converted(sibling, spoilt(value)), sibling.array(ones(2, 3, 8))
     with refuses("weights", "NaN or infinities in ['k_proj."):
         if has_cache:
-            package.multi_head_attention_with_static_cache(x, weights, FINITE_SPEC, cache(sibling))
+            package.multi_head_attention_with_cache(x, weights, FINITE_SPEC, cache(sibling))
         else:
             package.multi_head_attention(x, weights, FINITE_SPEC)
 

@@ -266,7 +266,7 @@ def test_function_matches_module(sibling, spec):
     """For a ragged prompt, the function and the module have the same output."""
     x = sibling.array(random_tokens(spec, num_tokens=4))
     module = cached_layer(sibling, spec)
-    output, _ = sibling.package.multi_head_attention_with_static_cache(
+    output, _ = sibling.package.multi_head_attention_with_cache(
         x,
         framework_weights(sibling, module),
         spec,
@@ -669,7 +669,7 @@ def test_append_of_wrong_dtype_raises(sibling, part):
 
 def decode_step(params, x, cache, new_lengths=None):
     """Call the function for one step of `GQA_ROPE`."""
-    return mha_jax.multi_head_attention_with_static_cache(x, params, GQA_ROPE, cache, new_lengths=new_lengths)
+    return mha_jax.multi_head_attention_with_cache(x, params, GQA_ROPE, cache, new_lengths=new_lengths)
 
 
 jitted_step = jax.jit(decode_step)

@@ -307,7 +307,7 @@ def test_bad_prompt_padding_keeps_gradients(sibling):
 
     def function(x, **weights):
         weights, cache = parameters(sibling, weights), sibling.package.init_cache(2, 2, 12, 4)
-        call = sibling.package.multi_head_attention_with_static_cache
+        call = sibling.package.multi_head_attention_with_cache
         prompt, cache = call(x, weights, spec, cache, new_lengths=sibling.array([3, 9]))
         step, _ = call(x[:, :1], weights, spec, cache)
         return prompt + step
@@ -650,7 +650,7 @@ def test_nan_token_in_cache(sibling):
     for prompt in (x, spoilt):
         parts, cache = [], sibling.package.init_cache(len(prompt), 4, 8, 4)
         for begin, end in ((0, 6), (6, 8)):
-            output, cache = sibling.package.multi_head_attention_with_static_cache(
+            output, cache = sibling.package.multi_head_attention_with_cache(
                 sibling.array(prompt[:, begin:end]), weights, layer.spec, cache, kernel=contained_kernel(sibling)
             )
             parts.append(sibling.numpy(output.detach() if sibling.name == "torch" else output))

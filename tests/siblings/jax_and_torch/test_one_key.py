@@ -416,7 +416,7 @@ LAYER_CALLS = {
     "tokens": Call("MultiHeadSelfAttention", 1, LENGTHS),
     "tokens, latent": Call("MultiHeadSelfAttention", 1, LENGTHS, LATENT),
     "cached": Call("MultiHeadAttentionWithCache", 1, {"mask": SECOND_IS_HIDDEN}),
-    "cached, functional": Call("multi_head_attention_with_static_cache", 1, {"mask": SECOND_IS_HIDDEN}),
+    "cached, functional": Call("multi_head_attention_with_cache", 1, {"mask": SECOND_IS_HIDDEN}),
     "cached, bias": Call("MultiHeadAttentionWithCache", 1, {"bias": HIDDEN_BIAS}),
     "cached, ragged": Call(
         "MultiHeadAttentionWithCache", 1, {"new_lengths": LENGTHS["key_padding_lengths"]}, PLAIN, True
@@ -431,7 +431,7 @@ LAYER_CALLS = {
 
 CLASSES = {
     "multi_head_attention": "MultiHeadAttention",
-    "multi_head_attention_with_static_cache": "MultiHeadAttentionWithCache",
+    "multi_head_attention_with_cache": "MultiHeadAttentionWithCache",
     "multi_head_latent_attention": "MultiHeadLatentAttention",
 }
 """Classes with the weights of functions."""

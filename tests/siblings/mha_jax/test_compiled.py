@@ -133,7 +133,7 @@ def test_cached_call_can_close_over_weights(layer, transform, kind):
     cache = mha_jax.init_cache(3, 4, 8, 8)
 
     def function(x):
-        return mha_jax.multi_head_attention_with_static_cache(x, weights, layer.spec, cache)[0]
+        return mha_jax.multi_head_attention_with_cache(x, weights, layer.spec, cache)[0]
 
     assert transform(function, x).shape == x.shape
 

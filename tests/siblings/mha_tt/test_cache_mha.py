@@ -259,7 +259,7 @@ def test_dropout_is_active_in_training(device):
 def test_function_matches_module(device, spec, dtype):
     """The function returns the bits of the module for a ragged batch."""
     module, x = cached_layer(spec, device, dtype), mha_tt.upload(random_tokens(4, dtype), device=device, dtype=dtype)
-    output, _ = mha_tt.multi_head_attention_with_static_cache(
+    output, _ = mha_tt.multi_head_attention_with_cache(
         x, module.weights, spec, module.init_cache(3, 6), new_lengths=[4, 0, 3]
     )
     expected, _ = module(x, module.init_cache(3, 6), new_lengths=[4, 0, 3])
@@ -349,7 +349,7 @@ def test_function_options_match_module(device, num_new, dtype):
     }
     cache = filled_cache(module, [2, 4, 3], 8)
     expected, _ = module(x, cache.grow(8), **options)
-    output, _ = mha_tt.multi_head_attention_with_static_cache(x, module.weights, GQA_ROPE, cache.grow(8), **options)
+    output, _ = mha_tt.multi_head_attention_with_cache(x, module.weights, GQA_ROPE, cache.grow(8), **options)
     plain, _ = module(x, cache.grow(8))
     assert np.array_equal(mha_tt.download(output), mha_tt.download(expected))
     assert not np.array_equal(mha_tt.download(output), mha_tt.download(plain))

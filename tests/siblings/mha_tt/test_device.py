@@ -216,7 +216,7 @@ def decode_by_function(device, dtype, config):
     for seq_len in (5, 3, 1):
         x = mha_tt.upload(np.ones((2, seq_len, 32)), device=device, dtype=dtype)
         options = {"compute_kernel_config": config}
-        _, cache = mha_tt.multi_head_attention_with_static_cache(x, weights, BARE, cache, **options)
+        _, cache = mha_tt.multi_head_attention_with_cache(x, weights, BARE, cache, **options)
 
 
 ATTENTION = "ttnn.transformer.scaled_dot_product_attention"

@@ -74,7 +74,7 @@ WAYS = {
     "latents": in_chunks("MultiHeadLatentAttention", LATENT),
     "function": by_function(mha_tt.multi_head_attention),
     "function of a cache": by_function(
-        mha_tt.multi_head_attention_with_static_cache, lambda device: mha_tt.init_cache(2, 2, 40, 32, device=device)
+        mha_tt.multi_head_attention_with_cache, lambda device: mha_tt.init_cache(2, 2, 40, 32, device=device)
     ),
     "function of latents": by_function(
         mha_tt.multi_head_latent_attention, lambda device: mha_tt.init_latent_cache(2, 40, 32, 16, device=device)
