@@ -1,6 +1,6 @@
 """Multi-head attention with a key/value cache of fixed capacity. Caches are arguments and results.
 
-Axes: B batch, T new tokens, S keys or cache slots, N query heads, K key/value heads, H head_dim,
+Axes: B batch, T new tokens, S cache slots, N query heads, K key/value heads, H head_dim,
 Hv value_head_dim, E d_model.
 """
 

@@ -1,6 +1,6 @@
 """Multi-head attention with a key/value cache of fixed capacity. Caches are arguments and results.
 
-Axes: B batch, T new tokens, S keys or cache slots, N query heads, K key/value heads, H head_dim,
+Axes: B batch, T new tokens, S cache slots, N query heads, K key/value heads, H head_dim,
 Hv value_head_dim, E d_model.
 """
 
@@ -30,13 +30,7 @@ from mha_tt.cache import (
     without_new,
     write_rows,
 )
-from mha_tt.checks import (
-    check_is_cache,
-    check_layer_positions,
-    check_mask,
-    check_weights,
-    check_width,
-)
+from mha_tt.checks import check_is_cache, check_layer_positions, check_mask, check_weights, check_width
 from mha_tt.decode.pages import paged
 from mha_tt.decode.slots import first_slots
 from mha_tt.decode.step import decode_step, project_new_tokens

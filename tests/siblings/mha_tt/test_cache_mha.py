@@ -843,8 +843,9 @@ def test_empty_chunk_leaves_cache_unchanged(device, new_lengths, filled, spec, d
 @both_dtypes
 @pytest.mark.parametrize("seq_len", [1, 3])
 def test_empty_batch_yields_empty_output(device, seq_len, dtype):
-    """A batch of 0 sequences gives an empty output."""
+    """A batch of 0 sequences gives an empty output, and its cache grows."""
     module = cached_layer(GQA_ROPE, device, dtype)
     x = mha_tt.upload(np.ones((0, seq_len, 24)), device=device, dtype=dtype)
     output, cache = module(x, module.init_cache(0, 6), new_lengths=[])
     assert (tuple(output.shape), cache.lengths.tolist()) == ((0, seq_len, 24), [])
+    assert tuple(cache.grow(40).keys.shape) == (0, 2, 64, 64)
