@@ -6,7 +6,6 @@ from mha_jax.cache import KVCache, append_to_cache, create_cache_mask, init_cach
 from mha_jax.cache_mha import (
     MultiHeadAttentionWithCache,
     multi_head_attention_with_cache,
-    multi_head_attention_with_static_cache,
 )
 from mha_jax.features.latent import (
     LatentCache,
@@ -77,7 +76,6 @@ __all__ = [
     "masked_softmax",
     "multi_head_attention",
     "multi_head_attention_with_cache",
-    "multi_head_attention_with_static_cache",
     "multi_head_latent_attention",
     "project_latents",
     "project_output",

@@ -328,7 +328,7 @@ def kv_cache_nbytes(
 
 
 def check_cache(
-    cache_k: Array, cache_v: Array, key: Array, value: Array, names: tuple[str, str] = ("cache_k", "cache_v")
+    cache_k: Array, cache_v: Array, key: Array, value: Array, names: tuple[str, str] = ("cache.keys", "cache.values")
 ) -> None:
     """Refuse cached keys and values (B, K, S, H) to which new ones (B, K, T, H) cannot be appended."""
     for name, x, new in zip(names, (cache_k, cache_v), (key, value), strict=True):
@@ -352,7 +352,7 @@ def check_appended(cache: KVCache, key: Array, value: Array, new_lengths: Array 
     check_is_cache(cache, KVCache)
     check_floating("key", key, rank=4)
     check_floating("value", value, rank=4)
-    check_cache(cache.keys, cache.values, key, value, ("cache.keys", "cache.values"))
+    check_cache(cache.keys, cache.values, key, value)
     if key.shape[:3] != value.shape[:3]:
         raise Refusal(
             "value", "have the shape of key but for its features", {"value.shape": value.shape, "key.shape": key.shape}

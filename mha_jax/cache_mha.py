@@ -1,6 +1,6 @@
-"""Multi-head attention with a key/value cache, growing or of fixed capacity. Caches are arguments and results.
+"""Multi-head attention with a key/value cache of fixed capacity. Caches are arguments and results.
 
-Axes: B batch, T new tokens, S keys or cache slots, N query heads, K key/value heads, H head_dim,
+Axes: B batch, T new tokens, S cache slots, N query heads, K key/value heads, H head_dim,
 Hv value_head_dim, E d_model.
 """
 
@@ -27,7 +27,6 @@ from mha_jax.cache import (
     without_new,
 )
 from mha_jax.checks import (
-    check_floating,
     check_is_cache,
     check_layer_positions,
     check_mask,
@@ -50,81 +49,11 @@ from mha_jax.mha import AttentionLayer, FunctionalLayer, Projection
 from mha_jax.padding import padding_after
 from mha_jax.projections import project_output, project_qkv
 from mha_jax.weights import Project
-from mha_spec import AttentionSpec, Refusal
+from mha_spec import AttentionSpec
 from mha_spec.attention import check_latent, check_spec
-from mha_spec.rules import check_holds_new
 
 
 def multi_head_attention_with_cache(
-    x: Float[Array, "B T d_in"],
-    weights: Mapping[str, Any],
-    spec: AttentionSpec,
-    cache_k: Float[Array, "B K P H"] | None = None,
-    cache_v: Float[Array, "B K P Hv"] | None = None,
-    *,
-    mask: Bool[Array, "..."] | None = None,
-    bias: Float[Array, "..."] | None = None,
-    positions: Int[Array, "... #B T"] | None = None,
-    kernel: Kernel = fused.attend,
-    dtype: jnp.dtype | None = None,
-) -> tuple[Float[Array, "B T E"], Float[Array, "B K S H"], Float[Array, "B K S Hv"]]:
-    """Causal self-attention of new tokens over all tokens so far, with a cache that grows by concatenation.
-
-    This is the definition of a cache; `multi_head_attention_with_static_cache` has a fixed capacity.
-
-    Other arguments are those of `multi_head_attention_with_static_cache`.
-
-    Args:
-        cache_k, cache_v: keys (after RoPE) and values of the P tokens so far, (B, K, P, H) and (B, K, P, Hv); None in
-            the first call. With `shared_kv` those of another layer, of all S tokens.
-        mask, bias: in addition to causality; broadcast to (B, N, T, S).
-        positions: position of each new token, (B or 1, T), or with sections (axes, B or 1, T); default: P, P + 1, ….
-        dtype: floating-point dtype that x, bias and weights are cast to, and of the cache; default: their own.
-
-    Returns:
-        Output (B, T, E), and the keys and values of all S = P + T tokens.
-
-    Raises:
-        TypeError: if x is not floating point, dtypes differ or the mask is not boolean.
-        ValueError: if the weights or the shapes do not fit, a weight is not finite, or only one of cache_k and cache_v
-            is given.
-    """
-    check_spec(spec, is_self_attention=True)
-    x, bias, weights = cast((x, bias, weights), dtype)
-    check_weights(weights, spec)
-    check_floating("x", x, rank=3)
-    check_width("x", x, spec.d_in)
-    check_layer_positions(positions, x.shape[0], x.shape[1], spec)
-    if (cache_k is None) != (cache_v is None):
-        raise Refusal("cache_k and cache_v", "be given together", "only one of them")
-    if cache_k is not None:
-        check_floating("cache_k", cache_k, rank=4)
-    cache_len = 0 if cache_k is None else cache_k.shape[2]
-    seq_len = x.shape[1]
-    if spec.shared_kv:
-        check_shared_kv(x, cache_k, cache_v, spec, ("cache_k", "cache_v"))
-        check_holds_new([cache_len], [seq_len])
-        cache_len -= seq_len
-    layer = FunctionalLayer(weights, spec, kernel)
-    positions = cache_len + jnp.arange(seq_len, dtype=jnp.int32)[None] if positions is None else positions
-    key: Any = cache_k if spec.shared_kv else x
-    value: Any = cache_v if spec.shared_kv else x
-    scores = layer.scores(bias)
-    scores_shape = (x.shape[0], spec.num_heads, seq_len, cache_len + seq_len)
-    check_mask(mask, scores_shape)
-    scores.check_arguments(scores_shape, x)
-    q, k, v = project_qkv(layer.project, x, key, value, spec, positions)
-    if not spec.shared_kv and cache_k is not None and cache_v is not None:
-        check_cache(cache_k, cache_v, k, v)
-        k = jnp.concatenate([cache_k, k], axis=2)
-        v = jnp.concatenate([cache_v, v], axis=2)
-    q_offset = jnp.full((1,), cache_len, jnp.int32) if cache_len else None
-    visible = Mask(mask, is_causal=True, span=spec.span, q_offset=q_offset)
-    context = kernel(q, k, v, visible, scores)
-    return project_output(layer.project, context, x, spec), k, v
-
-
-def multi_head_attention_with_static_cache(
     x: Float[Array, "B T d_in"],
     weights: Mapping[str, Any],
     spec: AttentionSpec,
@@ -219,7 +148,7 @@ def _project_new_tokens(
         check_shared_kv(x, keys, values, spec, ("cache.keys", "cache.values"))
         return project_qkv(project, x, keys, values, spec, positions)[0], ()
     q, k, v = project_qkv(project, x, x, x, spec, positions)
-    check_cache(keys, values, k, v, ("cache.keys", "cache.values"))
+    check_cache(keys, values, k, v)
     return q, (k, v)
 
 

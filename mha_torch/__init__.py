@@ -4,7 +4,6 @@ from mha_torch.cache import KVCache, append_to_cache, create_cache_mask, init_ca
 from mha_torch.cache_mha import (
     MultiHeadAttentionWithCache,
     multi_head_attention_with_cache,
-    multi_head_attention_with_static_cache,
 )
 from mha_torch.features.latent import (
     LatentCache,
@@ -75,7 +74,6 @@ __all__ = [
     "masked_softmax",
     "multi_head_attention",
     "multi_head_attention_with_cache",
-    "multi_head_attention_with_static_cache",
     "multi_head_latent_attention",
     "project_latents",
     "project_output",

@@ -360,7 +360,11 @@ def kv_cache_nbytes(
 
 
 def check_cache(
-    cache_k: Tensor, cache_v: Tensor, key: Tensor, value: Tensor, names: tuple[str, str] = ("cache_k", "cache_v")
+    cache_k: Tensor,
+    cache_v: Tensor,
+    key: Tensor,
+    value: Tensor,
+    names: tuple[str, str] = ("cache.keys", "cache.values"),
 ) -> None:
     """Refuse cached keys and values (B, K, S, H) to which new ones (B, K, T, H) cannot be appended."""
     for name, x, new in zip(names, (cache_k, cache_v), (key, value), strict=True):
@@ -387,7 +391,7 @@ def check_appended(
         Lengths of the cache, if these and those of the new tokens are known.
     """
     check_is_cache(cache, KVCache)
-    check_cache(cache.keys, cache.values, key, value, ("cache.keys", "cache.values"))
+    check_cache(cache.keys, cache.values, key, value)
     if value.dtype != key.dtype:
         raise WrongType("value", "have the dtype of key", {"value.dtype": value.dtype, "key.dtype": key.dtype})
     return check_room(cache, key.shape[2], new_lengths)

@@ -18,9 +18,7 @@ from mha_torch.arrays import is_autocast_on, is_distributed, values_of
 
 _ALL_DTYPES = [dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)]
 _FLOATING = [dtype for dtype in _ALL_DTYPES if dtype.is_floating_point]
-_INTEGERS = [
-    dtype for dtype in _ALL_DTYPES if not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
-]
+_INTEGERS = [dtype for dtype in _ALL_DTYPES if not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)]
 
 checked = checking({FLOATING: _FLOATING, INTEGERS: _INTEGERS, BOOLEAN: [torch.bool]})
 """Decorator of public functions: their annotations are checks of their arguments."""

@@ -13,7 +13,6 @@ from mha_tt.cache import KVCache, append_to_cache, create_cache_mask, init_cache
 from mha_tt.cache_mha import (
     MultiHeadAttentionWithCache,
     multi_head_attention_with_cache,
-    multi_head_attention_with_static_cache,
 )
 from mha_tt.decode.pages import PagedKVCache
 from mha_tt.device import (
@@ -112,7 +111,6 @@ __all__ = [
     "masked_softmax",
     "multi_head_attention",
     "multi_head_attention_with_cache",
-    "multi_head_attention_with_static_cache",
     "multi_head_latent_attention",
     "open_device",
     "open_mesh",

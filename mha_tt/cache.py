@@ -352,7 +352,11 @@ def kv_cache_nbytes(
 
 
 def check_cache(
-    cache_k: Tensor, cache_v: Tensor, key: Tensor, value: Tensor, names: tuple[str, str] = ("cache_k", "cache_v")
+    cache_k: Tensor,
+    cache_v: Tensor,
+    key: Tensor,
+    value: Tensor,
+    names: tuple[str, str] = ("cache.keys", "cache.values"),
 ) -> None:
     """Refuse cached keys and values (B, K, S, H) to which new ones (B, K, T, H) cannot be appended."""
     for name, x, new in zip(names, (cache_k, cache_v), (key, value), strict=True):

@@ -1,6 +1,6 @@
-"""Multi-head attention with a key/value cache, growing or of fixed capacity. Caches are arguments and results.
+"""Multi-head attention with a key/value cache of fixed capacity. Caches are arguments and results.
 
-Axes: B batch, T new tokens, S keys or cache slots, N query heads, K key/value heads, H head_dim,
+Axes: B batch, T new tokens, S cache slots, N query heads, K key/value heads, H head_dim,
 Hv value_head_dim, E d_model.
 """
 
@@ -8,23 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import ttnn
 from jaxtyping import Bool, Float, Int
 from ttnn import Tensor
 
-from mha_spec import AttentionSpec, Refusal
+from mha_spec import AttentionSpec
 from mha_spec.attention import check_spec
-from mha_spec.rules import check_holds_new
 from mha_tt.arrays import as_dtype
 from mha_tt.cache import (
     Cache,
     CacheT,
     KVCache,
     append_checked,
-    check_cache,
     check_cache_holds,
     check_cached_input,
     check_room,
@@ -33,17 +30,9 @@ from mha_tt.cache import (
     without_new,
     write_rows,
 )
-from mha_tt.checks import (
-    check_floating,
-    check_is_cache,
-    check_layer_positions,
-    check_mask,
-    check_shared_kv,
-    check_weights,
-    check_width,
-)
+from mha_tt.checks import check_is_cache, check_layer_positions, check_mask, check_weights, check_width
 from mha_tt.decode.pages import paged
-from mha_tt.decode.slots import first_slots, joined
+from mha_tt.decode.slots import first_slots
 from mha_tt.decode.step import decode_step, project_new_tokens
 from mha_tt.device import upload, zeros
 from mha_tt.features.latent import HeadWeights, LatentCache, absorb_keys, absorb_values, expand_latents
@@ -53,79 +42,11 @@ from mha_tt.layout import padded_features, padded_width, round_up
 from mha_tt.masks import DeviceMask, Mask, block_of
 from mha_tt.mha import AttentionLayer, FunctionalLayer
 from mha_tt.padding import padding_after
-from mha_tt.projections import project_output, project_qkv
+from mha_tt.projections import project_output
 from mha_tt.scores import Scores
 
 
 def multi_head_attention_with_cache(
-    x: Float[Tensor, "B T d_in"],
-    weights: Mapping[str, Tensor],
-    spec: AttentionSpec,
-    cache_k: Float[Tensor, "B K P H"] | None = None,
-    cache_v: Float[Tensor, "B K P Hv"] | None = None,
-    *,
-    mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
-    bias: Float[np.ndarray, "..."] | Tensor | None = None,
-    positions: Int[np.ndarray, "... #B T"] | None = None,
-    kernel: Kernel = fused.attend,
-    compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
-) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B K S H"], Float[Tensor, "B K S Hv"]]:
-    """Causal self-attention of new tokens over all tokens so far, with a cache that grows by concatenation.
-
-    This is the definition of a cache; `multi_head_attention_with_static_cache` has a fixed capacity.
-
-    Other arguments are those of `multi_head_attention_with_static_cache`.
-
-    Args:
-        cache_k, cache_v: keys (after RoPE) and values of the P tokens so far, (B, K, P, H) and (B, K, P, Hv); None in
-            the first call. With `shared_kv` those of another layer, of all S tokens.
-        mask, bias: in addition to causality; broadcast to (B, N, T, S).
-        positions: position of each new token, (B or 1, T), or with sections (axes, B or 1, T), on the host; default: P,
-            P + 1, ….
-
-    Returns:
-        Output (B, T, E), and the keys and values of all S = P + T tokens.
-
-    Raises:
-        TypeError: if x is not floating point, dtypes differ or the mask is not boolean.
-        ValueError: if the weights or the shapes do not fit, a weight is not finite, or only one of cache_k and cache_v
-            is given.
-    """
-    check_spec(spec, is_self_attention=True)
-    check_weights(weights, spec)
-    check_floating("x", x, rank=3)
-    check_width("x", x, spec.d_in)
-    check_layer_positions(positions, x.shape[0], x.shape[1], spec)
-    if (cache_k is None) != (cache_v is None):
-        raise Refusal("cache_k and cache_v", "be given together", "only one of them")
-    if cache_k is not None:
-        check_floating("cache_k", cache_k, rank=4)
-    cache_len = 0 if cache_k is None else cache_k.shape[2]
-    seq_len = x.shape[1]
-    if spec.shared_kv:
-        check_shared_kv(x, cache_k, cache_v, spec, ("cache_k", "cache_v"))
-        check_holds_new([cache_len], [seq_len])
-        cache_len -= seq_len
-    layer = FunctionalLayer(weights, spec, kernel, compute_kernel_config=compute_kernel_config)
-    positions = cache_len + np.arange(seq_len)[None] if positions is None else positions
-    key: Any = cache_k if spec.shared_kv else x
-    value: Any = cache_v if spec.shared_kv else x
-    scores = layer.scores(bias)
-    scores_shape = (x.shape[0], spec.num_heads, seq_len, cache_len + seq_len)
-    check_mask(mask, scores_shape)
-    scores.check_arguments(scores_shape, x)
-    q, k, v = project_qkv(layer.project, x, key, value, spec, positions)
-    if not spec.shared_kv and cache_k is not None and cache_v is not None:
-        check_cache(cache_k, cache_v, k, v)
-        k = joined(cache_k, k)
-        v = joined(cache_v, v)
-    q_offset = np.array([cache_len]) if cache_len else None
-    visible = Mask(mask, is_causal=True, span=spec.span, q_offset=q_offset)
-    context = layer.kernel(q, k, v, visible, scores)
-    return project_output(layer.project, context, x, spec), k, v
-
-
-def multi_head_attention_with_static_cache(
     x: Float[Tensor, "B T d_in"],
     weights: Mapping[str, Tensor],
     spec: AttentionSpec,

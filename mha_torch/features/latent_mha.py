@@ -40,7 +40,7 @@ def multi_head_latent_attention(
 ) -> tuple[Float[Tensor, "B T E"], LatentCache]:
     """Causal self-attention of new tokens over all tokens so far, with a cache of latents.
 
-    Results, errors and other arguments are those of `multi_head_attention_with_static_cache`.
+    Results, errors and other arguments are those of `multi_head_attention_with_cache`.
 
     Args:
         absorb: attend over the latents, with kv_b_proj absorbed into queries and context; if False, over the expanded

@@ -30,17 +30,10 @@ def extended(slots: Tensor, count: int) -> Tensor:
     batch_size, num_kv_heads, held, head_dim = slots.shape
     if count == held:
         return ttnn.clone(slots)
-    return joined(slots, zeros((batch_size, num_kv_heads, count - held, head_dim), slots.dtype, slots.device()))
-
-
-def joined(cached: Tensor, new: Tensor) -> Tensor:
-    """Concatenate cached and new tokens, in the dtype of the cache, which concatenation may widen."""
-    shape = (*tuple(cached.shape)[:2], cached.shape[2] + new.shape[2], cached.shape[3])
-    if not shape[0] or not shape[2]:
-        return zeros(shape, cached.dtype, cached.device())
-    if not cached.shape[2] or not new.shape[2]:  # concatenation rejects empty tensors
-        return cached if cached.shape[2] else as_dtype(new, cached.dtype)
-    return as_dtype(ttnn.concat([cached, new], dim=2), cached.dtype)
+    if not batch_size:  # concatenation rejects empty tensors
+        return zeros((0, num_kv_heads, count, head_dim), slots.dtype, slots.device())
+    added = zeros((batch_size, num_kv_heads, count - held, head_dim), slots.dtype, slots.device())
+    return as_dtype(ttnn.concat([slots, added], dim=2), slots.dtype)  # concatenation may widen the dtype
 
 
 def as_cached(x: Tensor, slots: Tensor) -> Tensor:

@@ -128,9 +128,9 @@ class Sibling(ABC):
         """Keywords of a function that makes tensors."""
         return {}
 
-    def init_cache(self, *sizes: int) -> Any:
+    def init_cache(self, *sizes: int, **options: int) -> Any:
         """Return an empty cache in the usual dtype of its package."""
-        return self.package.init_cache(*sizes, **self.on_device)
+        return self.package.init_cache(*sizes, **options, **self.on_device)
 
     def filled(
         self,

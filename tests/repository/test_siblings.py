@@ -87,7 +87,6 @@ COMMON_PARAMETERS = {  # some of these words mean the same in all implementation
     "contained": {"kernel"},
     "multi_head_attention": {"kernel"},
     "multi_head_attention_with_cache": {"kernel"},
-    "multi_head_attention_with_static_cache": {"kernel"},
     "multi_head_latent_attention": {"kernel"},
     "Cache.with_slots": {"slots"},
     "init_cache": {"dtype", "head_dim"},

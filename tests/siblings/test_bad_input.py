@@ -571,16 +571,15 @@ X = ones(2, 3, 6)
 FUNCTIONS = {
     "plain": ("multi_head_attention", {"query": X, "need_weights": True}),
     "fused": ("multi_head_attention", {"query": X}),
-    "growing": ("multi_head_attention_with_cache", {"x": X}),
-    "static": (
-        "multi_head_attention_with_static_cache",
+    "cached": (
+        "multi_head_attention_with_cache",
         {"x": X, "cache": lambda sibling: sibling.init_cache(2, 2, 32, 32)},
     ),
 }
 every_function = pytest.mark.parametrize("function", FUNCTIONS)
 
 
-@sample(60)
+@sample(45)
 @every_function
 @pytest.mark.parametrize("name", BAD_WEIGHTS)
 def test_function_rejects_bad_weights(sibling, name, function):
@@ -631,10 +630,9 @@ def test_function_rejects_another_spec(sibling, function, spec, refusal):
     assert_error(sibling, function, (), {**keywords, "weights": WEIGHTS, "spec": spec}, refusal)
 
 
-@pytest.mark.parametrize("function", ["growing", "static"])
-def test_cached_function_has_one_width(sibling, function):
-    """A function with a cache raises an error for keys that are not as wide as queries."""
-    function, keywords = FUNCTIONS[function]
+def test_cached_function_has_one_width(sibling):
+    """The function with a cache raises an error for keys that are not as wide as queries."""
+    function, keywords = FUNCTIONS["cached"]
     spec = AttentionSpec(64, 2, d_in=6, d_kv=5)
     keywords = {**keywords, "weights": of_layer(spec), "spec": spec}
     assert_error(sibling, function, (), keywords, refuses("d_kv", d_kv=5, d_in=6))
@@ -845,6 +843,10 @@ CACHED = {
         {"cache": lambda sibling: sibling.init_cache(2, 2, 32, 64)},
         refuses("cache.keys", "(2, 2, 32, 64)"),
     ),
+    "cache value_head_dim": (
+        {"cache": lambda sibling: sibling.init_cache(2, 2, 32, 32, value_head_dim=64)},
+        refuses("cache.values", "(2, 2, 32, 64)"),
+    ),
     "new_lengths too long": ({"new_lengths": [4, 1]}, refuses("new_lengths", new_lengths=[4, 1])),
     "new_lengths negative": ({"new_lengths": [-1, 1]}, refuses("new_lengths", new_lengths=[-1, 1])),
     "new_lengths too few": ({"new_lengths": [1]}, refuses("new_lengths", {"new_lengths.shape": (1,)})),
@@ -853,12 +855,12 @@ CACHED = {
 
 
 @pytest.mark.parametrize("name", CACHED)
-def test_static_cache_function_rejects(sibling, name):
-    """The function with a cache of fixed size raises an error for bad input."""
+def test_cached_function_rejects_bad_input(sibling, name):
+    """The function with a cache raises an error for bad input."""
     keywords, refusal = CACHED[name]
     weights = of_layer(AttentionSpec(64, 2))
     keywords = {"x": ones(2, 3, 64), "cache": cache, **keywords, "weights": weights, "spec": AttentionSpec(64, 2)}
-    assert_error(sibling, "multi_head_attention_with_static_cache", (), keywords, refusal)
+    assert_error(sibling, "multi_head_attention_with_cache", (), keywords, refusal)
 
 
 @pytest.mark.parametrize("name", CACHED)
@@ -867,42 +869,3 @@ def test_cached_module_rejects_bad_input(sibling, name):
     keywords, refusal = CACHED[name]
     module = usual(sibling, "MultiHeadAttentionWithCache", AttentionSpec(64, 2))
     assert_error(sibling, module, (), {"x": ones(2, 3, 64), "cache": cache, **keywords}, refusal)
-
-
-GROWING = {
-    "mask of the tokens only": ({"mask": booleans(3, 3)}, refuses("mask", {"mask.shape": (3, 3)})),
-    "bias of the tokens only": ({"bias": floats(3, 3)}, refuses("bias", {"bias.shape": (3, 3)})),
-    "too few positions without RoPE": (
-        {"positions": lengths(0, 1)[None]},
-        refuses("positions", {"positions.shape": (1, 2)}),
-    ),
-    "rank": ({"x": ones(3, 64)}, refuses("x", {"x.shape": (3, 64)})),
-    "integers": ({"x": integers(2, 3, 64)}, refuses_type("x…", {"x.dtype": ...})),
-    "width": ({"x": ones(2, 3, 6)}, refuses("x", {"x.shape": (2, 3, 6)})),
-    "only keys": ({"cache_v": None}, refuses("cache_k and cache_v", "only one of them")),
-    "only values": ({"cache_k": None}, refuses("cache_k and cache_v", "only one of them")),
-    "cache_k rank": ({"cache_k": ones(2, 3, 32)}, refuses("cache_k", {"cache_k.shape": (2, 3, 32)})),
-    "cache_k integers": ({"cache_k": integers(2, 2, 5, 32)}, refuses_type("cache_k…", {"cache_k.dtype": ...})),
-    "cache_k batch": ({"cache_k": ones(1, 2, 5, 32)}, refuses("cache_k", {"cache_k.shape": (1, 2, 5, 32)})),
-    "cache_k heads": ({"cache_k": ones(2, 1, 5, 32)}, refuses("cache_k", {"cache_k.shape": (2, 1, 5, 32)})),
-    "cache_k dtype": (
-        {"cache_k": others(2, 2, 5, 32)},
-        refuses_type("cache_k", {"cache_k.dtype": ..., "key.dtype": ...}),
-    ),
-    "cache_v length": ({"cache_v": ones(2, 2, 4, 32)}, refuses("cache_v", {"cache_v.shape": (2, 2, 4, 32)})),
-    "cache_v head_dim": ({"cache_v": ones(2, 2, 5, 64)}, refuses("cache_v", {"cache_v.shape": (2, 2, 5, 64)})),
-    "cache_v dtype": (
-        {"cache_v": others(2, 2, 5, 32)},
-        refuses_type("cache_v", {"cache_v.dtype": ..., "key.dtype": ...}),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", GROWING)
-def test_growing_cache_function_rejects(sibling, name):
-    """The function with a growing cache raises an error for bad input."""
-    keywords, refusal = GROWING[name]
-    weights = of_layer(AttentionSpec(64, 2))
-    cached = {"cache_k": ones(2, 2, 5, 32), "cache_v": ones(2, 2, 5, 32)}
-    keywords = {"x": ones(2, 3, 64), **cached, **keywords, "weights": weights, "spec": AttentionSpec(64, 2)}
-    assert_error(sibling, "multi_head_attention_with_cache", (), keywords, refusal)

@@ -224,21 +224,3 @@ def test_overflow_leaves_the_cache(sibling, dtype, name):
     with refuses("lengths + new tokens", lengths=filled, new_lengths=...):
         module(x, cache, new_lengths=new_lengths)
     assert [np.array_equal(*pair) for pair in zip(contents_of(sibling, cache), before, strict=True)] == [True] * 3
-
-
-# ---- The growing form ------------------------------------------------------------------------------------------------
-
-
-@sample(jax=1)
-@every_spec
-def test_growing_cache_equals_one_pass(sibling, spec):
-    """The function with a growing cache gives the output of one causal pass."""
-    x, module, cache, outputs = random_tokens(), cached_layer(sibling, spec), (None, None), []
-    weights = sibling.weights_of(module)
-    for chunk in np.split(x, np.cumsum(CHUNKS)[:-1], axis=1):
-        output, *cache = sibling.package.multi_head_attention_with_cache(sibling.array(chunk), weights, spec, *cache)
-        outputs.append(sibling.without_padding(sibling.numpy(output), spec))
-    expected = one_pass(sibling, spec, x)
-    within = units(np.float32) * float(np.abs(expected).max())
-    sibling.assert_close(np.concatenate(outputs, axis=1), expected, within=within)
-    assert sibling.numpy(cache[0]).shape[2] == NUM_TOKENS

@@ -177,12 +177,12 @@ def test_positions_of_padding_change_nothing(framework, name):
         written_layer, as_array = module.Attention().eval(), torch.as_tensor
         written_layer.load_state_dict(weights)
         written_layer = torch.no_grad()(written_layer)
-        attend = functools.partial(mha_torch.multi_head_attention_with_static_cache, weights=weights, spec=case.spec)
+        attend = functools.partial(mha_torch.multi_head_attention_with_cache, weights=weights, spec=case.spec)
         cache = mha_torch.init_cache(*cache_sizes)
     else:
         params, as_array = nested(problem.weights, case.spec), jnp.asarray
         written_layer = with_jax_defaults(functools.partial(jax.jit(module.attention), params))
-        attend = functools.partial(mha_jax.multi_head_attention_with_static_cache, weights=params, spec=case.spec)
+        attend = functools.partial(mha_jax.multi_head_attention_with_cache, weights=params, spec=case.spec)
         cache = mha_jax.init_cache(*cache_sizes)
 
     def layer(x: Any, cache: Any, **given: Any) -> Any:

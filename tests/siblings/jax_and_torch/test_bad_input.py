@@ -253,7 +253,7 @@ MIXED_CACHES = {
 def test_cached_function_requires_one_dtype(sibling, name):
     """Tokens or a cache in another dtype than the weights raise an error in the function."""
     keywords, refusal = MIXED_CACHES[name]
-    refused(sibling, "multi_head_attention_with_static_cache", (), {**TOKENS, "cache": cache, **keywords}, refusal)
+    refused(sibling, "multi_head_attention_with_cache", (), {**TOKENS, "cache": cache, **keywords}, refusal)
 
 
 @pytest.mark.parametrize("name", MIXED_CACHES)
@@ -287,8 +287,7 @@ X = ones(2, 3, 6)
 FUNCTIONS = {
     "plain": ("multi_head_attention", {"query": X, "need_weights": True}),
     "fused": ("multi_head_attention", {"query": X}),
-    "growing": ("multi_head_attention_with_cache", {"x": X}),
-    "static": ("multi_head_attention_with_static_cache", {"x": X, "cache": cache}),
+    "cached": ("multi_head_attention_with_cache", {"x": X, "cache": cache}),
 }
 every_function = pytest.mark.parametrize("function", FUNCTIONS)
 
@@ -364,12 +363,15 @@ def spoilt(value):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("function", ["multi_head_attention", "multi_head_attention_with_cache"])
-def test_non_finite_weights_raise(sibling, function, value):
+@pytest.mark.parametrize("has_cache", [False, True], ids=["plain", "cached"])
+def test_non_finite_weights_raise(sibling, has_cache, value):
     """A NaN or infinity in the weights of a function raises an error that names the projection."""
-    weights = converted(sibling, spoilt(value))
+    package, weights, x = sibling.package, converted(sibling, spoilt(value)), sibling.array(ones(2, 3, 8))
     with refuses("weights", "NaN or infinities in ['k_proj."):
-        getattr(sibling.package, function)(sibling.array(ones(1, 3, 8)), weights, FINITE_SPEC)
+        if has_cache:
+            package.multi_head_attention_with_cache(x, weights, FINITE_SPEC, cache(sibling))
+        else:
+            package.multi_head_attention(x, weights, FINITE_SPEC)
 
 
 def test_torch_vmap_over_weights():

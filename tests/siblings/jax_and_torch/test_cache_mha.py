@@ -148,25 +148,9 @@ def test_shared_layer_reads_source_cache(sibling, steps):
         assert all(map(np.array_equal, contents_of(sibling, after), before))
 
 
-def test_shared_layer_reads_growing_cache(sibling):
-    """A layer that shares keys and values reads the growing cache of its source after appending: it
-    returns the same output and the same cache, bit for bit.
-    """
-    source = cached_layer(sibling, SHARED)
-    shared, x = sharing(sibling, source), random_tokens(SHARED)
-    grow = sibling.package.multi_head_attention_with_cache
-    weights, own = framework_weights(sibling, source), framework_weights(sibling, shared)
-    cache = ()
-    for chunk in map(sibling.array, np.split(x, np.cumsum(CHUNKS)[:-1], axis=1)):
-        expected, *cache = grow(chunk, weights, SHARED, *cache)
-        found, *after = grow(chunk, own, shared.spec, *cache)
-        assert np.array_equal(sibling.numpy(found), sibling.numpy(expected))
-        assert all(np.array_equal(sibling.numpy(a), sibling.numpy(b)) for a, b in zip(after, cache, strict=True))
-
-
 def test_shared_layer_rejects_stale_cache(sibling):
-    """A layer that shares keys and values raises an error without a growing cache, for a cache
-    without the new tokens, static or growing, and for one with another number of heads.
+    """A layer that shares keys and values raises an error for a cache without the new tokens, and for
+    one with another number of heads.
     """
     source = cached_layer(sibling, SHARED)
     shared, x = sharing(sibling, source), sibling.array(random_tokens(SHARED, 2))
@@ -177,12 +161,6 @@ def test_shared_layer_rejects_stale_cache(sibling):
     other = SHARED.replace(num_kv_heads=4)
     with refuses("cache.keys", {"cache.keys.shape": (3, 4, NUM_TOKENS, 6)}):
         shared(x, filled_cache(sibling, cached_layer(sibling, other), [2, 2, 3]))
-    grow = sibling.package.multi_head_attention_with_cache
-    with refuses("cache_k and cache_v", "None"):
-        grow(x, framework_weights(sibling, shared), shared.spec)
-    k = sibling.array(np.zeros((3, 2, 1, 6), np.float32))
-    with refuses("cache", lengths=[1], new_lengths=[2]):
-        grow(x, framework_weights(sibling, shared), shared.spec, k, k)
 
 
 @only_jax
@@ -279,56 +257,16 @@ def test_half_precision_cache_dtype(sibling, dtype):
     assert {output.dtype, sibling.numpy(cache.keys).dtype, sibling.numpy(cache.values).dtype} == {np.dtype(dtype)}
 
 
-# ---- The growing form ------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def growing_step(sibling, spec):
-    """Return the growing form of the spec: (x, weights, cache_k, cache_v) -> (output, cache_k, cache_v)."""
-
-    def step(x, weights, cache_k, cache_v):
-        return sibling.package.multi_head_attention_with_cache(x, weights, spec, cache_k, cache_v)
-
-    return jax.jit(step) if sibling.name == "jax" else step
-
-
-def grow(sibling, spec, x, chunks):
-    """Return outputs, keys and values of the growing form, fed in chunks of these sizes."""
-    weights = framework_weights(sibling, cached_layer(sibling, spec))
-    keys = values = None
-    outputs = []
-    for chunk in np.split(x, np.cumsum(chunks)[:-1], axis=1):
-        output, keys, values = growing_step(sibling, spec)(sibling.array(chunk), weights, keys, values)
-        outputs.append(sibling.numpy(output))
-    return np.concatenate(outputs, axis=1), sibling.numpy(keys), sibling.numpy(values)
-
-
-@sample(jax=1)
-@every_spec
-def test_growing_cache_matches_static_cache(sibling, spec):
-    """A growing cache holds the keys and values of a static one."""
-    x = random_tokens(spec)
-    _, cache = feed(sibling, cached_layer(sibling, spec), x, CHUNKS)
-    _, keys, values = grow(sibling, spec, x, CHUNKS)
-    assert_same_up_to_rounding(keys, sibling.numpy(cache.keys))
-    assert_same_up_to_rounding(values, sibling.numpy(cache.values))
-
-
-@sample(jax=0)
-def test_growing_cache_token_by_token(sibling):
-    """Token by token, a growing cache gives the outputs of a static one."""
-    x = random_tokens(GQA_ROPE)
-    output, _, _ = grow(sibling, GQA_ROPE, x, [1] * NUM_TOKENS)
-    assert_same_up_to_rounding(output, feed(sibling, cached_layer(sibling, GQA_ROPE), x, [1] * NUM_TOKENS)[0])
+# ---- The function ----------------------------------------------------------------------------------------------------
 
 
 @sample(jax=0)
 @every_spec
-def test_static_function_matches_module(sibling, spec):
-    """For a ragged prompt, the function with a static cache and the module have the same output."""
+def test_function_matches_module(sibling, spec):
+    """For a ragged prompt, the function and the module have the same output."""
     x = sibling.array(random_tokens(spec, num_tokens=4))
     module = cached_layer(sibling, spec)
-    output, _ = sibling.package.multi_head_attention_with_static_cache(
+    output, _ = sibling.package.multi_head_attention_with_cache(
         x,
         framework_weights(sibling, module),
         spec,
@@ -338,30 +276,6 @@ def test_static_function_matches_module(sibling, spec):
     new_lengths = sibling.array([4, 0, 3])
     expected, _ = called(sibling)(module, x, module.init_cache(3, NUM_TOKENS), new_lengths=new_lengths)
     assert_same_up_to_rounding(sibling.numpy(output), sibling.numpy(expected))
-
-
-@pytest.mark.parametrize("given", ["cache_k", "cache_v"])
-def test_growing_cache_needs_both_parts(sibling, given):
-    """Only one of `cache_k` and `cache_v` raises an error."""
-    weights = framework_weights(sibling, cached_layer(sibling, GQA_ROPE))
-    cached = {given: sibling.array(np.zeros((3, 2, 5, 6), np.float32))}
-    with refuses("cache_k and cache_v", "only one of them"):
-        sibling.package.multi_head_attention_with_cache(
-            sibling.array(random_tokens(GQA_ROPE)), weights, GQA_ROPE, **cached
-        )
-
-
-@pytest.mark.parametrize("shape", [(5,), (3, 2, 5), (3, 4, 5, 6), (1, 2, 5, 6), (3, 2, 5, 4)], ids=str)
-def test_growing_cache_of_wrong_shape_raises(sibling, shape):
-    """Growing caches with too few axes or the wrong batch size, heads or
-    head width raise an error.
-    """
-    weights = framework_weights(sibling, cached_layer(sibling, GQA_ROPE))
-    cache = sibling.array(np.zeros(shape, np.float32))
-    with refuses("cache_k", {"cache_k.shape": shape}):
-        sibling.package.multi_head_attention_with_cache(
-            sibling.array(random_tokens(GQA_ROPE)), weights, GQA_ROPE, cache, cache
-        )
 
 
 # ---- Contents of the cache -------------------------------------------------------------------------------------------
@@ -442,25 +356,6 @@ def feed_with(sibling, module, x, chunks, capacity=NUM_TOKENS, **options):
     return np.concatenate(outputs, axis=1), cache
 
 
-def grow_with(sibling, spec, x, chunks, **options):
-    """Do the same with the growing form, and return the outputs."""
-    module = cached_layer(sibling, spec)
-    cached, outputs, begin = (None, None), [], 0
-    for chunk in chunks:
-        end = begin + chunk
-        cut = {
-            name: sibling.array(array[:, begin:end] if name == "positions" else array[..., begin:end, :end])
-            for name, array in options.items()
-        }
-        weights = framework_weights(sibling, module)
-        output, *cached = sibling.package.multi_head_attention_with_cache(
-            sibling.array(x[:, begin:end]), weights, spec, *cached, **cut
-        )
-        outputs.append(sibling.numpy(output))
-        begin = end
-    return np.concatenate(outputs, axis=1)
-
-
 def one_pass(sibling, spec, x, **options):
     """Return the output of one causal pass with a mask, a bias or positions, without a cache."""
     module = layer(sibling, "MultiHeadSelfAttention", spec, x.dtype)
@@ -473,43 +368,34 @@ MORE_CHUNKS = pytest.mark.parametrize("chunks", [[6], CHUNKS, [1, 3, 2]], ids=st
 
 @sample(jax=0)
 @MORE_CHUNKS
-@pytest.mark.parametrize("form", ["static", "growing"])
-def test_window_mask_with_cache(sibling, form, chunks):
-    """A mask for a window of 3 tokens over a static or growing cache gives the output of one pass
-    with it, which differs from that without it.
+def test_window_mask_with_cache(sibling, chunks):
+    """A mask for a window of 3 tokens over a cache gives the output of one pass with it, which
+    differs from that without it.
     """
     x = random_tokens(GQA_ROPE)
     mask = window_mask(NUM_TOKENS, NUM_TOKENS, window_size=3)
-    if form == "static":
-        output, _ = feed_with(sibling, cached_layer(sibling, GQA_ROPE), x, chunks, mask=mask)
-    else:
-        output = grow_with(sibling, GQA_ROPE, x, chunks, mask=mask)
+    output, _ = feed_with(sibling, cached_layer(sibling, GQA_ROPE), x, chunks, mask=mask)
     assert_same_up_to_rounding(output, one_pass(sibling, GQA_ROPE, x, mask=mask))
     assert np.abs(output - full_pass(sibling, GQA_ROPE, x)).max() > 1e-3  # the window hides something
 
 
 @sample(jax=1)
 @MORE_CHUNKS
-@pytest.mark.parametrize("form", ["static", "growing"])
-def test_alibi_bias_with_cache(sibling, form, chunks):  # ALiBi
-    """A bias by distance (ALiBi) over a static or growing cache gives the output of one pass with
-    it, which differs from that without it.
+def test_alibi_bias_with_cache(sibling, chunks):  # ALiBi
+    """A bias by distance (ALiBi) over a cache gives the output of one pass with it, which differs
+    from that without it.
     """
     x, spec = random_tokens(SPECS["mha"]), SPECS["mha"]
     slopes = 2.0 ** -np.arange(1, 1 + spec.num_heads, dtype=np.float32)[:, None, None]
     bias = slopes * (np.arange(NUM_TOKENS) - np.arange(NUM_TOKENS)[:, None]).astype(np.float32)
-    if form == "static":
-        output, _ = feed_with(sibling, cached_layer(sibling, spec), x, chunks, bias=bias)
-    else:
-        output = grow_with(sibling, spec, x, chunks, bias=bias)
+    output, _ = feed_with(sibling, cached_layer(sibling, spec), x, chunks, bias=bias)
     assert_same_up_to_rounding(output, one_pass(sibling, spec, x, bias=bias))
     assert np.abs(output - full_pass(sibling, spec, x)).max() > 1e-3
 
 
 @sample(jax=1)
 @MORE_CHUNKS
-@pytest.mark.parametrize("form", ["static", "growing"])
-def test_left_padding_changes_only_rounding(sibling, form, chunks):
+def test_left_padding_changes_only_rounding(sibling, chunks):
     """With a mask and positions, sequences with padding on the left give
     their outputs without padding.
     """
@@ -522,10 +408,7 @@ def test_left_padding_changes_only_rounding(sibling, form, chunks):
         np.arange(NUM_TOKENS) < num_padding[:, None, None, None], (3, 1, NUM_TOKENS, NUM_TOKENS)
     ).copy()
     positions = np.maximum(np.arange(NUM_TOKENS) - num_padding[:, None], 0).astype(np.int32)
-    if form == "static":
-        output, _ = feed_with(sibling, cached_layer(sibling, GQA_ROPE), x, chunks, mask=mask, positions=positions)
-    else:
-        output = grow_with(sibling, GQA_ROPE, x, chunks, mask=mask, positions=positions)
+    output, _ = feed_with(sibling, cached_layer(sibling, GQA_ROPE), x, chunks, mask=mask, positions=positions)
     alone = full_pass(sibling, GQA_ROPE, tokens)
     for row, count in enumerate(num_padding):
         assert_same_up_to_rounding(output[row, count:], alone[row, : NUM_TOKENS - count])
@@ -614,25 +497,6 @@ def test_cache_accepts_an_empty_batch(sibling, new_lengths):
     x = sibling.array(random_tokens(GQA_ROPE)[:0])
     output, cache = module(x, module.init_cache(0, NUM_TOKENS), new_lengths=new_lengths)
     assert (output.shape, cache.lengths.shape) == ((0, NUM_TOKENS, 24), (0,))
-
-
-@sample(jax=1)
-@pytest.mark.parametrize(("batch_size", "num_tokens"), [(3, 0), (0, 2)], ids=["tokens", "sequences"])
-@pytest.mark.parametrize("num_cached", [None, 0, 4])
-def test_growing_cache_accepts_empty_inputs(sibling, batch_size, num_tokens, num_cached):
-    """A growing cache accepts 0 tokens and 0 sequences; output and keys
-    have the expected shapes.
-    """
-    cached = (None, None)
-    if num_cached is not None:
-        cached = [sibling.array(np.zeros((batch_size, 2, num_cached, 6), np.float32)) for _ in range(2)]
-    x = sibling.array(np.zeros((batch_size, num_tokens, 24), np.float32))
-    weights = framework_weights(sibling, cached_layer(sibling, GQA_ROPE))
-    output, keys, _ = sibling.package.multi_head_attention_with_cache(x, weights, GQA_ROPE, *cached)
-    assert (output.shape, keys.shape) == (
-        (batch_size, num_tokens, 24),
-        (batch_size, 2, num_tokens + (num_cached or 0), 6),
-    )
 
 
 # ---- Caches made from caches -----------------------------------------------------------------------------------------
@@ -804,8 +668,8 @@ def test_append_of_wrong_dtype_raises(sibling, part):
 
 
 def decode_step(params, x, cache, new_lengths=None):
-    """Call the function with a static cache for one step of `GQA_ROPE`."""
-    return mha_jax.multi_head_attention_with_static_cache(x, params, GQA_ROPE, cache, new_lengths=new_lengths)
+    """Call the function for one step of `GQA_ROPE`."""
+    return mha_jax.multi_head_attention_with_cache(x, params, GQA_ROPE, cache, new_lengths=new_lengths)
 
 
 jitted_step = jax.jit(decode_step)

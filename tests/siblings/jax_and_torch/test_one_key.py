@@ -416,11 +416,10 @@ LAYER_CALLS = {
     "memory, bias": Call("MultiHeadAttention", 3, {"bias": HIDDEN_BIAS}),
     "tokens": Call("MultiHeadSelfAttention", 1, LENGTHS),
     "tokens, latent": Call("MultiHeadSelfAttention", 1, LENGTHS, LATENT),
-    "growing": Call("multi_head_attention_with_cache", 1, {"mask": SECOND_IS_HIDDEN}),
-    "growing, bias": Call("multi_head_attention_with_cache", 1, {"bias": HIDDEN_BIAS}),
-    "static": Call("MultiHeadAttentionWithCache", 1, {"mask": SECOND_IS_HIDDEN}),
-    "static, bias": Call("MultiHeadAttentionWithCache", 1, {"bias": HIDDEN_BIAS}),
-    "static, ragged": Call(
+    "cached": Call("MultiHeadAttentionWithCache", 1, {"mask": SECOND_IS_HIDDEN}),
+    "cached, functional": Call("multi_head_attention_with_cache", 1, {"mask": SECOND_IS_HIDDEN}),
+    "cached, bias": Call("MultiHeadAttentionWithCache", 1, {"bias": HIDDEN_BIAS}),
+    "cached, ragged": Call(
         "MultiHeadAttentionWithCache", 1, {"new_lengths": LENGTHS["key_padding_lengths"]}, PLAIN, True
     ),
     "latent": Call("MultiHeadLatentAttention", 1, {"mask": SECOND_IS_HIDDEN}, LATENT),
@@ -433,7 +432,7 @@ LAYER_CALLS = {
 
 CLASSES = {
     "multi_head_attention": "MultiHeadAttention",
-    "multi_head_attention_with_cache": "MultiHeadSelfAttention",
+    "multi_head_attention_with_cache": "MultiHeadAttentionWithCache",
     "multi_head_latent_attention": "MultiHeadLatentAttention",
 }
 """Classes with the weights of functions."""
@@ -512,7 +511,7 @@ def results_of_call(sibling, call, weights, cotangent):
 
 
 IN_BOTH = [(name, sibling) for name in LAYER_CALLS for sibling in ("torch", "jax")]
-OFTEN = ("memory", "tokens", "growing", "static", "latent")
+OFTEN = ("memory", "tokens", "cached", "latent")
 """Calls of JAX in `make test`; torch makes all."""
 
 

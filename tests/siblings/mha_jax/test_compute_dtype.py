@@ -95,10 +95,9 @@ def test_caches_have_compute_dtype():
     x, caches = tokens(), [held.init_cache(2, 8) for held in (layer, by_hand, layer, by_hand)]
     expected = by_hand(cast(x), caches[1])
     assert_same(layer(x, caches[0]), expected)
-    found = mha_jax.multi_head_attention_with_static_cache(x, weights, spec, caches[2], dtype=DTYPE)
-    assert_same(found, expected)
-    grown = mha_jax.multi_head_attention_with_cache(x, weights, spec, dtype=DTYPE)
-    assert_same(grown, mha_jax.multi_head_attention_with_cache(cast(x), narrow, spec))
+    call = mha_jax.multi_head_attention_with_cache
+    assert_same(call(x, weights, spec, caches[2], dtype=DTYPE), expected)
+    assert_same(call(cast(x), narrow, spec, caches[3]), expected)
     assert layer.init_cache(2, 8, jnp.float32).keys.dtype == jnp.float32
 
 

@@ -133,16 +133,6 @@ CALLS = {
     ),
     "multi_head_attention_with_cache": (
         "multi_head_attention_with_cache",
-        {
-            "x": ones(2, 3, 8),
-            "cache_k": ones(2, 2, 5, 32),
-            "cache_v": ones(2, 2, 5, 32),
-            "weights": weights(SPEC),
-            "spec": SPEC,
-        },
-    ),
-    "multi_head_attention_with_static_cache": (
-        "multi_head_attention_with_static_cache",
         {"x": ones(2, 3, 8), "cache": cache(2, 2, 4, 4), "weights": weights(SPEC), "spec": SPEC},
     ),
     "append_to_cache": (
@@ -411,8 +401,7 @@ X = ones(2, 3, 6)
 FUNCTIONS = {
     "plain": ("multi_head_attention", {"query": X, "need_weights": True}),
     "fused": ("multi_head_attention", {"query": X}),
-    "growing": ("multi_head_attention_with_cache", {"x": X}),
-    "static": ("multi_head_attention_with_static_cache", {"x": X, "cache": cache(2, 2, 4, 4)}),
+    "cached": ("multi_head_attention_with_cache", {"x": X, "cache": cache(2, 2, 4, 4)}),
 }
 every_function = pytest.mark.parametrize("function", FUNCTIONS)
 
@@ -829,7 +818,7 @@ def test_static_step_rejects_bad_input(device, name):
     seq_len, keywords, refusal = CACHED_CALLS[name]
     options = {"weights": weights(SPEC), "spec": SPEC}
     keywords = {"x": ones(2, seq_len, 8), "cache": cache(2, 2, 4, 4), **keywords, **options}
-    refused(device, "multi_head_attention_with_static_cache", keywords, refusal)
+    refused(device, "multi_head_attention_with_cache", keywords, refusal)
 
 
 @every_cached_call

@@ -99,18 +99,6 @@ def test_shared_keys_use_source_cache(device, window_size, steps, page_size):
         assert all(map(np.array_equal, contents(after), before))
 
 
-def test_shared_keys_use_growing_cache(device):
-    """A layer with shared keys over the source's growing cache returns the bits of the source."""
-    spec = parity.AttentionSpec(24, 4, num_kv_heads=2, rope=parity.Rope(500.0))
-    source, cache = cached_layer(spec, device), ()
-    shared = sharing(source)
-    for chunk in np.split(random_tokens(6), [4, 5], axis=1):
-        tokens = mha_tt.upload(chunk, device=device, dtype=source.dtype)
-        expected, *cache = mha_tt.multi_head_attention_with_cache(tokens, source.weights, spec, *cache)
-        found, *_ = mha_tt.multi_head_attention_with_cache(tokens, shared.weights, shared.spec, *cache)
-        assert np.array_equal(mha_tt.download(found), mha_tt.download(expected))
-
-
 def test_shared_keys_without_tokens_raise(device):
     """A layer with shared keys raises an error if the cache lacks the new tokens."""
     source = cached_layer(GQA_ROPE, device)
@@ -140,10 +128,14 @@ def assert_holds(slots, part, spec, dtype, x):
 @both_dtypes
 @every_spec
 def test_chunk_and_tokens_match_full_pass(device, spec, dtype):
-    """Two tokens, a chunk of 5 and two tokens match one full pass at every position."""
+    """Two tokens, a chunk of 5 and two tokens match one full pass at every position; the cache
+    contains the projected tokens.
+    """
     x = random_tokens(9, dtype)
-    output, _ = feed(cached_layer(spec, device, dtype), x, [1, 1, 5, 1, 1], 9)
+    output, cache = feed(cached_layer(spec, device, dtype), x, [1, 1, 5, 1, 1], 9)
     assert_close(without_padding(output, spec), full_pass(spec, dtype, x), dtype)
+    assert_holds(mha_tt.download(cache.keys), "k", spec, dtype, x)
+    assert_holds(mha_tt.download(cache.values), "v", spec, dtype, x)
 
 
 # Each sequence is written separately, so length and batch size do not interact.
@@ -259,38 +251,15 @@ def test_dropout_is_active_in_training(device):
     assert (dropped != whole).any(axis=2).all()
 
 
-# ---- The growing form ------------------------------------------------------------------------------------------------
-
-
-def grow(module, spec, x, chunks):
-    """Feed the growing form in chunks of these sizes; return outputs, keys and values."""
-    keys = values = None
-    outputs = []
-    for chunk in np.split(x, np.cumsum(chunks)[:-1], axis=1):
-        chunk = mha_tt.upload(chunk, device=module.device, dtype=module.dtype)
-        output, keys, values = mha_tt.multi_head_attention_with_cache(chunk, module.weights, spec, keys, values)
-        outputs.append(mha_tt.download(output))
-    return np.concatenate(outputs, axis=1), mha_tt.download(keys), mha_tt.download(values)
-
-
-@pytest.mark.board
-@both_dtypes
-@every_spec
-def test_growing_cache_matches_full_pass(device, spec, dtype):
-    """The growing form matches one full pass, and its cache holds the projected keys and values."""
-    x = random_tokens(42, dtype)
-    output, keys, values = grow(cached_layer(spec, device, dtype), spec, x, [1, 33, 6, 1, 1])
-    assert_close(without_padding(output, spec), full_pass(spec, dtype, x), dtype)
-    assert_holds(keys, "k", spec, dtype, x)
-    assert_holds(values, "v", spec, dtype, x)
+# ---- The function ----------------------------------------------------------------------------------------------------
 
 
 @both_dtypes
 @every_spec
-def test_static_function_matches_module(device, spec, dtype):
-    """The function with a static cache returns the bits of the module for a ragged batch."""
+def test_function_matches_module(device, spec, dtype):
+    """The function returns the bits of the module for a ragged batch."""
     module, x = cached_layer(spec, device, dtype), mha_tt.upload(random_tokens(4, dtype), device=device, dtype=dtype)
-    output, _ = mha_tt.multi_head_attention_with_static_cache(
+    output, _ = mha_tt.multi_head_attention_with_cache(
         x, module.weights, spec, module.init_cache(3, 6), new_lengths=[4, 0, 3]
     )
     expected, _ = module(x, module.init_cache(3, 6), new_lengths=[4, 0, 3])
@@ -302,20 +271,15 @@ def test_static_function_matches_module(device, spec, dtype):
 
 @both_dtypes
 @pytest.mark.parametrize("chunks", [[4, 5], [1, 4, 1, 1, 2]], ids=str)
-@pytest.mark.parametrize("growing", [False, True], ids=["static", "growing"])
-def test_window_over_cache_matches_full_pass(device, growing, chunks, dtype):
-    """A window given as a mask in chunks, over a static or growing cache, matches one pass."""
+def test_window_over_cache_matches_full_pass(device, chunks, dtype):
+    """A window given as a mask in chunks matches one pass."""
     module, x = cached_layer(GQA_ROPE, device, dtype), random_tokens(9, dtype)
     window = mha_tt.create_sliding_window_mask(9, window_size=3)
-    cache, held, outputs, begin = module.init_cache(3, 12), (None, None), [], 0
+    cache, outputs, begin = module.init_cache(3, 12), [], 0
     for count in chunks:
         end = begin + count
         chunk = mha_tt.upload(x[:, begin:end], device=device, dtype=dtype)
-        if growing:
-            mask = window[begin:end, :end]
-            output, *held = mha_tt.multi_head_attention_with_cache(chunk, module.weights, GQA_ROPE, *held, mask=mask)
-        else:
-            output, cache = module(chunk, cache, mask=np.pad(window[begin:end], ((0, 0), (0, 3))))
+        output, cache = module(chunk, cache, mask=np.pad(window[begin:end], ((0, 0), (0, 3))))
         outputs.append(mha_tt.download(output))
         begin = end
     expected, _ = layer(GQA_ROPE, rounded_weights(GQA_ROPE, dtype), x, mask=window)
@@ -385,7 +349,7 @@ def test_function_options_match_module(device, num_new, dtype):
     }
     cache = filled_cache(module, [2, 4, 3], 8)
     expected, _ = module(x, cache.grow(8), **options)
-    output, _ = mha_tt.multi_head_attention_with_static_cache(x, module.weights, GQA_ROPE, cache.grow(8), **options)
+    output, _ = mha_tt.multi_head_attention_with_cache(x, module.weights, GQA_ROPE, cache.grow(8), **options)
     plain, _ = module(x, cache.grow(8))
     assert np.array_equal(mha_tt.download(output), mha_tt.download(expected))
     assert not np.array_equal(mha_tt.download(output), mha_tt.download(plain))
@@ -879,21 +843,9 @@ def test_empty_chunk_leaves_cache_unchanged(device, new_lengths, filled, spec, d
 @both_dtypes
 @pytest.mark.parametrize("seq_len", [1, 3])
 def test_empty_batch_yields_empty_output(device, seq_len, dtype):
-    """A batch of 0 sequences gives an empty output, with a static and a growing cache."""
+    """A batch of 0 sequences gives an empty output, and its cache grows."""
     module = cached_layer(GQA_ROPE, device, dtype)
     x = mha_tt.upload(np.ones((0, seq_len, 24)), device=device, dtype=dtype)
     output, cache = module(x, module.init_cache(0, 6), new_lengths=[])
     assert (tuple(output.shape), cache.lengths.tolist()) == ((0, seq_len, 24), [])
-    grown, keys, _ = mha_tt.multi_head_attention_with_cache(x, module.weights, GQA_ROPE)
-    assert (tuple(grown.shape), tuple(keys.shape)) == ((0, seq_len, 24), (0, 2, seq_len, 64))
-
-
-@both_dtypes
-def test_empty_chunk_keeps_growing_cache(device, dtype):
-    """0 tokens leave the keys of a growing cache unchanged, and the output is empty."""
-    module, x = cached_layer(GQA_ROPE, device, dtype), random_tokens(3, dtype)
-    none, some = (mha_tt.upload(x[:, :count], device=device, dtype=dtype) for count in (0, 3))
-    _, keys, values = mha_tt.multi_head_attention_with_cache(some, module.weights, GQA_ROPE)
-    output, grown, _ = mha_tt.multi_head_attention_with_cache(none, module.weights, GQA_ROPE, keys, values)
-    assert tuple(output.shape) == (3, 0, 24)
-    assert np.array_equal(mha_tt.download(grown), mha_tt.download(keys))
+    assert tuple(cache.grow(40).keys.shape) == (0, 2, 64, 64)

@@ -209,12 +209,14 @@ def forward_by_function(device, dtype, need_weights, config):
     mha_tt.multi_head_attention(x, weights, BARE, need_weights=need_weights, compute_kernel_config=config)
 
 
-def grow(device, dtype, config):
+def decode_by_function(device, dtype, config):
     weights = {name: np.ones((32, 32)) for name in ("q_proj.weight", "k_proj.weight", "v_proj.weight")}
     weights = mha_tt.upload_weights(weights, BARE, device=device, dtype=dtype)
-    x = mha_tt.upload(np.ones((2, 5, 32)), device=device, dtype=dtype)
-    _, keys, values = mha_tt.multi_head_attention_with_cache(x, weights, BARE, compute_kernel_config=config)
-    mha_tt.multi_head_attention_with_cache(x, weights, BARE, keys, values, compute_kernel_config=config)
+    cache = mha_tt.init_cache(2, 4, 40, 32, dtype=dtype, device=device)
+    for seq_len in (5, 3, 1):
+        x = mha_tt.upload(np.ones((2, seq_len, 32)), device=device, dtype=dtype)
+        options = {"compute_kernel_config": config}
+        _, cache = mha_tt.multi_head_attention_with_cache(x, weights, BARE, cache, **options)
 
 
 ATTENTION = "ttnn.transformer.scaled_dot_product_attention"
@@ -229,8 +231,11 @@ RUNS = {
     "decode": (lambda device, config: decode(device, ttnn.bfloat16, config), FUSED | {f"{ATTENTION}_decode"}),
     "function-plain": (lambda device, config: forward_by_function(device, ttnn.bfloat16, True, config), PLAIN),
     "function-fused": (lambda device, config: forward_by_function(device, ttnn.bfloat16, False, config), FUSED),
-    "growing-float32": (lambda device, config: grow(device, ttnn.float32, config), PLAIN),
-    "growing": (lambda device, config: grow(device, ttnn.bfloat16, config), FUSED),
+    "function-decode-float32": (lambda device, config: decode_by_function(device, ttnn.float32, config), PLAIN),
+    "function-decode": (
+        lambda device, config: decode_by_function(device, ttnn.bfloat16, config),
+        FUSED | {f"{ATTENTION}_decode"},
+    ),
 }
 COMPUTING = {"ttnn.linear", f"{ATTENTION}_decode", *PLAIN, *FUSED}
 

@@ -73,9 +73,8 @@ WAYS = {
     "cache": in_chunks("MultiHeadAttentionWithCache", SPEC),
     "latents": in_chunks("MultiHeadLatentAttention", LATENT),
     "function": by_function(mha_tt.multi_head_attention),
-    "growing": by_function(mha_tt.multi_head_attention_with_cache),
-    "static": by_function(
-        mha_tt.multi_head_attention_with_static_cache, lambda device: mha_tt.init_cache(2, 2, 40, 32, device=device)
+    "function of a cache": by_function(
+        mha_tt.multi_head_attention_with_cache, lambda device: mha_tt.init_cache(2, 2, 40, 32, device=device)
     ),
     "function of latents": by_function(
         mha_tt.multi_head_latent_attention, lambda device: mha_tt.init_latent_cache(2, 40, 32, 16, device=device)

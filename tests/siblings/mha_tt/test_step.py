@@ -274,7 +274,7 @@ def test_functions_count_places_like_modules(device, uploads):
     token, cache = mha_tt.upload(x[:, :1], device=device), begun(module, x)
 
     def called(cache):
-        return mha_tt.multi_head_attention_with_static_cache(token, module.weights, spec, cache)
+        return mha_tt.multi_head_attention_with_cache(token, module.weights, spec, cache)
 
     _, cache = called(cache)
     uploads.clear()
@@ -308,7 +308,7 @@ def test_sinks_follow_arithmetic_of_step(device):
     token, cache = mha_tt.upload(x[:, :1], device=device), begun(module, x)
 
     def called(cache, config):
-        call = mha_tt.multi_head_attention_with_static_cache
+        call = mha_tt.multi_head_attention_with_cache
         return call(token, module.weights, spec, cache, compute_kernel_config=config(device))
 
     outputs = []
