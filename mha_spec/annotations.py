@@ -31,6 +31,12 @@ Dtypes = Mapping[str, Collection[Any]]
 """Dtypes of a framework by kind."""
 
 
+HINTS = {
+    "mask": "True = masked; if 1 means attend, pass mask == 0; if it is added to the scores, pass it as bias",
+}
+"""Advice on dtypes, by argument."""
+
+
 @dataclass(frozen=True)
 class Axes:
     """Axes of an array, as an annotation writes them.
@@ -38,28 +44,33 @@ class Axes:
     Attributes:
         names: name of each axis after the batch axes; "" for any size.
         may_be_one: names of axes that may be 1 instead.
-        has_batch_axes: whether any number of axes may come before them.
+        batch: name of any number of axes before them; "" if these may differ between arguments, None if there are none.
         compared: index from the end and name of each axis that another argument has, too.
+        compares_batch: whether another argument has the same batch axes.
     """
 
     names: tuple[str, ...]
     may_be_one: frozenset[str]
-    has_batch_axes: bool
+    batch: str | None
     compared: tuple[tuple[int, str], ...] = ()
+    compares_batch: bool = False
 
     @classmethod
     def of(cls, text: str) -> Axes:
         """Return the axes of an annotation such as "*B #T d_in"."""
         words = text.split()
-        has_batch_axes = bool(words) and words[0].startswith(("...", "*"))
-        if has_batch_axes:
+        batch = None
+        if words and words[0].startswith(("...", "*")):
+            batch = words[0].removeprefix("*")
+            if not batch.isidentifier():
+                batch = ""
             words = words[1:]
         names = []
         for word in words:
             name = word.removeprefix("#")
             names.append(name if name.isidentifier() else "")
         may_be_one = frozenset(word.removeprefix("#") for word in words if word.startswith("#"))
-        return cls(tuple(names), may_be_one, has_batch_axes)
+        return cls(tuple(names), may_be_one, batch)
 
     def comparing(self, shared_names: Collection[str]) -> Axes:
         """Return these axes, of which some are compared with those of other arguments."""
@@ -67,16 +78,20 @@ class Axes:
         for index, name in enumerate(self.names):
             if name in shared_names:
                 compared.append((index - len(self.names), name))
-        return replace(self, compared=tuple(compared))
+        return replace(self, compared=tuple(compared), compares_batch=f"*{self.batch}" in shared_names)
 
     def have_rank(self, rank: int) -> bool:
         """Return whether an array of this rank may have these axes."""
-        return rank == len(self.names) or (self.has_batch_axes and rank > len(self.names))
+        return rank == len(self.names) or (self.batch is not None and rank > len(self.names))
+
+    def batch_axes(self, shape: Any) -> tuple[int, ...]:
+        """Return the sizes of the axes before the named ones."""
+        return tuple(shape[: len(shape) - len(self.names)])
 
     def in_words(self) -> str:
         """Return the axes as an error names them."""
         names = [name or "·" for name in self.names]
-        if self.has_batch_axes:
+        if self.batch is not None:
             names = ["…", *names]
         if len(names) == 1:
             return f"({names[0]},)"
@@ -101,7 +116,7 @@ class ArrayRule:
     alternatives: tuple[Axes, ...]
     accepts_others: bool
 
-    def check(self, name: str, x: Any, first_with_axis: dict[str, tuple[int, str, Any]]) -> None:
+    def check(self, name: str, x: Any, first_with_axis: dict[str, tuple[Any, str, Any]]) -> None:
         """Refuse an argument that breaks the rule, or whose axes differ from those of earlier arguments.
 
         Args:
@@ -115,14 +130,14 @@ class ArrayRule:
                 return
             raise WrongType(name, f"be a {self.array_type.__name__}", type(x).__name__)
         shape = x.shape
-        for axes in self.alternatives:
-            if axes.have_rank(len(shape)):
-                break
-        else:
+        axes = self._axes_of(shape, first_with_axis)
+        if axes is None:
             in_words = " or ".join(axes.in_words() for axes in self.alternatives)
             raise Refusal(name, f"have axes {in_words}", {f"{name}.shape": tuple(shape)})
         if x.dtype not in self.dtypes:
-            raise WrongType(name, f"be {self.kind}", {f"{name}.dtype": x.dtype})
+            raise WrongType(name, f"be {self.kind}", {f"{name}.dtype": x.dtype}, hint=HINTS.get(name, ""))
+        if axes.compares_batch:
+            self._compare_batch(name, axes, shape, first_with_axis)
         for index, axis in axes.compared:
             size = shape[index]
             if axis not in first_with_axis:
@@ -133,6 +148,29 @@ class ArrayRule:
             if size != expected and (size != 1 or axis not in axes.may_be_one):
                 shapes = {f"{name}.shape": tuple(shape), f"{other}.shape": tuple(other_shape)}
                 raise Refusal(name, f"have the {axis} of {other}", shapes)
+
+    def _axes_of(self, shape: Any, first_with_axis: Mapping[str, tuple[Any, str, Any]]) -> Axes | None:
+        """Return the alternative of this shape, if possible with as many batch axes as earlier arguments."""
+        fitting = None
+        for axes in self.alternatives:
+            if not axes.have_rank(len(shape)):
+                continue
+            earlier = first_with_axis.get(f"*{axes.batch}")
+            if earlier is None or len(earlier[0]) == len(shape) - len(axes.names):
+                return axes
+            fitting = axes if fitting is None else fitting
+        return fitting
+
+    def _compare_batch(
+        self, name: str, axes: Axes, shape: Any, first_with_axis: dict[str, tuple[Any, str, Any]]
+    ) -> None:
+        batch_axes = axes.batch_axes(shape)
+        expected, other, other_shape = first_with_axis.setdefault(f"*{axes.batch}", (batch_axes, name, shape))
+        # One by one: torch.compile cannot compare tuples of symbolic sizes.
+        is_equal = len(batch_axes) == len(expected) and all(a == b for a, b in zip(batch_axes, expected, strict=True))
+        if not is_equal:
+            shapes = {f"{name}.shape": tuple(shape), f"{other}.shape": tuple(other_shape)}
+            raise Refusal(name, f"have the batch axes of {other}", shapes)
 
 
 def checking(dtypes: Dtypes) -> Callable[[Function], Function]:
@@ -150,7 +188,7 @@ def checking(dtypes: Dtypes) -> Callable[[Function], Function]:
 
         @wraps(function)
         def check_and_call(*arguments: Any, **keywords: Any) -> Any:
-            first_with_axis: dict[str, tuple[int, str, Any]] = {}
+            first_with_axis: dict[str, tuple[Any, str, Any]] = {}
             for name, x in zip(order, arguments, strict=False):
                 if x is not None and name in rules:
                     rules[name].check(name, x, first_with_axis)
@@ -171,6 +209,7 @@ def _rules_of(parameters: Mapping[str, inspect.Parameter], dtypes: Dtypes) -> di
     uses = Counter[str]()
     for alternatives in axes_of.values():
         uses.update({name for axes in alternatives for name in axes.names if name})
+        uses.update({f"*{axes.batch}" for axes in alternatives if axes.batch})
     shared_names = [name for name, number in uses.items() if number > 1]
     rules = {}
     for name, alternatives in axes_of.items():

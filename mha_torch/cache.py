@@ -17,7 +17,7 @@ from mha_spec import Refusal, WrongType
 from mha_spec.rules import check_holds_new
 from mha_spec.span import span_of
 from mha_torch.arrays import values_of
-from mha_torch.checks import check_count, check_device, check_is_cache, check_lengths, checked
+from mha_torch.checks import check_count, check_device, check_is_cache, check_lengths
 from mha_torch.masks import Mask, as_lengths
 
 
@@ -190,7 +190,6 @@ def init_cache(
     )
 
 
-@checked
 def append_to_cache(
     cache: KVCache,
     key: Float[Tensor, "B K T H"],

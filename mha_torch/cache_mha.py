@@ -55,7 +55,6 @@ torch.export.register_dataclass(LatentCache)
 torch.serialization.add_safe_globals([KVCache, LatentCache])  # which torch.load reads with weights_only
 
 
-@checked
 def multi_head_attention_with_cache(
     x: Float[Tensor, "B T d_in"],
     weights: Mapping[str, Tensor],

@@ -156,20 +156,10 @@ def check_layer_inputs(
     for name, x in (("key", key), ("value", value)):
         if x is None:
             continue
-        if x.ndim != 3:
-            raise Refusal(name, "have the axes of query", {f"{name}.shape": tuple(x.shape)})
         check_width(name, x, spec.d_kv)
         if x.dtype != query.dtype:
             raise WrongType(name, "have the dtype of query", {f"{name}.dtype": x.dtype, "query.dtype": query.dtype})
         check_device(name, x, query.device, "query")
-        if x.shape[0] != query.shape[0]:
-            raise Refusal(
-                name, "have the batch size of query", {f"{name}.shape[0]": x.shape[0], "query.shape[0]": query.shape[0]}
-            )
-    if key is not None and value is not None and key.shape[1] != value.shape[1]:
-        raise Refusal(
-            "value", "have as many tokens as key", {"value.shape[1]": value.shape[1], "key.shape[1]": key.shape[1]}
-        )
 
 
 def check_width(name: str, x: Tensor, width: int) -> None:

@@ -11,19 +11,18 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mha_spec import AttentionSpec, Refusal
-from mha_torch.checks import check_weights, checked
+from mha_torch.checks import check_weights
 from mha_torch.kernels import Kernel, fused
 from mha_torch.masks import Mask
 from mha_torch.mha import FunctionalLayer, attention_layer
 
 
-@checked
 def multi_head_attention(
     query: Float[Tensor, "*B T d_in"],
     weights: Mapping[str, Tensor],
     spec: AttentionSpec,
-    key: Float[Tensor, "*B S d_kv"] | None = None,
-    value: Float[Tensor, "*B S d_kv"] | None = None,
+    key: Float[Tensor, "*B S d_kv"] | Float[Tensor, "*B K S H"] | None = None,
+    value: Float[Tensor, "*B S d_kv"] | Float[Tensor, "*B K S Hv"] | None = None,
     *,
     bias: Float[Tensor, "*#scores"] | None = None,
     need_weights: bool = False,
@@ -33,8 +32,8 @@ def multi_head_attention(
     kernel: Kernel = fused.attend,
     mask: Bool[Tensor, "*#scores"] | None = None,
     is_causal: bool = False,
-    key_padding_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
-    segment_ids: Int[Tensor, "B T"] | tuple[Int[Tensor, "B T"], Int[Tensor, "B S"]] | None = None,
+    key_padding_lengths: Int[Tensor, "*B"] | Sequence[int] | None = None,
+    segment_ids: Int[Tensor, "*B T"] | tuple[Int[Tensor, "*B T"], Int[Tensor, "*B S"]] | None = None,
 ) -> tuple[Float[Tensor, "*B T E"], Float[Tensor, "*B N T S"] | None]:
     """Functional multi-head attention: project, split heads, attend, combine heads, project.
 

@@ -8,10 +8,9 @@ from torch import Tensor
 
 from mha_spec import Refusal
 from mha_spec.rules import check_head_groups
-from mha_torch.checks import check_count, checked
+from mha_torch.checks import check_count
 
 
-@checked
 def split_heads(x: Float[Tensor, "B T NH"], num_heads: int) -> Float[Tensor, "B N T H"]:
     """Split the last axis into heads and move them before the tokens.
 
@@ -24,13 +23,11 @@ def split_heads(x: Float[Tensor, "B T NH"], num_heads: int) -> Float[Tensor, "B 
     return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
 
 
-@checked
 def combine_heads(x: Float[Tensor, "B N T H"]) -> Float[Tensor, "B T NH"]:
     """Concatenate heads: the inverse of `split_heads`."""
     return x.transpose(1, 2).flatten(-2)
 
 
-@checked
 def repeat_kv_heads(x: Float[Tensor, "B K S H"], num_heads: int) -> Float[Tensor, "B N S H"]:
     """Repeat each key/value head for its group of query heads: query head n uses head n // (N // K).
 

@@ -204,16 +204,16 @@ class MultiHeadAttention(AttentionLayer):
     def forward(
         self,
         query: Float[Tensor, "*B T d_in"],
-        key: Float[Tensor, "*B S d_kv"] | None = None,
-        value: Float[Tensor, "*B S d_kv"] | None = None,
+        key: Float[Tensor, "*B S d_kv"] | Float[Tensor, "*B K S H"] | None = None,
+        value: Float[Tensor, "*B S d_kv"] | Float[Tensor, "*B K S Hv"] | None = None,
         *,
         bias: Float[Tensor, "*#scores"] | None = None,
         need_weights: bool = False,
         positions: Int[Tensor, "*axes #B T"] | None = None,
         mask: Bool[Tensor, "*#scores"] | None = None,
         is_causal: bool = False,
-        key_padding_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
-        segment_ids: Int[Tensor, "B T"] | tuple[Int[Tensor, "B T"], Int[Tensor, "B S"]] | None = None,
+        key_padding_lengths: Int[Tensor, "*B"] | Sequence[int] | None = None,
+        segment_ids: Int[Tensor, "*B T"] | tuple[Int[Tensor, "*B T"], Int[Tensor, "*B S"]] | None = None,
     ) -> tuple[Float[Tensor, "*B T E"], Float[Tensor, "*B N T S"] | None]:
         """Attend from each query token to the key tokens.
 
@@ -257,8 +257,8 @@ class MultiHeadSelfAttention(AttentionLayer):
         positions: Int[Tensor, "*axes #B T"] | None = None,
         mask: Bool[Tensor, "*#scores"] | None = None,
         is_causal: bool = False,
-        key_padding_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
-        segment_ids: Int[Tensor, "B T"] | tuple[Int[Tensor, "B T"], Int[Tensor, "B S"]] | None = None,
+        key_padding_lengths: Int[Tensor, "*B"] | Sequence[int] | None = None,
+        segment_ids: Int[Tensor, "*B T"] | tuple[Int[Tensor, "*B T"], Int[Tensor, "*B S"]] | None = None,
     ) -> Float[Tensor, "*B T E"]:
         """Attend from each token to the tokens of its own sequence.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from mha_spec import AttentionSpec, Refusal
 from mha_spec.attention import check_spec
 from mha_torch.arrays import at_least_float32
-from mha_torch.checks import check_features, check_gate, check_positions, checked
+from mha_torch.checks import check_features, check_gate, check_positions
 from mha_torch.features.latent import expand_latents, project_latents
 from mha_torch.features.rope import Rotation, apply_rope, rotation_of
 from mha_torch.features.temperature import apply_temperature
@@ -18,7 +18,6 @@ from mha_torch.heads import split_heads
 from mha_torch.weights import Project
 
 
-@checked
 def project_qkv(
     project: Project,
     query: Float[Tensor, "B T d_in"],
@@ -103,7 +102,6 @@ def _to_heads(
     return x
 
 
-@checked
 def apply_gate(context: Float[Tensor, "B N T Hv"], gate: Float[Tensor, "B T G"]) -> Float[Tensor, "B N T Hv"]:
     """Return context * sigmoid(gate), gate (B, T, N * Hv), or (B, T, N) for one number per head.
 
@@ -114,7 +112,6 @@ def apply_gate(context: Float[Tensor, "B N T Hv"], gate: Float[Tensor, "B T G"])
     return (at_least_float32(context) * gate).to(context.dtype)
 
 
-@checked
 def project_output(
     project: Project, context: Float[Tensor, "B N T Hv"], query: Float[Tensor, "B T d_in"], spec: AttentionSpec
 ) -> Float[Tensor, "B T E"]:

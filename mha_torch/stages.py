@@ -22,7 +22,6 @@ from mha_torch.checks import (
     check_heads,
     check_score_weights,
     check_scored,
-    checked,
 )
 from mha_torch.features.alibi import alibi_bias
 from mha_torch.features.relative_bias import relative_position_bias
@@ -34,7 +33,6 @@ from mha_torch.padding import zero_heads_in_padding
 from mha_torch.scores import Scores
 
 
-@checked
 def attention_scores(
     query: Float[Tensor, "B N T H"],
     key: Float[Tensor, "B K S H"],
@@ -88,7 +86,6 @@ def attention_scores(
     return scores if bias is None else scores + at_least_float32(bias)
 
 
-@checked
 def masked_softmax(
     scores: Float[Tensor, "B N T S"],
     mask: Bool[Tensor, "*#scores"] | None = None,
@@ -121,7 +118,6 @@ def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
     return torch.softmax(scores, dim=-1).masked_fill(empty_rows, 0.0)
 
 
-@checked
 def attention_context(
     attn_weights: Float[Tensor, "B N T S"], value: Float[Tensor, "B K S Hv"]
 ) -> Float[Tensor, "B N T Hv"]:
@@ -132,7 +128,6 @@ def attention_context(
     return context.to(value.dtype)
 
 
-@checked
 def apply_dropout(
     attn_weights: Float[Tensor, "B N T S"], rate: float, keep: Bool[Tensor, "*#scores"] | None = None
 ) -> Float[Tensor, "B N T S"]:
@@ -150,7 +145,6 @@ def apply_dropout(
 # ---- Attention -------------------------------------------------------------------------------------------------------
 
 
-@checked
 def scaled_dot_product_attention(
     query: Float[Tensor, "B N T H"],
     key: Float[Tensor, "B K S H"],

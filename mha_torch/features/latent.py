@@ -14,7 +14,7 @@ from mha_spec import AttentionSpec, Latent, WrongType
 from mha_spec.attention import check_latent
 from mha_torch.arrays import at_least_float32
 from mha_torch.cache import Cache, append_checked, check_cache, check_room
-from mha_torch.checks import check_count, check_features, check_is_cache, check_latents, check_positions, checked
+from mha_torch.checks import check_count, check_features, check_is_cache, check_latents, check_positions
 from mha_torch.features.rope import apply_rope, rotation_of
 from mha_torch.features.temperature import apply_temperature
 from mha_torch.heads import split_heads
@@ -40,7 +40,6 @@ class LatentCache(Cache):
         return {"latents": self.latents}
 
 
-@checked
 def project_latents(
     project: Project,
     x: Float[Tensor, "B T d_in"],
@@ -86,7 +85,6 @@ def project_latents(
     return q, latents
 
 
-@checked
 def expand_latents(
     project: Project, latents: Float[Tensor, "B 1 S W"], spec: AttentionSpec
 ) -> tuple[Float[Tensor, "B N S H"], Float[Tensor, "B N S Hv"]]:
@@ -113,7 +111,6 @@ def expand_latents(
     return torch.cat([kv[..., :own_features], shared], dim=-1), kv[..., own_features:]
 
 
-@checked
 def absorb_keys(
     q: Float[Tensor, "B N T H"], kv_b: Float[Tensor, "N*(H+Hv) kv_rank"], spec: AttentionSpec
 ) -> Float[Tensor, "B N T W"]:
@@ -137,7 +134,6 @@ def absorb_keys(
     return torch.cat([torch.matmul(q[..., :own_features], of_keys), q[..., own_features:]], dim=-1)
 
 
-@checked
 def absorb_values(
     context: Float[Tensor, "B N T kv_rank"], kv_b: Float[Tensor, "N*(H+Hv) kv_rank"], spec: AttentionSpec
 ) -> Float[Tensor, "B N T Hv"]:
@@ -205,7 +201,6 @@ def init_latent_cache(
     )
 
 
-@checked
 def append_to_latent_cache(
     cache: LatentCache,
     latents: Float[Tensor, "B 1 T W"],

@@ -24,7 +24,6 @@ from mha_torch.kernels import Kernel, fused
 from mha_torch.mha import AttentionLayer, FunctionalLayer
 
 
-@checked
 def multi_head_latent_attention(
     x: Float[Tensor, "B T d_in"],
     weights: Mapping[str, Tensor],

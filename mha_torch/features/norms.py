@@ -8,10 +8,9 @@ from torch import Tensor, nn
 
 from mha_spec import Norm
 from mha_torch.arrays import at_least_float32
-from mha_torch.checks import check_normed, checked
+from mha_torch.checks import check_normed
 
 
-@checked
 def apply_norm(
     x: Float[Tensor, "*tokens H"],
     norm: Norm,

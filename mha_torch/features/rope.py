@@ -10,7 +10,7 @@ from mha_spec import DynamicScaling, LongRopeScaling, Rope
 from mha_spec.features.rope import check_rope
 from mha_spec.features.scaling import exponents
 from mha_torch.arrays import at_least_float32, constant
-from mha_torch.checks import check_positions, checked
+from mha_torch.checks import check_positions
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +22,6 @@ class Rotation:
     sin: Float[Tensor, "#B 1 T pairs"]
 
 
-@checked
 def apply_rope(
     x: Float[Tensor, "B heads T H"], positions: Int[Tensor, "*axes #B T"] | Rotation, rope: Rope
 ) -> Float[Tensor, "B heads T H"]:

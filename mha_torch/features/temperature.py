@@ -7,10 +7,9 @@ from torch import Tensor
 from mha_spec import Temperature
 from mha_spec.features.temperature import check_temperature
 from mha_torch.arrays import at_least_float32
-from mha_torch.checks import check_positions, checked
+from mha_torch.checks import check_positions
 
 
-@checked
 def apply_temperature(
     x: Float[Tensor, "B N T H"], positions: Int[Tensor, "#B T"], temperature: Temperature
 ) -> Float[Tensor, "B N T H"]:

@@ -183,7 +183,7 @@ def _distance_bias(query: Tensor, seq_len_k: int, q_offset: Tensor | None, score
 def _attend_in_query_blocks(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
     """Attend a block of queries at a time over the keys up to its last query, with only its bias in memory."""
     seq_len_q, seq_len_k, size = query.shape[2], key.shape[2], _QUERIES_WITH_BIAS
-    options = {"dropout": scores.dropout, "scale": scores.spec.score_scale}
+    options: Any = {"dropout": scores.dropout, "scale": scores.spec.score_scale}
     contexts, shared, last = [], None, (seq_len_q - 1) // size * size
     if mask.has_only("is_causal") and scores.bias is None:  # the bias of the last block contains that of all others
         stop = last + (size if mask.is_causal else seq_len_k)
@@ -208,7 +208,7 @@ def _attend_in_query_blocks(query: Tensor, key: Tensor, value: Tensor, mask: Mas
 def _attend_by_sequence(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
     """Attend each sequence over its real keys only, without a mask and without work for padding."""
     lengths, sinks = mask.key_padding_lengths, scores.learned.get("sinks")
-    options = {"dropout": scores.dropout, "scale": scores.spec.score_scale}
+    options: Any = {"dropout": scores.dropout, "scale": scores.spec.score_scale}
     contexts = [
         call(q[None], k[None, :, :length], v[None, :, :length], sinks, is_causal=mask.is_causal, **options)
         for q, k, v, length in zip(query.unbind(), key.unbind(), value.unbind(), lengths or (), strict=True)

@@ -64,7 +64,7 @@ def _attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, mask: Mask, sco
     span = mask.span or Span()
     seq_len_q, seq_len_k, is_causal = query.shape[2], key.shape[2], mask.is_causal
     size, sinks = _block_size(span, key, value), scores.learned.get("sinks")
-    options = {"dropout": scores.dropout, "scale": scores.spec.score_scale}
+    options: Any = {"dropout": scores.dropout, "scale": scores.spec.score_scale}
     before, after = -(span.first(0) // size * size), 0 if is_causal else span.stop(0) - 1  # keys around a block
     keys_in, values_in = _slicer(key, size), _slicer(value, size)
     contexts, nothing, bias, interior = [], value.new_zeros(value.shape[3]), None, range(0)
