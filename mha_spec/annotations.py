@@ -197,6 +197,7 @@ def checking(dtypes: Dtypes) -> Callable[[Function], Function]:
                     rules[name].check(name, x, first_with_axis)
             return function(*arguments, **keywords)
 
+        check_and_call.is_checked = True  # pyright: ignore[reportFunctionMemberAccess]
         return check_and_call  # pyright: ignore[reportReturnType]
 
     return checked

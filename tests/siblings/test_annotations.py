@@ -1,0 +1,165 @@
+"""Annotations are checks: each public function refuses arrays of another type, rank, kind or size than it says.
+
+The refusals are generated from the annotations. Arguments are checked before a call, so that one bad argument, or two
+that do not fit each other, suffice to make one.
+"""
+
+import inspect
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+
+from mha_spec import Refusal, WrongType
+
+SIZES = {"heads": 2, "T": 3, "S": 5, "N": 4, "K": 2, "H": 8, "Hv": 16, "B": 2}
+"""Sizes of some axes; others are 7."""
+
+
+@dataclass(frozen=True)
+class ArrayArgument:
+    """An argument of a public function that is an array.
+
+    Attributes:
+        call: the function.
+        function: its name.
+        name: name of the argument.
+        array: annotation of the array.
+        accepts_others: whether it may also be no array, such as a list of lengths.
+    """
+
+    call: Any
+    function: str
+    name: str
+    array: Any
+    accepts_others: bool
+
+    def __str__(self) -> str:
+        return f"{self.function}({self.name})"
+
+    @property
+    def words(self) -> list[str]:
+        """Axes of the annotation."""
+        return self.array.dim_str.split()
+
+    @property
+    def has_batch_axes(self) -> bool:
+        return bool(self.words) and self.words[0].startswith(("*", "..."))
+
+    @property
+    def axes(self) -> list[str]:
+        """Names of the axes after the batch axes."""
+        return [word.removeprefix("#") for word in self.words[self.has_batch_axes :]]
+
+    @property
+    def kind(self) -> type:
+        if "float32" in self.array.dtypes:
+            return np.float32
+        return np.bool_ if "bool" in self.array.dtypes else np.int32
+
+    def of_shape(self, sibling: Any, shape: tuple[int, ...], kind: Any = None) -> Any:
+        x = np.ones(shape, self.kind if kind is None else kind)
+        return x if self.array.array_type is np.ndarray else sibling.array(x)
+
+    def shape(self, **changed: int) -> tuple[int, ...]:
+        sizes = {**SIZES, **changed}
+        return tuple(sizes.get(axis, 7) for axis in self.axes)
+
+
+def public_calls(package):
+    """Return public functions, and the calls of public modules, by name."""
+    calls = {}
+    for name in package.__all__:
+        public = getattr(package, name)
+        if inspect.isclass(public):
+            method = vars(public).get("forward") or vars(public).get("__call__")
+            if method is not None:
+                calls[name] = method
+        elif callable(public):
+            calls[name] = public
+    return calls
+
+
+def array_arguments(package):
+    """Return the arguments of public calls whose annotation has one form of an array."""
+    arguments = []
+    for function, call in public_calls(package).items():
+        for name, parameter in inspect.signature(call, eval_str=True).parameters.items():
+            options = get_args(parameter.annotation) or (parameter.annotation,)
+            arrays = [option for option in options if hasattr(option, "dim_str")]
+            others = [option for option in options if option not in arrays and option is not type(None)]
+            if len(arrays) == 1:
+                arguments.append(ArrayArgument(call, function, name, arrays[0], bool(others)))
+    return arguments
+
+
+def refusal_of(argument, **values):
+    """Return the error of a call with these arguments only."""
+    with pytest.raises(Refusal) as raised:
+        argument.call(**({"self": None} if "." in argument.call.__qualname__ else {}), **values)
+    return raised.value
+
+
+def test_public_calls_check_their_annotations(sibling):
+    """Each public function that has arrays among its arguments checks them."""
+    calls = {str(each.function): each.call for each in array_arguments(sibling.package)}
+    assert len(calls) > 25
+    assert [name for name, call in calls.items() if not getattr(call, "is_checked", False)] == []
+
+
+def test_other_types_raise(sibling):
+    """An argument that is no array of the framework raises an error, unless it may be something else."""
+    for argument in array_arguments(sibling.package):
+        if not argument.accepts_others:
+            error = refusal_of(argument, **{argument.name: "text"})
+            assert (str(argument), error.argument) == (str(argument), argument.name)
+            assert isinstance(error, WrongType)
+
+
+def test_other_ranks_raise(sibling):
+    """An array with an axis too few, or too many unless any number of batch axes may be there, raises an error."""
+    for argument in array_arguments(sibling.package):
+        ranks = [argument.shape()[1:]] if argument.axes else []
+        if not argument.has_batch_axes:
+            ranks.append((1, *argument.shape()))
+        for shape in ranks:
+            error = refusal_of(argument, **{argument.name: argument.of_shape(sibling, shape)})
+            assert (str(argument), error.argument) == (str(argument), argument.name)
+            assert error.got == {f"{argument.name}.shape": shape}
+
+
+def test_other_kinds_raise(sibling):
+    """An array of another kind of dtype raises an error: integers for floating point, floats for integers and masks."""
+    for argument in array_arguments(sibling.package):
+        wrong_kind = np.int32 if argument.kind is np.float32 else np.float32
+        x = argument.of_shape(sibling, argument.shape() or (3, 5), wrong_kind)
+        error = refusal_of(argument, **{argument.name: x})
+        assert (str(argument), error.argument) == (str(argument), argument.name)
+        assert isinstance(error, WrongType)
+        assert list(error.got) == [f"{argument.name}.dtype"]
+
+
+def test_different_sizes_of_an_axis_raise(sibling):
+    """Two arrays whose sizes of a common axis differ raise an error that shows both shapes."""
+    arguments = array_arguments(sibling.package)
+    pairs = [
+        (first, second, axis)
+        for index, first in enumerate(arguments)
+        for second in arguments[index + 1 :]
+        if first.call is second.call
+        for axis in {*first.axes} & {*second.axes}
+        if axis.isidentifier()
+    ]
+    assert len(pairs) > 20
+    for first, second, axis in pairs:
+        values = {
+            first.name: first.of_shape(sibling, first.shape()),
+            second.name: second.of_shape(sibling, second.shape(**{axis: 9})),
+        }
+        error = refusal_of(first, **values)
+        assert (str(second), error.argument) == (str(second), second.name)
+        assert error.got == {
+            f"{second.name}.shape": second.shape(**{axis: 9}),
+            f"{first.name}.shape": first.shape(),
+        }
