@@ -119,6 +119,28 @@ class AttentionLayer(nn.Module):
         ValueError: if fields accompany a spec or do not fit, or the keys of self-attention have another width.
     """
 
+    # The specification decides which of these a layer has: `projections`, `norms` and `score_shapes`.
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    qkv_proj: nn.Linear
+    q_a_proj: nn.Linear
+    q_b_proj: nn.Linear
+    kv_a_proj: nn.Linear
+    kv_b_proj: nn.Linear
+    gate_proj: nn.Linear
+    out_proj: nn.Linear
+    q_norm: NormLayer
+    k_norm: NormLayer
+    v_norm: NormLayer
+    q_a_norm: NormLayer
+    kv_a_norm: NormLayer
+    context_norm: NormLayer
+    sinks: nn.Parameter
+    relative_bias: nn.Parameter
+    relative_keys: nn.Parameter
+    relative_queries: nn.Parameter
+
     _is_self_attention = False  # accepts no separate keys and values
 
     def __init__(

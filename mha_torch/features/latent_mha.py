@@ -72,7 +72,6 @@ class MultiHeadLatentAttention(AttentionLayer):
     """
 
     _is_self_attention = True
-    kv_b_proj: nn.Linear  # declared for type checkers
 
     def __init__(
         self,

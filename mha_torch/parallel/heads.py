@@ -174,7 +174,6 @@ class _Sharded(AttentionLayer):
     """
 
     mesh: DeviceMesh
-    kv_b_proj: nn.Linear
 
     def scores(self, bias: Tensor | None) -> Scores:
         """Return the scores of a call, with the learned weights of local heads."""
