@@ -68,7 +68,7 @@ def multi_head_attention_with_cache(
 ) -> tuple[Float[Array, "B T E"], KVCache]:
     """Causal self-attention of new tokens over all tokens so far, with a cache of fixed capacity.
 
-    Results, errors and other arguments are those of `MultiHeadAttentionWithCache`. Weights must be finite.
+    Results, errors and other arguments are those of `MultiHeadAttentionWithCache`.
 
     Args:
         weights: see `multi_head_attention`.
