@@ -61,7 +61,7 @@ def multi_head_attention_with_cache(
 ) -> tuple[Float[Tensor, "B T E"], KVCache]:
     """Causal self-attention of new tokens over all tokens so far, with a cache of fixed capacity.
 
-    Results, errors and other arguments are those of `MultiHeadAttentionWithCache`. Weights must be finite.
+    Results, errors and other arguments are those of `MultiHeadAttentionWithCache`.
 
     Args:
         weights: see `multi_head_attention`.
@@ -175,7 +175,7 @@ def _attend_in_step(
         last_positions,
         scores.spec,
         page_table=cache.page_table,
-        sinks=scores.sinks,
+        learned=scores.learned,
         compute_kernel_config=kernel.compute_kernel_config,
     )
     return ttnn.transpose(context, 1, 2), cache
@@ -250,7 +250,7 @@ def _attend(
 
 def _are_expanded(scores: Scores) -> bool:
     """Return whether latents are expanded to keys and values; `AttentionSpec.absorbed` has none."""
-    return scores.spec is not None and scores.spec.latent is not None
+    return scores.spec.latent is not None
 
 
 class MultiHeadAttentionWithCache(AttentionLayer):

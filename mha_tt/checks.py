@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import ttnn
 from ttnn import Tensor
 
-from mha_spec import AttentionSpec, GridBias, Norm, Refusal, RelativeBias, RelativeProducts, Rope, WrongType
+from mha_spec import AttentionSpec, GridBias, Norm, Refusal, Rope, WrongType
 from mha_spec.attention import check_spec
 from mha_spec.features.norm import check_norm
 from mha_spec.features.rope import position_shapes
+from mha_spec.heads import BareHeads
 from mha_spec.rules import as_count, check_head_groups
 from mha_tt.layout import (
     TAKEN,
@@ -22,6 +23,7 @@ from mha_tt.layout import (
     padded_head_dim,
     padded_width,
     parameter_shape,
+    score_weight_shape,
     weight_dtype,
 )
 
@@ -115,8 +117,6 @@ def check_input_dtype(name: str, x: Tensor, dtype: ttnn.DataType) -> None:
 def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:
     """Refuse weights whose names or shapes are not exactly those of the layer."""
     check_spec(spec)
-    if not isinstance(weights, Mapping):
-        raise WrongType("weights", "be a mapping of names to tensors", type(weights).__name__)
     shapes: dict[str, tuple[int, ...]] = {}
     for name, projection in spec.projections.items():
         d_in, d_out = projection.d_in, projection.d_out
@@ -130,17 +130,37 @@ def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:
         if projection.has_bias:
             shapes[f"{name}.bias"] = (1, d_out)
     shapes |= {name: parameter_shape(name, spec) for name in spec.parameters}
-    missing, unexpected = sorted(shapes.keys() - weights.keys()), sorted(weights.keys() - shapes.keys())
-    if missing or unexpected:
-        raise Refusal("weights", "have exactly the names of the spec", missing=missing, unexpected=unexpected)
+    check_names("weights", weights, shapes)
     first = next(iter(shapes))
     for name, shape in shapes.items():
         weight = weights[name]
-        check_floating(name, weight, rank=len(shape))
+        check_weight(name, weight, shape)
         if weight.dtype not in (weights[first].dtype, weight_dtype(name, weights[first].dtype, spec)):
             raise WrongType(name, f"have the dtype of {first}", f"{weight.dtype} and {weights[first].dtype}")
-        if tuple(weight.shape) != shape:
-            raise Refusal(name, f"have shape {shape}", {f"{name}.shape": tuple(weight.shape)})
+
+
+def check_score_weights(weights: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], query: Tensor) -> None:
+    """Refuse weights that change scores if their names or shapes are not exactly those of the layer."""
+    check_names("learned", weights, shapes)
+    for name, shape in shapes.items():
+        check_weight(name, weights[name], score_weight_shape(name, shape, query.shape[3]))
+
+
+def check_names(argument: str, weights: Mapping[str, Tensor], names: Collection[str]) -> None:
+    """Refuse weights that do not have exactly these names."""
+    if not isinstance(weights, Mapping):
+        raise WrongType(argument, "be a mapping of names to tensors", type(weights).__name__)
+    missing = sorted(set(names) - weights.keys())
+    unexpected = sorted(weights.keys() - set(names))
+    if missing or unexpected:
+        raise Refusal(argument, "have exactly the names of the spec", missing=missing, unexpected=unexpected)
+
+
+def check_weight(name: str, weight: Tensor, shape: tuple[int, ...]) -> None:
+    """Refuse a weight that is not a floating-point tensor of this process, or has another shape."""
+    check_floating(name, weight, rank=len(shape))
+    if tuple(weight.shape) != shape:
+        raise Refusal(name, f"have shape {shape}", {f"{name}.shape": tuple(weight.shape)})
 
 
 def check_finite(weights: Mapping[str, np.ndarray]) -> None:
@@ -231,14 +251,6 @@ def check_features(name: str, x: Tensor, width: int) -> None:
         raise Refusal(name, f"return {width} features", f"{x.shape[-1]} features")
 
 
-def check_heads(name: str, x: Tensor, spec: AttentionSpec, features: int) -> None:
-    """Refuse anything but heads (B, N, T, features)."""
-    check_floating(name, x, rank=4)
-    if (x.shape[1], x.shape[3]) != (spec.num_heads, features):
-        shape = tuple(x.shape)
-        raise Refusal(name, f"have shape (B, {spec.num_heads}, T, {features})", {f"{name}.shape": shape})
-
-
 def check_pair_order(rope: Rope, head_dim: int | None, padded: int) -> None:
     """Refuse heads whose pairs are not half a head apart."""
     if head_dim is None and (rope.pairs != "half" or rope.rotary_dim not in (None, padded)):
@@ -299,7 +311,29 @@ def check_latents(name: str, latents: Tensor, spec: AttentionSpec) -> None:
         raise Refusal(name, f"have shape (B, 1, S, {width})", {f"{name}.shape": shape})
 
 
-def check_scored(query: Tensor, key: Tensor, spec: AttentionSpec | None) -> None:
+def check_latent_heads(name: str, x: Tensor, spec: AttentionSpec, features: int) -> None:
+    """Refuse anything but heads (B, N, T, features)."""
+    check_floating(name, x, rank=4)
+    if (x.shape[1], x.shape[3]) != (spec.num_heads, features):
+        shape = tuple(x.shape)
+        raise Refusal(name, f"have shape (B, {spec.num_heads}, T, {features})", {f"{name}.shape": shape})
+
+
+def check_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Refuse split heads, q (B, N, T, H), k and v (B, K, S, ·), that do not fit each other."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_floating(name, x, rank=4)
+        if (x.dtype == ttnn.float32) != (query.dtype == ttnn.float32):  # a cache may be narrower
+            raise WrongType(name, "be float32 if query is", {f"{name}.dtype": x.dtype, "query.dtype": query.dtype})
+    if tuple(key.shape)[:3] != tuple(value.shape)[:3]:
+        raise Refusal(
+            "value",
+            "have the shape of key but for its features",
+            {"value.shape": tuple(value.shape), "key.shape": tuple(key.shape)},
+        )
+
+
+def check_scored(query: Tensor, key: Tensor, spec: AttentionSpec | BareHeads) -> None:
     """Refuse queries (B, N, T, H) and keys (B, K, S, H) that do not fit each other or the layer."""
     if (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3]):
         raise Refusal(
@@ -308,16 +342,18 @@ def check_scored(query: Tensor, key: Tensor, spec: AttentionSpec | None) -> None
             {"key.shape": tuple(key.shape), "query.shape": tuple(query.shape)},
         )
     check_head_groups(query.shape[1], key.shape[1])
-    if spec is None:
+    check_heads_of_spec(query, query.shape[1], spec)
+
+
+def check_heads_of_spec(query: Tensor, num_heads: int, spec: AttentionSpec | BareHeads) -> None:
+    """Refuse queries that do not have the heads of the layer; their features may be padded."""
+    if isinstance(spec, BareHeads):
         return
     check_spec(spec)
-    if spec.alibi is not None and spec.num_heads != query.shape[1]:
-        raise Refusal(
-            "query",
-            "have the heads of a spec with alibi, whose slopes are theirs",
-            f"{query.shape[1]} heads and num_heads={spec.num_heads}",
-        )
-    check_head_dim(spec.head_dim, query.shape[3])
+    if num_heads != spec.num_heads or query.shape[3] < spec.head_dim:
+        shape = f"({spec.num_heads}, {spec.head_dim} or padded)"
+        rule = f"have the heads of the spec, (N, H) = {shape}"
+        raise Refusal("query", rule, {"query.shape": tuple(query.shape)})
 
 
 def check_mask(mask: Any, scores_shape: tuple[int, ...]) -> None:
@@ -350,50 +386,10 @@ def check_bias(bias: np.ndarray | Tensor | None, scores_shape: tuple[int, ...], 
     check_broadcasts("bias", tuple(bias.shape), scores_shape)
 
 
-def check_relative_bias(
-    table: Tensor | None, relative_bias: RelativeBias | GridBias | None, scores_shape: tuple[int, ...]
-) -> None:
-    """Refuse a table if the layer has none, one of another shape, or more tokens than its grid has."""
-    if (table is None) != (relative_bias is None):
-        raise Refusal("relative_bias", "be given where the spec has one", {"spec.relative_bias": relative_bias})
-    if table is None or relative_bias is None:
-        return
-    check_floating("relative_bias", table, rank=4)
-    shape = (1, scores_shape[1], 1, relative_bias.num_buckets)
-    if tuple(table.shape) != shape:
-        raise Refusal(
-            "relative_bias", f"have shape (1, N, 1, num_buckets) = {shape}", {"relative_bias.shape": tuple(table.shape)}
-        )
-    if isinstance(relative_bias, GridBias):
-        check_grid(relative_bias, scores_shape)
-
-
 def check_grid(relative_bias: GridBias, scores_shape: tuple[int, ...]) -> None:
     """Refuse scores (B, N, T, S) of more tokens than the grid of the relative bias has."""
     if max(scores_shape[2:]) > relative_bias.num_tokens:
         raise Refusal("tokens", f"be at most the {relative_bias.num_tokens} of the grid", {"(T, S)": scores_shape[2:]})
-
-
-def check_relative_products(
-    relative_keys: Tensor | None,
-    relative_queries: Tensor | None,
-    relative_products: RelativeProducts | None,
-    query: Tensor,
-) -> None:
-    """Refuse tables that the layer does not have, or of other buckets, heads or features."""
-    shapes = {}
-    if relative_products is not None:
-        num_heads = query.shape[1] if relative_products.per_head else 1
-        shape = (1, num_heads, relative_products.num_buckets, query.shape[3])
-        shapes = dict.fromkeys(relative_products.tables(num_heads, query.shape[3]), shape)
-    for name, table in (("relative_keys", relative_keys), ("relative_queries", relative_queries)):
-        if (table is not None) != (name in shapes):
-            raise Refusal(name, "be given where the spec has it", {"spec.relative_products": relative_products})
-        if table is None:
-            continue
-        check_floating(name, table, rank=4)
-        if tuple(table.shape) != shapes[name]:
-            raise Refusal(name, f"have shape {shapes[name]}", {f"{name}.shape": tuple(table.shape)})
 
 
 def check_sinks(sinks: Tensor | None, num_heads: int) -> None:

@@ -6,8 +6,7 @@ A mask is boolean, True = masked (the query may not attend to the key); an addit
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Unpack
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import ttnn
@@ -17,7 +16,7 @@ from ttnn import Tensor
 from mha_spec import AttentionSpec, Refusal
 from mha_tt.checks import check_weights
 from mha_tt.kernels import Kernel, fused
-from mha_tt.masks import Mask, MaskKeywords
+from mha_tt.masks import DeviceMask, Mask
 from mha_tt.mha import FunctionalLayer, attention_layer
 from mha_tt.stages import drop
 
@@ -37,11 +36,14 @@ def multi_head_attention(
     seed: int = 0,
     kernel: Kernel = fused.attend,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
-    **masks: Unpack[MaskKeywords],
+    mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
+    is_causal: bool = False,
+    key_padding_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
+    segment_ids: Int[np.ndarray, "B T"] | tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B S"]] | None = None,
 ) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B N T S"] | None]:
     """Functional multi-head attention: project, split heads, attend, combine heads, project.
 
-    Results, errors and other arguments are those of `MultiHeadAttention`. Weights must be finite.
+    Results, errors and other arguments are those of `MultiHeadAttention`.
 
     Args:
         weights: weights from `upload_weights`.
@@ -62,7 +64,7 @@ def multi_head_attention(
         query,
         key,
         value,
-        Mask.of(masks),
+        Mask(mask, is_causal, key_padding_lengths, segment_ids),
         bias=bias,
         need_weights=need_weights,
         positions=positions,

@@ -9,7 +9,6 @@ import numpy as np
 import ttnn
 
 from mha_spec import AttentionSpec, Rope, WrongType
-from mha_spec.features.relative_products import SIDES
 
 TILE = 32
 """Rows and columns of a tile, the unit of storage and computation."""
@@ -152,11 +151,16 @@ def real_heads(rows: np.ndarray, part: str, spec: AttentionSpec) -> np.ndarray:
 def parameter_shape(name: str, spec: AttentionSpec) -> tuple[int, ...]:
     """Return the shape on the device of a parameter of a norm or of scores."""
     part, shape = name.partition(".")[0], spec.parameters[name]
+    if name in spec.score_shapes:
+        return score_weight_shape(name, shape, padded_features("q_proj", spec))
+    return norm_parameter_shape((*shape[:-1], shape[-1] // len(slots_of(part, spec)) * padded_features(part, spec)))
+
+
+def score_weight_shape(name: str, shape: tuple[int, ...], num_features: int) -> tuple[int, ...]:
+    """Return the shape on the device of a weight that changes scores, for heads of this width there."""
     if name in OF_SCORES:
         return (1, shape[-1], 1, *(shape[:-1] or (1,)))
-    if name in SIDES:
-        return (1, shape[1] if len(shape) == 3 else 1, shape[0], padded_features("q_proj", spec))
-    return norm_parameter_shape((*shape[:-1], shape[-1] // len(slots_of(part, spec)) * padded_features(part, spec)))
+    return (1, shape[1] if len(shape) == 3 else 1, shape[0], num_features)
 
 
 def weight_dtype(name: str, dtype: ttnn.DataType, spec: AttentionSpec) -> ttnn.DataType:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 import ttnn
@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from ttnn import Tensor
 
 from mha_spec import AttentionSpec, Refusal, WrongType
-from mha_spec.attention import check_spec
+from mha_spec.heads import BareHeads
 from mha_spec.span import Span, span_of
 from mha_tt.arrays import as_dtype
 from mha_tt.checks import check_count, check_integers, check_lengths, check_mask
@@ -43,7 +43,7 @@ def create_attention_mask(
         key_padding_lengths: number of real keys of each sequence, (B,), see `create_padding_mask`.
         window_size: hide keys this many positions away or more, on either side.
         chunk_size: hide keys of other chunks; chunks are this many positions long.
-        segment_ids: hide keys of other segments, see `MaskKeywords`.
+        segment_ids: hide keys of other segments, see `Mask`.
 
     Returns:
         Mask of shape (B or 1, 1, T, S), on the host.
@@ -60,7 +60,7 @@ def create_attention_mask(
     check_count("seq_len_q", seq_len_q)
     check_count("seq_len_k", seq_len_k)
     span, batch_size = span_of(window_size, chunk_size), None
-    visible = Mask(None, is_causal, key_padding_lengths, span, segment_ids=segment_ids)
+    visible = Mask(None, is_causal, key_padding_lengths, segment_ids, span)
     if visible.segments is not None:
         batch_size = next(iter(getattr(next(iter(visible.segments), None), "shape", ())), 0)
         _check_segments(visible.segments, batch_size, seq_len_q, seq_len_k)
@@ -198,8 +198,9 @@ class CausalMask(DeviceMask):
         return np.zeros((1, 1, self.seq_len, 1), bool)
 
 
-class MaskKeywords(TypedDict, total=False):
-    """Keywords of a call that hide keys from queries; any of them suffices to hide a key.
+@dataclass(frozen=True, eq=False)  # comparing arrays yields no single truth value
+class Mask:
+    """Keys that each query cannot attend to, as an array or in implicit form; any attribute suffices to hide a key.
 
     Attributes:
         mask: boolean, True = masked; broadcasts to (B, N, T, S). The output of a fully masked row is 0.
@@ -207,20 +208,6 @@ class MaskKeywords(TypedDict, total=False):
         key_padding_lengths: number of real keys of each sequence, (B,), on the host, see `create_padding_mask`.
         segment_ids: segment of each token, (B, T), on the host: hide keys whose id is not the query's. A pair if keys
             have other ids: (B, T) of the queries and (B, S) of the keys.
-    """
-
-    mask: Bool[np.ndarray, "..."] | DeviceMask | None
-    is_causal: bool
-    key_padding_lengths: Int[np.ndarray, " B"] | Sequence[int] | None
-    segment_ids: Int[np.ndarray, "B T"] | tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B S"]] | None
-
-
-@dataclass(frozen=True, eq=False)  # comparing arrays yields no single truth value
-class Mask:
-    """Keys that each query cannot attend to, as an array or in implicit form.
-
-    Attributes:
-        mask, is_causal, key_padding_lengths, segment_ids: see `MaskKeywords`.
         span: attention span of the layer, a window or chunks; None for all keys.
         q_offset: position of the first query among the keys, for all sequences or each, (1,) or (B,); default: 0.
     """
@@ -228,23 +215,15 @@ class Mask:
     mask: Bool[np.ndarray, "..."] | DeviceMask | None = None
     is_causal: bool = False
     key_padding_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None
+    segment_ids: Int[np.ndarray, "B T"] | tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B S"]] | None = None
     span: Span | None = None
     q_offset: Int[np.ndarray, " B"] | None = None
-    segment_ids: Int[np.ndarray, "B T"] | tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B S"]] | None = None
 
     def check(self, scores_shape: tuple[int, ...]) -> None:
         """Refuse a mask that does not fit the scores (B, N, T, S). `find_padding` checks lengths."""
         check_mask(self.mask, scores_shape)
         if self.segments is not None:
             _check_segments(self.segments, scores_shape[0], *scores_shape[2:])
-
-    @classmethod
-    def of(cls, keywords: MaskKeywords) -> Mask:
-        """Return the mask of a call with these keywords."""
-        for name in keywords:
-            if name not in MaskKeywords.__annotations__:
-                raise TypeError(f"attention got an unexpected keyword argument {name!r}")
-        return cls(**keywords)
 
     @property
     def segments(self) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B S"]] | None:
@@ -260,11 +239,8 @@ class Mask:
         """Return whether no other field is in use."""
         return not self.fields_beyond(*known)
 
-    def within(self, spec: AttentionSpec | None) -> Mask:
+    def within(self, spec: AttentionSpec | BareHeads) -> Mask:
         """Return the mask with the attention span of a layer."""
-        if spec is None:
-            return self
-        check_spec(spec)
         return self if spec.span is None else replace(self, span=spec.span)
 
     def with_bias(self, bias: Float[np.ndarray, "..."] | Tensor | None) -> Mask:

@@ -9,10 +9,10 @@ On the device H is the padded head_dim: see `mha_tt.upload_weights`. The spec ha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 import ttnn
@@ -28,11 +28,11 @@ from mha_tt.decode.places import PreparedWeights
 from mha_tt.device import accurate_config, describe_config
 from mha_tt.features.rope import Rotation, rotation_of
 from mha_tt.kernels import Kernel, fused
-from mha_tt.masks import CausalMask, Mask, MaskKeywords
+from mha_tt.masks import CausalMask, DeviceMask, Mask
 from mha_tt.padding import find_padding, finite_inputs, zero_padding
 from mha_tt.parallel.local import all_reduce
 from mha_tt.projections import project_output, project_qkv
-from mha_tt.scores import LEARNED, Scores
+from mha_tt.scores import Scores
 from mha_tt.stages import drop
 from mha_tt.weights import project_with, upload_weights
 
@@ -100,9 +100,9 @@ class FunctionalLayer:
 
     def scores(self, bias: Float[np.ndarray, "..."] | Tensor | None) -> Scores:
         """Return the scores of a call: bias, learned weights, and dropout in training."""
-        learned: Any = {name: self.weights.get(name) for name in LEARNED}
+        learned = {name: self.weights[name] for name in self.spec.score_shapes}
         dropout = self.spec.dropout if self.training else 0.0
-        return Scores(self.spec, bias, dropout=dropout, dropout_keep=self.dropout_keep, seed=self.seed, **learned)
+        return Scores(self.spec, bias, learned, dropout, self.dropout_keep, self.seed)
 
     @property
     def plain_weights(self) -> Mapping[str, Tensor]:
@@ -225,9 +225,9 @@ class AttentionLayer:
 
     def scores(self, bias: Float[np.ndarray, "..."] | Tensor | None) -> Scores:
         """Return the scores of a call: bias, learned weights, and dropout in training."""
-        learned: Any = {name: self.weights.get(name) for name in LEARNED}
+        learned = {name: self.weights[name] for name in self.spec.score_shapes}
         dropout = self.spec.dropout if self.training else 0.0
-        return Scores(self.spec, bias, dropout=dropout, seed=self._draw_seed(), **learned)
+        return Scores(self.spec, bias, learned, dropout, seed=self._draw_seed())
 
     def drop_output(self, output: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
         """Apply output dropout, in training and at a rate above 0."""
@@ -290,7 +290,10 @@ class MultiHeadAttention(AttentionLayer):
         bias: Float[np.ndarray, "..."] | Tensor | None = None,
         need_weights: bool = False,
         positions: Int[np.ndarray, "... #B T"] | None = None,
-        **masks: Unpack[MaskKeywords],
+        mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
+        is_causal: bool = False,
+        key_padding_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
+        segment_ids: Int[np.ndarray, "B T"] | tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B S"]] | None = None,
     ) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B N T S"] | None]:
         """Attend from each query token to the key tokens.
 
@@ -299,13 +302,13 @@ class MultiHeadAttention(AttentionLayer):
             key: (B, S, d_kv); default: self-attention. With `shared_kv` the keys of another layer, (B, K, S, H), as
                 `project_qkv` returns them.
             value: (B, S, d_kv); default: the key. With `shared_kv` the values of that layer, (B, K, S, Hv).
-            masks: keywords that hide keys, see `MaskKeywords`.
             bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key. On the device it has the dtype of
                 query (for bfloat8_b also bfloat16) and is not read: a row that is all -inf returns the mean of the
                 values.
             need_weights: also return the attention weights; uses the plain path.
             positions: position of each token, (B or 1, T), or with sections (axes, B or 1, T), on the host; default: 0,
                 1, ….
+            mask, is_causal, key_padding_lengths, segment_ids: hide keys, see `Mask`.
 
         Returns:
             Output (B, T, E), or (B, T, N * Hv) without `out_proj`, and the attention weights before dropout (B, N, T,
@@ -317,7 +320,8 @@ class MultiHeadAttention(AttentionLayer):
             ValueError: if the shapes do not fit, or a length lies outside 0..S.
         """
         self.check_input("query", query)
-        visible, places = Mask.of(masks), positions
+        visible = Mask(mask, is_causal, key_padding_lengths, segment_ids)
+        places = positions
         if key is None:
             visible, places = self._with_kept(query.shape[-2], visible, positions)
         output, attn_weights = attention_layer(
@@ -337,7 +341,10 @@ class MultiHeadSelfAttention(AttentionLayer):
         *,
         bias: Float[np.ndarray, "..."] | Tensor | None = None,
         positions: Int[np.ndarray, "... #B T"] | None = None,
-        **masks: Unpack[MaskKeywords],
+        mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
+        is_causal: bool = False,
+        key_padding_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
+        segment_ids: Int[np.ndarray, "B T"] | tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B S"]] | None = None,
     ) -> Float[Tensor, "B T E"]:
         """Attend from each token to the tokens of its own sequence.
 
@@ -350,6 +357,7 @@ class MultiHeadSelfAttention(AttentionLayer):
             Output (B, T, E). At padded positions it is the attention of the padding over the real tokens.
         """
         self.check_input("x", x)
-        visible, places = self._with_kept(x.shape[-2], Mask.of(masks), positions)
+        visible = Mask(mask, is_causal, key_padding_lengths, segment_ids)
+        visible, places = self._with_kept(x.shape[-2], visible, positions)
         output, _ = attention_layer(self, x, None, None, visible, bias=bias, need_weights=False, positions=places)
         return self.drop_output(output)

@@ -8,24 +8,26 @@ On the device H is the padded head_dim: see `mha_tt.upload_weights`. The spec ha
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import ttnn
 from jaxtyping import Bool, Float, Int
 from ttnn import Tensor
 
-from mha_spec import AttentionSpec, Refusal, WrongType
-from mha_spec.attention import check_spec
+from mha_spec import AttentionSpec, GridBias, Refusal, WrongType
+from mha_spec.heads import BareHeads
 from mha_spec.rules import as_rate
 from mha_tt.arrays import as_dtype, at_least_float32, nan_where
 from mha_tt.checks import (
     check_bias,
     check_floating,
+    check_grid,
+    check_heads,
     check_keep,
     check_mask,
-    check_relative_bias,
-    check_relative_products,
+    check_score_weights,
     check_scored,
     check_sinks,
     check_weighed,
@@ -35,7 +37,8 @@ from mha_tt.features.alibi import alibi_bias
 from mha_tt.features.relative_bias import relative_position_bias
 from mha_tt.features.relative_products import relative_position_products
 from mha_tt.heads import repeat_kv_heads
-from mha_tt.masks import MASKED, DeviceMask, Mask, MaskKeywords, on_device, zero_masked_rows
+from mha_tt.kernels import Kernel
+from mha_tt.masks import MASKED, DeviceMask, Mask, on_device, zero_masked_rows
 from mha_tt.padding import zero_heads_in_padding
 from mha_tt.scores import Scores, bias_on_device
 
@@ -44,31 +47,41 @@ def attention_scores(
     query: Float[Tensor, "B N T H"],
     key: Float[Tensor, "B K S H"],
     bias: Float[np.ndarray, "..."] | Tensor | None = None,
-    spec: AttentionSpec | None = None,
+    spec: AttentionSpec | BareHeads | None = None,
     q_offset: Int[np.ndarray, " B"] | None = None,
-    relative_bias: Float[Tensor, "..."] | None = None,
-    relative_keys: Float[Tensor, "..."] | None = None,
-    relative_queries: Float[Tensor, "..."] | None = None,
+    learned: Mapping[str, Float[Tensor, "..."]] | None = None,
     *,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> Float[Tensor, "B N T S"]:
     """Return scaled dot products of queries and keys, with soft cap and biases, in at least float32.
 
     The scale is 1 / sqrt(H) unless the spec has one. ALiBi subtracts slope * distance; a relative bias adds numbers
-    from a table (1, N, 1, num_buckets). Relative products add scaled products of queries and `relative_keys`, and of
-    keys and `relative_queries`. `q_offset` is the position of the first query among the keys, for all sequences or
-    each, (1,) or (B,); default: 0.
+    from a table. Relative products add scaled products of queries and vectors of distances, and of keys and such
+    vectors.
+
+    Args:
+        query, key: (B, N, T, H) and (B, K, S, H); query head n uses key head n // (N // K).
+        bias: added to the scores; broadcasts to (B, N, T, S).
+        spec: layer of these heads; default: only the scale 1 / sqrt(H).
+        q_offset: position of the first query among the keys, for all sequences or each, (1,) or (B,); default: 0.
+        learned: weights of the layer that change scores, see `Scores`.
+        compute_kernel_config: arithmetic of the device; default: `accurate_config`.
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1; the soft cap: Gemma 2, arXiv:2408.00118, section 2.
     """
     check_floating("query", query, rank=4)
     check_floating("key", key, rank=4)
-    check_scored(query, key, spec)
-    check_bias(bias, (*tuple(query.shape)[:3], key.shape[2]), query)
-    scale, relative = score_scale(query, spec), None if spec is None else spec.relative_bias
-    check_relative_bias(relative_bias, relative, (*tuple(query.shape)[:3], key.shape[2]))
-    products = None if spec is None else spec.relative_products
-    check_relative_products(relative_keys, relative_queries, products, query)
+    rules = BareHeads(query.shape[3]) if spec is None else spec
+    learned = {} if learned is None else learned
+    check_scored(query, key, rules)
+    scores_shape = (*tuple(query.shape)[:3], key.shape[2])
+    check_bias(bias, scores_shape, query)
+    # Sinks are part of the softmax.
+    tables = {name: table for name, table in learned.items() if name != "sinks"}
+    table_shapes = {name: shape for name, shape in rules.score_shapes.items() if name != "sinks"}
+    check_score_weights(tables, table_shapes, query)
+    if isinstance(rules.relative_bias, GridBias):
+        check_grid(rules.relative_bias, scores_shape)
     key = repeat_kv_heads(key, query.shape[1])  # a product of matrices broadcasts no batch axis
     config = compute_kernel_config or accurate_config(query.device())
     scores = ttnn.matmul(
@@ -78,19 +91,24 @@ def attention_scores(
         dtype=ttnn.float32,
         compute_kernel_config=config,
     )
-    scores = soft_capped(ttnn.multiply(scores, scale), spec)
-    if spec is not None and spec.alibi_slopes is not None:
-        lost = alibi_bias(spec.alibi_slopes, scores.shape[2], scores.shape[3], q_offset, scores_dtype=np.float32)
-        scores = ttnn.add(scores, upload(lost, device=query.device(), dtype=ttnn.float32))
-    if relative_bias is not None and relative is not None:
-        lengths = (scores.shape[2], scores.shape[3])
-        gained = relative_position_bias(relative_bias, relative, *lengths, q_offset, scores_dtype=ttnn.float32)
-        scores = ttnn.add(scores, gained)
-    if products is not None:
-        tables: Any = {"relative_keys": relative_keys, "relative_queries": relative_queries, "q_offset": q_offset}
-        gained = relative_position_products(query, key, products, **tables, compute_kernel_config=config)
-        scores = ttnn.add(scores, ttnn.multiply(gained, scale))
-    return scores if bias is None else ttnn.add(scores, bias_on_device(bias, query.device(), ttnn.float32))
+    scores = ttnn.multiply(scores, rules.score_scale)
+    if rules.soft_cap is not None:
+        scores = ttnn.multiply(ttnn.tanh(ttnn.multiply(scores, 1.0 / rules.soft_cap)), rules.soft_cap)
+    lengths, device = (scores.shape[2], scores.shape[3]), query.device()
+    if rules.alibi_slopes is not None:
+        by_distance = alibi_bias(rules.alibi_slopes, *lengths, q_offset, scores_dtype=np.float32)
+        scores = ttnn.add(scores, upload(by_distance, device=device, dtype=ttnn.float32))
+    if rules.relative_bias is not None:
+        table = tables["relative_bias"]
+        by_bucket = relative_position_bias(table, rules.relative_bias, *lengths, q_offset, scores_dtype=ttnn.float32)
+        scores = ttnn.add(scores, by_bucket)
+    if rules.relative_products is not None:
+        vectors = (tables.get("relative_keys"), tables.get("relative_queries"))
+        products = relative_position_products(
+            query, key, rules.relative_products, *vectors, q_offset, compute_kernel_config=config
+        )
+        scores = ttnn.add(scores, ttnn.multiply(products, rules.score_scale))
+    return scores if bias is None else ttnn.add(scores, bias_on_device(bias, device, ttnn.float32))
 
 
 def masked_softmax(
@@ -174,21 +192,6 @@ def drop(name: str, x: Tensor, rate: float, seed: int) -> Tensor:
     return ttnn.experimental.dropout(x, probability=rate, scale=1.0 / (1.0 - rate), seed=seed)
 
 
-def score_scale(query: Tensor, spec: AttentionSpec | None) -> float:
-    """Return the factor of the dot products of queries (B, N, T, H)."""
-    if spec is None:
-        return query.shape[-1] ** -0.5
-    check_spec(spec)
-    return spec.score_scale
-
-
-def soft_capped(scores: Tensor, spec: AttentionSpec | None) -> Tensor:
-    """Apply the soft cap, if any, before bias and mask."""
-    if spec is None or spec.soft_cap is None:
-        return scores
-    return ttnn.multiply(ttnn.tanh(ttnn.multiply(scores, 1.0 / spec.soft_cap)), spec.soft_cap)
-
-
 # ---- Attention -------------------------------------------------------------------------------------------------------
 
 
@@ -196,46 +199,59 @@ def scaled_dot_product_attention(
     query: Float[Tensor, "B N T H"],
     key: Float[Tensor, "B K S H"],
     value: Float[Tensor, "B K S Hv"],
-    spec: AttentionSpec | None = None,
+    spec: AttentionSpec | BareHeads | None = None,
     *,
     bias: Float[np.ndarray, "..."] | Tensor | None = None,
+    learned: Mapping[str, Float[Tensor, "..."]] | None = None,
     need_weights: bool = False,
     dropout: float = 0.0,
     dropout_keep: Bool[np.ndarray, "B N T S"] | None = None,
     seed: int = 0,
-    sinks: Float[Tensor, "..."] | None = None,
-    relative_bias: Float[Tensor, "..."] | None = None,
-    relative_keys: Float[Tensor, "..."] | None = None,
-    relative_queries: Float[Tensor, "..."] | None = None,
+    kernel: Kernel | None = None,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
-    **masks: Unpack[MaskKeywords],
+    mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
+    is_causal: bool = False,
+    key_padding_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
+    segment_ids: Int[np.ndarray, "B T"] | tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B S"]] | None = None,
 ) -> tuple[Float[Tensor, "B N T Hv"], Float[Tensor, "B N T S"] | None]:
-    """Reference attention of split heads; `fused` has the fast form of this function.
+    """Attention of split heads, by the formula; with a kernel, as layers compute it.
 
     Args:
         query: (B, N, T, H).
         key, value: (B, K, S, H) and (B, K, S, Hv); query head n uses key/value head n // (N // K).
         spec: layer of these heads: scale, soft cap, biases and products by distance; default: the scale 1 / sqrt(H).
-        masks: keywords that hide keys, see `MaskKeywords`.
-        bias, dropout, dropout_keep, sinks, relative_bias, relative_keys, relative_queries: see `Scores`.
-        need_weights: also return the attention weights.
-        seed: seed of the draw.
-        compute_kernel_config: arithmetic of the device; default: `accurate_config`.
+        bias, learned, dropout, dropout_keep, seed: see `Scores`.
+        need_weights: also return the attention weights; without a kernel.
+        kernel: computes the context, such as `fused.attend`, the default kernel of layers; default: the formula, which
+            stores the attention weights.
+        compute_kernel_config: arithmetic of the device, without a kernel, which has its own, such as
+            `fused.FusedAttention(compute_kernel_config)`; default: `accurate_config`.
+        mask, is_causal, key_padding_lengths, segment_ids: hide keys, see `Mask`.
 
     Returns:
         Context (B, N, T, Hv), and the attention weights before dropout (B, N, T, S) or None; in the dtype of query.
 
     Raises:
         TypeError: if an input is not floating point, the dtypes differ, or the mask is not boolean.
-        ValueError: if the shapes do not fit.
+        ValueError: if the shapes do not fit, or a kernel is asked for attention weights or another arithmetic.
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """
-    visible = Mask.of(masks).within(spec)
-    products: Any = {"relative_keys": relative_keys, "relative_queries": relative_queries}
-    scores = Scores(spec, bias, sinks, relative_bias, dropout, dropout_keep, seed, **products)
-    check_attention(query, key, value, visible, scores)
+    if kernel is not None and need_weights:
+        raise Refusal("need_weights", "be False with a kernel, which stores no weights", need_weights=True)
+    if kernel is not None and compute_kernel_config is not None:
+        raise Refusal("compute_kernel_config", "be None with a kernel, which has its own arithmetic", "a configuration")
+    check_heads(query, key, value)
+    rules = BareHeads(query.shape[3]) if spec is None else spec
+    check_scored(query, key, rules)
+    visible = Mask(mask, is_causal, key_padding_lengths, segment_ids).within(rules)
+    scores = Scores(rules, bias, {} if learned is None else learned, dropout, dropout_keep, seed)
+    scores_shape = (*tuple(query.shape)[:3], key.shape[2])
+    visible.check(scores_shape)
+    scores.check(scores_shape, query)
     key, value = zero_heads_in_padding(visible, key, value)
+    if kernel is not None:
+        return kernel(query, key, value, visible, scores), None
     context, attn_weights = attend(query, key, value, visible, scores, compute_kernel_config)
     return context, attn_weights if need_weights else None
 
@@ -255,27 +271,8 @@ def attend(
         attn_weights = zeros((*shape, seq_len_k), query.dtype, device)
         return zeros((*shape, value.shape[3]), query.dtype, device), attn_weights
     config: Any = {"compute_kernel_config": compute_kernel_config}
-    tables = (scores.relative_bias, scores.relative_keys, scores.relative_queries)
-    logits = attention_scores(query, key, scores.bias, scores.spec, mask.q_offset, *tables, **config)
+    logits = attention_scores(query, key, scores.bias, scores.spec, mask.q_offset, scores.learned, **config)
     hidden = mask.with_bias(scores.bias).to_bool(seq_len_q, seq_len_k, device)
-    attn_weights = as_dtype(masked_softmax(logits, hidden, scores.sinks, **config), query.dtype)
+    attn_weights = as_dtype(masked_softmax(logits, hidden, scores.learned.get("sinks"), **config), query.dtype)
     dropped = apply_dropout(attn_weights, scores.dropout, scores.dropout_keep, seed=scores.seed)
     return as_dtype(attention_context(dropped, value, **config), query.dtype), attn_weights
-
-
-def check_attention(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> None:
-    """Refuse split heads, q (B, N, T, H), k and v (B, K, S, ·), a mask or scores that do not fit each other."""
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        check_floating(name, x, rank=4)
-        if (x.dtype == ttnn.float32) != (query.dtype == ttnn.float32):  # a cache may be narrower
-            raise WrongType(name, "be float32 if query is", {f"{name}.dtype": x.dtype, "query.dtype": query.dtype})
-    if tuple(key.shape)[:3] != tuple(value.shape)[:3]:
-        raise Refusal(
-            "value",
-            "have the shape of key but for its features",
-            {"value.shape": tuple(value.shape), "key.shape": tuple(key.shape)},
-        )
-    check_scored(query, key, scores.spec)
-    scores_shape = (*tuple(query.shape)[:3], key.shape[2])
-    mask.check(scores_shape)
-    scores.check(scores_shape, query)

@@ -62,12 +62,16 @@ def decode_step(
         write_rows(cache, new, places.slots)
     slots, config = tuple(cache.slots.values()), kernel.compute_kernel_config
     of_scores: Any = {"spec": scores.spec, "compute_kernel_config": config}
-    if (learned := scores.sinks) is not None:
+    learned: dict[str, Any] = dict(scores.learned)
+    if "sinks" in learned:
         made_for = ("sinks", scores.spec, config is not None and config.math_approx_mode)
-        of_scores["sinks"] = kept.get_or_make(
-            made_for, (learned,), lambda: fused.sinks_of_step(learned, q, slots[0], **of_scores)
+        sinks = learned["sinks"]
+        learned["sinks"] = kept.get_or_make(
+            made_for, (sinks,), lambda: fused.sinks_of_step(sinks, q, slots[0], **of_scores)
         )
-    context = fused.attend_to_checked(q, slots[0], slots[-1], places.slots, page_table=cache.page_table, **of_scores)
+    context = fused.attend_to_checked(
+        q, slots[0], slots[-1], places.slots, page_table=cache.page_table, learned=learned, **of_scores
+    )
     if is_packed:
         rows = (batch_size, 1) if batch_size <= FEW else (1, batch_size)
         output = ttnn.reshape(context, (*rows, context.shape[2] * context.shape[3]))

@@ -18,7 +18,7 @@ from mha_spec import AttentionSpec, Latent, Refusal
 from mha_spec.attention import check_latent
 from mha_tt.arrays import as_dtype, at_least_float32
 from mha_tt.cache import Cache, append_checked, check_cache, check_room, num_added
-from mha_tt.checks import check_count, check_dtype, check_floating, check_heads, check_is_cache, check_latents
+from mha_tt.checks import check_count, check_dtype, check_floating, check_is_cache, check_latent_heads, check_latents
 from mha_tt.device import accurate_config, zeros
 from mha_tt.features.rope import Rotation, positions_and_rotation
 from mha_tt.features.temperature import apply_temperature
@@ -194,7 +194,7 @@ def absorb_keys(
     Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.2.
     """
     of_keys, _ = kv_b if isinstance(kv_b, HeadWeights) else weights_of_heads(kv_b, spec)
-    check_heads("q", q, spec, padded_features("q_proj", spec))
+    check_latent_heads("q", q, spec, padded_features("q_proj", spec))
     if 0 in tuple(q.shape):
         return zeros((*tuple(q.shape)[:3], padded_features("kv_a_proj", spec)), q.dtype, q.device())
     own_features = of_keys.shape[3]
@@ -224,7 +224,7 @@ def absorb_values(
         ValueError: if the layer has no latents, or the shapes do not fit.
     """
     _, of_values = kv_b if isinstance(kv_b, HeadWeights) else weights_of_heads(kv_b, spec)
-    check_heads("context", context, spec, of_values.shape[2])
+    check_latent_heads("context", context, spec, of_values.shape[2])
     if 0 in tuple(context.shape):
         return zeros((*tuple(context.shape)[:3], of_values.shape[3]), context.dtype, context.device())
     return _head_by_head(context, of_values, False, compute_kernel_config)

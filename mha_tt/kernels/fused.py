@@ -8,26 +8,26 @@ reaches only the rows that attend to it.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 import ttnn
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from ttnn import Tensor
 
 from mha_spec import AttentionSpec, Refusal, WrongType
+from mha_spec.heads import BareHeads
 from mha_spec.rules import check_head_groups
 from mha_tt import stages
 from mha_tt.arrays import as_dtype, at_least_float32
-from mha_tt.checks import check_floating, check_head_dim, check_lengths, check_sinks
+from mha_tt.checks import check_floating, check_heads_of_spec, check_lengths, check_names, check_sinks
 from mha_tt.device import accurate_config, upload_integers, with_bfloat16_sums, zeros
 from mha_tt.layout import TILE, round_up
-from mha_tt.masks import MASKED, DeviceMask, Mask, MaskKeywords, zero_masked_rows
-from mha_tt.padding import zero_heads_in_padding
+from mha_tt.masks import MASKED, DeviceMask, Mask, zero_masked_rows
 from mha_tt.scores import Scores, bias_on_device
-from mha_tt.stages import check_attention, score_scale
 
 LARGEST_CHUNK = 128
 """Queries and keys per chunk of the kernel: fits a core in every arithmetic, up to `WIDE` features."""
@@ -43,64 +43,19 @@ STEP_FEATURES = 128
 """The step kernel is correct for heads up to this many features, and for multiples of it; else it returns garbage."""
 
 
-def scaled_dot_product_attention(
-    query: Float[Tensor, "B N T H"],
-    key: Float[Tensor, "B K S H"],
-    value: Float[Tensor, "B K S Hv"],
-    spec: AttentionSpec | None = None,
-    *,
-    bias: Float[np.ndarray, "..."] | Tensor | None = None,
-    need_weights: bool = False,
-    dropout: float = 0.0,
-    dropout_keep: Bool[np.ndarray, "B N T S"] | None = None,
-    sinks: Float[Tensor, "..."] | None = None,
-    relative_bias: Float[Tensor, "..."] | None = None,
-    relative_keys: Float[Tensor, "..."] | None = None,
-    relative_queries: Float[Tensor, "..."] | None = None,
-    compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
-    **masks: Unpack[MaskKeywords],
-) -> tuple[Float[Tensor, "B N T Hv"], None]:
-    """Fastest form of `stages.scaled_dot_product_attention`, without attention weights.
-
-    A soft cap, or values with more or fewer tiles than keys, use the plain path, because the kernel does not support
-    them. Scores of masked keys must be far below 1e9 in size: the kernel masks by adding -1e9.
-
-    Other arguments are those of `stages.scaled_dot_product_attention`.
-
-    Args:
-        query: (B, N, T, H), bfloat16 or bfloat8_b, H whole tiles.
-        mask: causal and sliding-window masks with T = S are free: they are never uploaded.
-        need_weights: must be False; weights are never stored here.
-        dropout, dropout_keep: must be 0 and None; the kernel has no dropout.
-
-    Returns:
-        Context (B, N, T, Hv), in the dtype of query, and None.
-
-    Raises:
-        TypeError: if an input is not floating point, the dtypes differ or are float32, or the mask is not boolean.
-        ValueError: if the shapes do not fit, or need_weights or dropout is set.
-
-    Source: ttnn.transformer.scaled_dot_product_attention.
-    """
-    if need_weights:
-        raise Refusal("need_weights and dropout", "be left out on the fused path, which stores no weights")
-    visible = Mask.of(masks).within(spec)
-    products: Any = {"relative_keys": relative_keys, "relative_queries": relative_queries}
-    scores = Scores(spec, bias, sinks, relative_bias, dropout, dropout_keep, **products)
-    check_attention(query, key, value, visible, scores)
-    _check_supported(query)
-    if dropout or dropout_keep is not None:
-        raise Refusal("need_weights and dropout", "be left out on the fused path, which stores no weights")
-    key, value = zero_heads_in_padding(visible, key, value)
-    return FusedAttention(compute_kernel_config)(query, key, value, visible, scores), None
-
-
 @dataclass(frozen=True, eq=False)
 class FusedAttention:
     """Kernel of layers with an arithmetic of the device. Decoding steps use `attend_to_cache`.
 
+    The plain path computes what the framework's kernel does not support: heads in float32 or not in
+    whole tiles, values with more or fewer tiles than keys, a soft cap, biases and products by
+    distance, and dropout. Causal and sliding-window masks with T = S are free: they are never
+    uploaded. Scores of masked keys must be far below 1e9 in size: the kernel masks by adding -1e9.
+
     Attributes:
         compute_kernel_config: arithmetic of the device; default: `accurate_config`.
+
+    Source: ttnn.transformer.scaled_dot_product_attention.
     """
 
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None
@@ -140,7 +95,8 @@ class FusedAttention:
     ) -> Tensor:
         """Call the framework's kernel with `attn_mask`, or with a causal mask that it builds itself."""
         device, seq_len_q, seq_len_k = query.device(), query.shape[2], key.shape[2]
-        config, scale = self.compute_kernel_config or accurate_config(device), scores.scale or query.shape[3] ** -0.5
+        config, scale = self.compute_kernel_config or accurate_config(device), scores.spec.score_scale
+        sinks = scores.learned.get("sinks")
         kernel = partial(
             ttnn.transformer.scaled_dot_product_attention,
             query,
@@ -150,7 +106,7 @@ class FusedAttention:
             is_causal=causal is not None,
             sliding_window_size=None if causal is None else causal.window_size,
             scale=scale,
-            attention_sink=None if scores.sinks is None else _unscaled(scores.sinks, scale),
+            attention_sink=None if sinks is None else _unscaled(sinks, scale),
             program_config=_program_config(device, config, seq_len_q, seq_len_k, _largest_chunk(query)),
         )
         context = kernel(compute_kernel_config=config)
@@ -169,10 +125,10 @@ def attend_to_cache(
     keys: Float[Tensor, "B K S H"],
     values: Float[Tensor, "B K S Hv"],
     last_positions: Int[np.ndarray, " B"] | Int[Tensor, " B"],
-    spec: AttentionSpec | None = None,
+    spec: AttentionSpec | BareHeads | None = None,
     *,
     page_table: Int[Tensor, "B P"] | None = None,
-    sinks: Float[Tensor, "1 N 1 1"] | list[Tensor] | None = None,
+    learned: Mapping[str, Float[Tensor, "1 N 1 1"] | list[Tensor]] | None = None,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> Float[Tensor, "1 B N H"]:
     """Attend from one new token of each sequence to its cached tokens; reads only the filled part of the cache.
@@ -184,14 +140,16 @@ def attend_to_cache(
         keys, values: cache, (B, K, S, H), bfloat16 or bfloat8_b, S whole tiles; or with a page table (pages, K, slots
             per page, H).
         last_positions: last slot that each sequence attends to, (B,), on the host; or on the device, int32, unchecked.
-        spec: layer of these heads: scale, soft cap, ALiBi; default: the scale 1 / sqrt(H).
+        spec: layer of these heads: scale and sinks; default: the scale 1 / sqrt(H).
         page_table: pages of each sequence, in order, (B, P), int32, on the device.
-        sinks: attention sinks, (1, N, 1, 1); or the result of `sinks_of_step`, for many steps.
+        learned: weights of the layer that change scores, see `Scores`: `sinks` (1, N, 1, 1), or the result of
+            `sinks_of_step`, for many steps.
         compute_kernel_config: arithmetic of the device; default: `accurate_config`.
 
     Raises:
         TypeError: if a tensor is float32 or not in tiles on the device, or positions are not integers.
-        ValueError: if the shapes do not fit, or a position lies outside the cache.
+        ValueError: if the shapes do not fit, a position lies outside the cache, or the layer has a
+            soft cap, or biases or products by distance.
 
     Source: ttnn.transformer.scaled_dot_product_attention_decode, paged_scaled_dot_product_attention_decode.
     """
@@ -204,11 +162,17 @@ def attend_to_cache(
             {"query.shape": tuple(query.shape)},
         )
     check_cached_step(query, keys, values, last_positions, page_table)
-    check_head_dim(None if spec is None else spec.head_dim, query.shape[3])
+    rules = BareHeads(query.shape[3]) if spec is None else spec
+    check_heads_of_spec(query, query.shape[2], rules)
+    if not supports(query, Scores(rules)):
+        raise Refusal("spec", "have no soft cap, and no biases or products by distance, in a step", spec=spec)
+    learned = {} if learned is None else learned
+    check_names("learned", learned, rules.score_shapes)
+    sinks = learned.get("sinks")
     if not isinstance(sinks, list):
         check_sinks(sinks, query.shape[2])
-    options: Any = {"page_table": page_table, "sinks": sinks, "compute_kernel_config": compute_kernel_config}
-    return attend_to_checked(query, keys, values, last_positions, spec, **options)
+    options: Any = {"page_table": page_table, "learned": learned, "compute_kernel_config": compute_kernel_config}
+    return attend_to_checked(query, keys, values, last_positions, rules, **options)
 
 
 def attend_to_checked(
@@ -216,15 +180,16 @@ def attend_to_checked(
     keys: Float[Tensor, "B K S H"],
     values: Float[Tensor, "B K S Hv"],
     last_positions: Int[np.ndarray, " B"] | Int[Tensor, " B"],
-    spec: AttentionSpec | None,
+    spec: AttentionSpec | BareHeads,
     *,
     page_table: Int[Tensor, "B P"] | None = None,
-    sinks: Float[Tensor, "1 N 1 1"] | list[Tensor] | None = None,
+    learned: Mapping[str, Float[Tensor, "1 N 1 1"] | list[Tensor]],
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> Float[Tensor, "1 B N H"]:
     """Return the context of `attend_to_cache`, without checks."""
-    scale, config = score_scale(query, spec), compute_kernel_config or accurate_config(query.device())
+    scale, config = spec.score_scale, compute_kernel_config or accurate_config(query.device())
     parts = _parts(query.shape[2], query.shape[3], keys.shape[1], config)
+    sinks = learned.get("sinks")
     if not isinstance(sinks, list):
         sinks = [None] * len(parts) if sinks is None else _sinks_of(parts, sinks, scale)
     # 0 lets the operation choose its chunks. Without a configuration it divides keys among more cores than its
@@ -257,14 +222,16 @@ def sinks_of_step(
     sinks: Float[Tensor, "1 N 1 1"],
     query: Float[Tensor, "1 B N H"],
     keys: Float[Tensor, "B K S H"],
-    spec: AttentionSpec | None = None,
+    spec: AttentionSpec | BareHeads | None = None,
     *,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> list[Tensor]:
     """Prepare sinks for `attend_to_cache`, once for many steps with such queries and keys."""
     check_sinks(sinks, query.shape[2])
+    rules = BareHeads(query.shape[3]) if spec is None else spec
+    check_heads_of_spec(query, query.shape[2], rules)
     config = compute_kernel_config or accurate_config(query.device())
-    return _sinks_of(_parts(query.shape[2], query.shape[3], keys.shape[1], config), sinks, score_scale(query, spec))
+    return _sinks_of(_parts(query.shape[2], query.shape[3], keys.shape[1], config), sinks, rules.score_scale)
 
 
 def _parts(
@@ -290,8 +257,9 @@ def _sinks_of(parts: list[tuple[slice, int]], sinks: Tensor, scale: float) -> li
 
 def supports(x: Tensor, scores: Scores) -> bool:
     """Return whether the framework's kernels support the dtype of x and these changes to the scores."""
+    is_changed = scores.spec.soft_cap is not None or scores.spec.has_distance_bias
     has_dropout = scores.dropout or scores.dropout_keep is not None
-    return x.dtype != ttnn.float32 and scores.soft_cap is None and not scores.has_distances and not has_dropout
+    return x.dtype != ttnn.float32 and not is_changed and not has_dropout
 
 
 def step_supports(num_features: int) -> bool:
