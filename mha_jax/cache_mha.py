@@ -86,8 +86,7 @@ def multi_head_attention_with_cache(
 
     Raises:
         TypeError: if x is not floating point, dtypes differ or the mask is not boolean.
-        ValueError: if the weights or the shapes do not fit, a weight is not finite, or only one of cache_k and cache_v
-            is given.
+        ValueError: if the weights or the shapes do not fit, or only one of cache_k and cache_v is given.
     """
     check_spec(spec, is_self_attention=True)
     x, bias, weights = cast((x, bias, weights), dtype)
@@ -139,7 +138,7 @@ def multi_head_attention_with_static_cache(
 ) -> tuple[Float[Array, "B T E"], KVCache]:
     """Causal self-attention of new tokens over all tokens so far, with a cache of fixed capacity.
 
-    Results, errors and other arguments are those of `MultiHeadAttentionWithCache`. Weights must be finite.
+    Results, errors and other arguments are those of `MultiHeadAttentionWithCache`.
 
     Args:
         weights: see `multi_head_attention`.

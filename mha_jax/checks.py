@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,11 +11,12 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array
 
-from mha_jax.arrays import is_on_accelerator
-from mha_spec import AttentionSpec, GridBias, Latent, Norm, Refusal, RelativeBias, RelativeProducts, Rope, WrongType
+from mha_jax.arrays import array_of, is_on_accelerator
+from mha_spec import AttentionSpec, GridBias, Latent, Norm, Refusal, Rope, WrongType
 from mha_spec.attention import check_spec
 from mha_spec.features.norm import check_norm
 from mha_spec.features.rope import position_shapes
+from mha_spec.heads import BareHeads
 from mha_spec.rules import as_count, check_head_groups
 
 
@@ -90,43 +91,50 @@ def check_weights(weights: Mapping[str, Any], spec: AttentionSpec) -> None:
     check_spec(spec)
     if not isinstance(weights, Mapping):
         raise WrongType("weights", "be a mapping of projections to their arrays", type(weights).__name__)
-    whole = {name for name in spec.parameters if "." not in name}
-    flat = sorted(name for name, leaves in weights.items() if name not in whole and not isinstance(leaves, Mapping))
+    of_parts = {name: leaves for name, leaves in weights.items() if name not in spec.score_shapes}
+    flat = sorted(name for name, leaves in of_parts.items() if not isinstance(leaves, Mapping))
     if flat:
         raise WrongType("weights", "map each projection to its kernel and bias", f"arrays for {flat}")
-    held = {name: array for name, array in weights.items() if name in whole}
-    held |= {f"{name}.{leaf}": weights[name][leaf] for name in weights if name not in whole for leaf in weights[name]}
+    arrays = {name: array for name, array in weights.items() if name in spec.score_shapes}
+    for part, leaves in of_parts.items():
+        arrays |= {f"{part}.{leaf}": array for leaf, array in leaves.items()}
     shapes = {
         name.replace("proj.weight", "proj.kernel"): shape if name in spec.parameters else shape[::-1]
         for name, shape in spec.held_shapes.items()
     }
-    missing, unexpected = sorted(shapes.keys() - held.keys()), sorted(held.keys() - shapes.keys())
-    if missing or unexpected:
-        raise Refusal("weights", "have exactly the names of the spec", missing=missing, unexpected=unexpected)
+    check_names("weights", arrays, shapes)
     first = next(iter(shapes))
     for name, shape in shapes.items():
-        array = held[name]
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise WrongType(name, "be floating point", {f"{name}.dtype": array.dtype})
-        if array.dtype != held[first].dtype:
-            raise WrongType(name, f"have the dtype of {first}", f"{array.dtype} and {held[first].dtype}")
-        if array.shape != shape:
-            raise Refusal(name, f"have shape {shape}", {f"{name}.shape": array.shape})
-    check_finite(held)
+        array = array_of(arrays[name])
+        check_weight(name, array, shape)
+        if array.dtype != arrays[first].dtype:
+            raise WrongType(name, f"have the dtype of {first}", f"{array.dtype} and {arrays[first].dtype}")
 
 
-def check_finite(weights: Mapping[str, Array]) -> None:
-    """Refuse weights with NaN or infinity, if their values are known."""
-    known = {name: array for name, array in weights.items() if not isinstance(array, Tracer)}
-    with jax.ensure_compile_time_eval():  # weights that jit closes over are known even if inputs are not
-        wrong = [name for name, is_finite in _are_finite(known).items() if not is_finite]
-    if wrong:
-        raise Refusal("weights", "be finite", f"NaN or infinities in {wrong}")
+def check_score_weights(weights: Mapping[str, Array], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse weights that change scores if their names or shapes are not exactly those of the layer."""
+    check_names("learned", weights, shapes)
+    for name, shape in shapes.items():
+        check_weight(name, weights[name], shape)
 
 
-@jax.jit
-def _are_finite(arrays: dict[str, Array]) -> dict[str, Array]:
-    return {name: jnp.isfinite(array).all() for name, array in arrays.items()}
+def check_names(argument: str, weights: Mapping[str, Array], names: Collection[str]) -> None:
+    """Refuse weights that do not have exactly these names."""
+    if not isinstance(weights, Mapping):
+        raise WrongType(argument, "be a mapping of names to arrays", type(weights).__name__)
+    missing = sorted(set(names) - weights.keys())
+    unexpected = sorted(weights.keys() - set(names))
+    if missing or unexpected:
+        raise Refusal(argument, "have exactly the names of the spec", missing=missing, unexpected=unexpected)
+
+
+def check_weight(name: str, weight: Array, shape: tuple[int, ...]) -> None:
+    """Refuse a weight that is not a floating-point array, or has another shape."""
+    check_array(name, weight)
+    if not jnp.issubdtype(weight.dtype, jnp.floating):
+        raise WrongType(name, "be floating point", {f"{name}.dtype": weight.dtype})
+    if weight.shape != shape:
+        raise Refusal(name, f"have shape {shape}", {f"{name}.shape": weight.shape})
 
 
 def check_layer_inputs(
@@ -240,22 +248,31 @@ def check_latents(name: str, latents: Array, latent: Latent) -> None:
         raise Refusal(name, f"have shape (B, 1, S, {latent.width})", {f"{name}.shape": shape})
 
 
-def check_scored(query: Array, key: Array, spec: AttentionSpec | None) -> None:
+def check_heads(query: Array, key: Array, value: Array) -> None:
+    """Refuse split heads, q (B, N, T, H), k and v (B, K, S, ·), that do not fit each other."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_floating(name, x, rank=4)
+        if x.dtype != query.dtype:
+            raise WrongType(name, "have the dtype of query", {f"{name}.dtype": x.dtype, "query.dtype": query.dtype})
+    if key.shape[:3] != value.shape[:3]:
+        raise Refusal(
+            "value", "have the shape of key but for its features", {"value.shape": value.shape, "key.shape": key.shape}
+        )
+
+
+def check_scored(query: Array, key: Array, spec: AttentionSpec | BareHeads) -> None:
     """Refuse queries (B, N, T, H) and keys (B, K, S, H) that do not fit each other or the layer."""
     if (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3]):
         raise Refusal(
             "key", "have the batch size and head_dim of query", {"key.shape": key.shape, "query.shape": query.shape}
         )
     check_head_groups(query.shape[1], key.shape[1])
-    if spec is None:
+    if isinstance(spec, BareHeads):
         return
     check_spec(spec)
-    if spec.alibi is not None and spec.num_heads != query.shape[1]:
-        raise Refusal(
-            "query",
-            "have the heads of a spec with alibi, whose slopes are theirs",
-            f"{query.shape[1]} heads and num_heads={spec.num_heads}",
-        )
+    if (query.shape[1], query.shape[3]) != (spec.num_heads, spec.head_dim):
+        rule = f"have the heads of the spec, (N, H) = ({spec.num_heads}, {spec.head_dim})"
+        raise Refusal("query", rule, {"query.shape": query.shape})
 
 
 def check_mask(mask: Array | None, scores_shape: tuple[int, ...]) -> None:
@@ -280,48 +297,10 @@ def check_bias(bias: Array | None, scores_shape: tuple[int, ...], query: Array) 
     check_broadcasts("bias", bias.shape, scores_shape)
 
 
-def check_relative_bias(
-    table: Array | None, relative_bias: RelativeBias | GridBias | None, scores_shape: tuple[int, ...]
-) -> None:
-    """Refuse a table if the layer has none, one of another shape, or more tokens than its grid has."""
-    if (table is None) != (relative_bias is None):
-        raise Refusal("relative_bias", "be given where the spec has one", {"spec.relative_bias": relative_bias})
-    if table is None or relative_bias is None:
-        return
-    check_array("relative_bias", table)
-    if not jnp.issubdtype(table.dtype, jnp.floating):
-        raise WrongType("relative_bias", "be floating point", {"relative_bias.dtype": table.dtype})
-    shape = (relative_bias.num_buckets, scores_shape[1])
-    if table.shape != shape:
-        raise Refusal("relative_bias", f"have shape (num_buckets, N) = {shape}", {"relative_bias.shape": table.shape})
-    if isinstance(relative_bias, GridBias):
-        check_grid(relative_bias, scores_shape)
-
-
 def check_grid(relative_bias: GridBias, scores_shape: tuple[int, ...]) -> None:
     """Refuse scores (B, N, T, S) of more tokens than the grid of the relative bias has."""
     if max(scores_shape[2:]) > relative_bias.num_tokens:
         raise Refusal("tokens", f"be at most the {relative_bias.num_tokens} of the grid", {"(T, S)": scores_shape[2:]})
-
-
-def check_relative_products(
-    relative_keys: Array | None,
-    relative_queries: Array | None,
-    relative_products: RelativeProducts | None,
-    query: Array,
-) -> None:
-    """Refuse tables that the layer does not have, or of other buckets, heads or features."""
-    shapes = {} if relative_products is None else relative_products.tables(query.shape[1], query.shape[3])
-    for name, table in (("relative_keys", relative_keys), ("relative_queries", relative_queries)):
-        if (table is not None) != (name in shapes):
-            raise Refusal(name, "be given where the spec has it", {"spec.relative_products": relative_products})
-        if table is None:
-            continue
-        check_array(name, table)
-        if not jnp.issubdtype(table.dtype, jnp.floating):
-            raise WrongType(name, "be floating point", {f"{name}.dtype": table.dtype})
-        if table.shape != shapes[name]:
-            raise Refusal(name, f"have shape {shapes[name]}", {f"{name}.shape": table.shape})
 
 
 def check_sinks(sinks: Array | None, num_heads: int) -> None:

@@ -4,8 +4,8 @@ Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H
 A mask is boolean, True = masked (the query may not attend to the key); an additive term is a bias.
 """
 
-from collections.abc import Mapping
-from typing import Any, Unpack
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from mha_jax.arrays import cast
 from mha_jax.checks import check_weights
 from mha_jax.kernels import Kernel, fused
-from mha_jax.masks import Mask, MaskKeywords
+from mha_jax.masks import Mask
 from mha_jax.mha import FunctionalLayer, attention_layer
 from mha_jax.stages import apply_dropout
 from mha_spec import AttentionSpec, Refusal
@@ -35,11 +35,14 @@ def multi_head_attention(
     dropout_rng: jax.Array | None = None,
     kernel: Kernel = fused.attend,
     dtype: jnp.dtype | None = None,
-    **masks: Unpack[MaskKeywords],
+    mask: Bool[Array, "..."] | None = None,
+    is_causal: bool = False,
+    key_padding_lengths: Int[Array, " B"] | Sequence[int] | None = None,
+    segment_ids: Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
 ) -> tuple[Float[Array, "B T E"], Float[Array, "B N T S"] | None]:
     """Functional multi-head attention: project, split heads, attend, combine heads, project.
 
-    Results, errors and other arguments are those of `MultiHeadAttention`. Weights must be finite.
+    Results, errors and other arguments are those of `MultiHeadAttention`.
 
     Args:
         weights: Flax params: {`<name>`: {`kernel` (in, out), `bias` (out,)}} of projections, {`<name>`: {`weight`,
@@ -63,7 +66,7 @@ def multi_head_attention(
         query,
         key,
         value,
-        Mask.of(masks),
+        Mask(mask, is_causal, key_padding_lengths, segment_ids),
         bias=bias,
         need_weights=need_weights,
         positions=positions,

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypedDict
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from mha_jax.checks import check_count, check_integers, check_lengths, check_mask
 from mha_jax.compiled import compiled
 from mha_spec import AttentionSpec, Refusal
-from mha_spec.attention import check_spec
+from mha_spec.heads import BareHeads
 from mha_spec.span import Span, span_of
 
 
@@ -34,7 +34,7 @@ def create_attention_mask(
         key_padding_lengths: number of real keys of each sequence, (B,), see `create_padding_mask`.
         window_size: hide keys this many positions away or more, on either side.
         chunk_size: hide keys of other chunks; chunks are this many positions long.
-        segment_ids: hide keys of other segments, see `MaskKeywords`.
+        segment_ids: hide keys of other segments, see `Mask`.
 
     Raises:
         TypeError: if the lengths or the ids are not integers.
@@ -48,7 +48,7 @@ def create_attention_mask(
     check_count("seq_len_q", seq_len_q)
     check_count("seq_len_k", seq_len_k)
     span, batch_size = span_of(window_size, chunk_size), None
-    visible = Mask(None, is_causal, key_padding_lengths, span, segment_ids=segment_ids)
+    visible = Mask(None, is_causal, key_padding_lengths, segment_ids, span)
     if visible.segments is not None:
         batch_size = next(iter(getattr(next(iter(visible.segments), None), "shape", ())), 0)
         _check_segments(visible.segments, batch_size, seq_len_q, seq_len_k)
@@ -57,8 +57,10 @@ def create_attention_mask(
     return visible.implicit_bool(seq_len_q, seq_len_k)
 
 
-class MaskKeywords(TypedDict, total=False):
-    """Keywords of a call that hide keys from queries; any of them suffices to hide a key.
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)  # comparing arrays yields no single truth value
+class Mask:
+    """Keys that each query cannot attend to, as an array or in implicit form; any attribute suffices to hide a key.
 
     Attributes:
         mask: boolean, True = masked; broadcasts to (B, N, T, S). The output of a fully masked row is 0.
@@ -66,21 +68,6 @@ class MaskKeywords(TypedDict, total=False):
         key_padding_lengths: number of real keys of each sequence, (B,), see `create_padding_mask`.
         segment_ids: segment of each token, (B, T): hide keys whose id is not the query's. A pair if keys have other
             ids: (B, T) of the queries and (B, S) of the keys.
-    """
-
-    mask: Bool[Array, "..."] | None
-    is_causal: bool
-    key_padding_lengths: Int[Array, " B"] | Sequence[int] | None
-    segment_ids: Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]] | None
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, eq=False)  # comparing arrays yields no single truth value
-class Mask:
-    """Keys that each query cannot attend to, as an array or in implicit form.
-
-    Attributes:
-        mask, is_causal, key_padding_lengths, segment_ids: see `MaskKeywords`.
         span: attention span of the layer, a window or chunks; None for all keys.
         q_offset: position of the first query among the keys, for all sequences or each, (1,) or (B,); default: 0.
     """
@@ -88,23 +75,15 @@ class Mask:
     mask: Bool[Array, "..."] | None = None
     is_causal: bool = field(default=False, metadata={"static": True})
     key_padding_lengths: Int[Array, " B"] | Sequence[int] | None = None
+    segment_ids: Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None
     span: Span | None = field(default=None, metadata={"static": True})
     q_offset: Int[Array, " B"] | None = None
-    segment_ids: Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None
 
     def check(self, scores_shape: tuple[int, ...]) -> None:
         """Refuse a mask that does not fit the scores (B, N, T, S). `find_padding` checks lengths."""
         check_mask(self.mask, scores_shape)
         if self.segments is not None:
             _check_segments(self.segments, scores_shape[0], *scores_shape[2:])
-
-    @classmethod
-    def of(cls, keywords: MaskKeywords) -> "Mask":
-        """Return the mask of a call with these keywords."""
-        for name in keywords:
-            if name not in MaskKeywords.__annotations__:
-                raise TypeError(f"attention got an unexpected keyword argument {name!r}")
-        return cls(**keywords)
 
     @property
     def segments(self) -> tuple[Int[Array, "B T"], Int[Array, "B S"]] | None:
@@ -120,11 +99,8 @@ class Mask:
         """Return whether no other field is in use."""
         return not self.fields_beyond(*known)
 
-    def within(self, spec: AttentionSpec | None) -> "Mask":
+    def within(self, spec: AttentionSpec | BareHeads) -> "Mask":
         """Return the mask with the attention span of a layer."""
-        if spec is None:
-            return self
-        check_spec(spec)
         return self if spec.span is None else replace(self, span=spec.span)
 
     def as_arrays(self) -> "Mask":

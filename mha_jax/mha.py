@@ -5,9 +5,9 @@ Layers accept any number of batch axes instead of B, or none: see `axes`.
 A mask is boolean, True = masked (the query may not attend to the key); an additive term is a bias.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Unpack
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +15,15 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from mha_jax import stages
-from mha_jax.arrays import cast
+from mha_jax.arrays import array_of, cast
 from mha_jax.axes import with_one_batch_axis
 from mha_jax.checks import check_layer_inputs, check_projected, check_tokens
 from mha_jax.features.norms import NormLayer
 from mha_jax.kernels import Kernel, fused
-from mha_jax.masks import Mask, MaskKeywords
+from mha_jax.masks import Mask
 from mha_jax.padding import find_padding, finite_inputs, zero_padding
 from mha_jax.projections import project_output, project_qkv
-from mha_jax.scores import LEARNED, Scores
+from mha_jax.scores import Scores
 from mha_jax.stages import apply_dropout
 from mha_jax.weights import linear, project_with
 from mha_spec import (
@@ -104,9 +104,9 @@ class FunctionalLayer:
 
     def scores(self, bias: Float[Array, "..."] | None) -> Scores:
         """Return the scores of a call: bias, learned weights, and dropout in training."""
-        learned: Any = {name: self.weights.get(name) for name in LEARNED}
-        dropout = {"dropout": self.spec.dropout if self.training else 0.0, "dropout_rng": self.dropout_rng}
-        return Scores(self.spec, bias, dropout_keep=self.dropout_keep, **dropout, **learned)
+        learned = {name: array_of(self.weights[name]) for name in self.spec.score_shapes}
+        dropout = self.spec.dropout if self.training else 0.0
+        return Scores(self.spec, bias, learned, dropout, self.dropout_keep, self.dropout_rng)
 
 
 # ---- Modules ---------------------------------------------------------------------------------------------------------
@@ -197,12 +197,8 @@ class AttentionLayer(nnx.Module):
         for name, norm in spec.norms.items():
             setattr(self, name, NormLayer(norm, spec.norm_shapes(name), **dtypes))
 
-        def learned(name: str) -> nnx.Param[Any] | None:
-            shape = spec.parameters.get(name)
-            return None if shape is None else nnx.Param(jnp.zeros(shape, param_dtype))
-
-        self.sinks, self.relative_bias = learned("sinks"), learned("relative_bias")
-        self.relative_keys, self.relative_queries = learned("relative_keys"), learned("relative_queries")
+        for name, shape in spec.score_shapes.items():
+            setattr(self, name, nnx.Param(jnp.zeros(shape, param_dtype)))
         self.deterministic = False  # set by `train()` and `eval()` of nnx
         self.dropout_rngs = rngs["dropout"].fork() if spec.dropout or spec.output_dropout else None
 
@@ -227,13 +223,9 @@ class AttentionLayer(nnx.Module):
 
     def scores(self, bias: Float[Array, "..."] | None) -> Scores:
         """Return the scores of a call: bias, learned weights, and dropout in training."""
-        learned: Any = {}
-        for name in LEARNED:
-            parameter = getattr(self, name)
-            if parameter is not None:
-                learned[name] = cast(parameter[...], self.dtype)
+        learned = {name: cast(getattr(self, name)[...], self.dtype) for name in self.spec.score_shapes}
         dropout = 0.0 if self.deterministic else self.spec.dropout
-        return Scores(self.spec, bias, dropout=dropout, dropout_rng=self.dropout_rng(dropout), **learned)
+        return Scores(self.spec, bias, learned, dropout, dropout_rng=self.dropout_rng(dropout))
 
     def dropout_rng(self, rate: float) -> jax.Array | None:
         """Return a new random key if dropout applies: in training, at a rate above 0."""
@@ -257,7 +249,10 @@ class MultiHeadAttention(AttentionLayer):
         bias: Float[Array, "..."] | None = None,
         need_weights: bool = False,
         positions: Int[Array, "... #B T"] | None = None,
-        **masks: Unpack[MaskKeywords],
+        mask: Bool[Array, "..."] | None = None,
+        is_causal: bool = False,
+        key_padding_lengths: Int[Array, " B"] | Sequence[int] | None = None,
+        segment_ids: Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
     ) -> tuple[Float[Array, "B T E"], Float[Array, "B N T S"] | None]:
         """Attend from each query token to the key tokens.
 
@@ -266,10 +261,10 @@ class MultiHeadAttention(AttentionLayer):
             key: (B, S, d_kv); default: self-attention. With `shared_kv` the keys of another layer, (B, K, S, H), as
                 `project_qkv` returns them.
             value: (B, S, d_kv); default: the key. With `shared_kv` the values of that layer, (B, K, S, Hv).
-            masks: keywords that hide keys, see `MaskKeywords`.
             bias: added to the scores, in the dtype of query; broadcasts to (B, N, T, S). -inf masks a key.
             need_weights: also return the attention weights; uses the plain path.
             positions: position of each token, (B or 1, T), or with sections (axes, B or 1, T); default: 0, 1, ….
+            mask, is_causal, key_padding_lengths, segment_ids: hide keys, see `Mask`.
 
         Returns:
             Output (B, T, E), or (B, T, N * Hv) without `out_proj`, and the attention weights before dropout (B, N, T,
@@ -280,8 +275,9 @@ class MultiHeadAttention(AttentionLayer):
             ValueError: if the shapes do not fit.
         """
         query, key, value, bias = cast((query, key, value, bias), self.dtype)
+        visible = Mask(mask, is_causal, key_padding_lengths, segment_ids)
         output, attn_weights = attention_layer(
-            self, query, key, value, Mask.of(masks), bias=bias, need_weights=need_weights, positions=positions
+            self, query, key, value, visible, bias=bias, need_weights=need_weights, positions=positions
         )
         return self.drop_output(output), attn_weights
 
@@ -297,7 +293,10 @@ class MultiHeadSelfAttention(AttentionLayer):
         *,
         bias: Float[Array, "..."] | None = None,
         positions: Int[Array, "... #B T"] | None = None,
-        **masks: Unpack[MaskKeywords],
+        mask: Bool[Array, "..."] | None = None,
+        is_causal: bool = False,
+        key_padding_lengths: Int[Array, " B"] | Sequence[int] | None = None,
+        segment_ids: Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
     ) -> Float[Array, "B T E"]:
         """Attend from each token to the tokens of its own sequence.
 
@@ -311,6 +310,6 @@ class MultiHeadSelfAttention(AttentionLayer):
         """
         check_tokens("x", x)
         x, bias = cast((x, bias), self.dtype)
-        visible = Mask.of(masks)
+        visible = Mask(mask, is_causal, key_padding_lengths, segment_ids)
         output, _ = attention_layer(self, x, None, None, visible, bias=bias, need_weights=False, positions=positions)
         return self.drop_output(output)

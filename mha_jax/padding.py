@@ -4,7 +4,9 @@ A mask alone does not ensure this. A masked key has the weight 0, but 0 * NaN is
 in the gradients of weights. Nothing here reads a value.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -59,9 +61,11 @@ def zero_padding(x: Float[Array, "B K S H"], is_padding: Bool[Array, "B S"]) -> 
     return zero_where(x, is_padding[:, None, :, None])
 
 
-def zero_heads_in_padding(mask: Mask, key: Array, value: Array) -> tuple[Mask, Array, Array]:
+def zero_heads_in_padding(
+    mask: Mask, key: Array, value: Array, find: Callable[..., Any] = find_padding
+) -> tuple[Mask, Array, Array]:
     """Return split heads with keys and values of 0 in padding, and the mask as `find_padding` returns it."""
-    mask, is_padding = find_padding(mask, key.shape[0], key.shape[2])
+    mask, is_padding = find(mask, key.shape[0], key.shape[2])
     if is_padding is None:
         return mask, key, value
     return mask, zero_padding(key, is_padding), zero_padding(value, is_padding)

@@ -4,7 +4,7 @@ Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H
 A mask is boolean, True = masked (the query may not attend to the key); an additive term is a bias.
 """
 
-from typing import Any, Unpack
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,11 @@ from mha_jax.arrays import at_least_float32, zero_where
 from mha_jax.checks import (
     check_bias,
     check_floating,
+    check_grid,
+    check_heads,
     check_keep,
     check_mask,
-    check_relative_bias,
-    check_relative_products,
+    check_score_weights,
     check_scored,
     check_sinks,
     check_weighed,
@@ -27,12 +28,13 @@ from mha_jax.features.alibi import alibi_bias
 from mha_jax.features.relative_bias import relative_position_bias
 from mha_jax.features.relative_products import relative_position_products
 from mha_jax.heads import repeat_kv_heads
-from mha_jax.masks import Mask, MaskKeywords, to_scores_rank
-from mha_jax.padding import zero_heads_in_padding
+from mha_jax.kernels import Kernel
+from mha_jax.masks import Mask, to_scores_rank
+from mha_jax.padding import find_padding, zero_heads_in_padding
 from mha_jax.parallel.sharding import head_sharding, reshard_like, with_auto_axes
 from mha_jax.scores import Scores
-from mha_spec import AttentionSpec, Refusal, WrongType
-from mha_spec.attention import check_spec
+from mha_spec import AttentionSpec, GridBias, Refusal
+from mha_spec.heads import BareHeads
 from mha_spec.rules import as_rate
 
 
@@ -40,40 +42,52 @@ def attention_scores(
     query: Float[Array, "B N T H"],
     key: Float[Array, "B K S H"],
     bias: Float[Array, "..."] | None = None,
-    spec: AttentionSpec | None = None,
+    spec: AttentionSpec | BareHeads | None = None,
     q_offset: Int[Array, " B"] | None = None,
-    relative_bias: Float[Array, "..."] | None = None,
-    relative_keys: Float[Array, "..."] | None = None,
-    relative_queries: Float[Array, "..."] | None = None,
+    learned: Mapping[str, Float[Array, "..."]] | None = None,
 ) -> Float[Array, "B N T S"]:
     """Return scaled dot products of queries and keys, with soft cap and biases, in at least float32.
 
     The scale is 1 / sqrt(H) unless the spec has one. ALiBi subtracts slope * distance; a relative bias adds numbers
-    from a table (num_buckets, N). Relative products add scaled products of queries and `relative_keys`, and of keys
-    and `relative_queries`. `q_offset` is the position of the first query among the keys, for all sequences or each,
-    (1,) or (B,); default: 0.
+    from a table. Relative products add scaled products of queries and vectors of distances, and of keys and such
+    vectors.
+
+    Args:
+        query, key: (B, N, T, H) and (B, K, S, H); query head n uses key head n // (N // K).
+        bias: added to the scores; broadcasts to (B, N, T, S).
+        spec: layer of these heads; default: only the scale 1 / sqrt(H).
+        q_offset: position of the first query among the keys, for all sequences or each, (1,) or (B,); default: 0.
+        learned: weights of the layer that change scores, see `Scores`.
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1; the soft cap: Gemma 2, arXiv:2408.00118, section 2.
     """
     check_floating("query", query, rank=4)
     check_floating("key", key, rank=4)
-    check_scored(query, key, spec)
-    check_bias(bias, (*query.shape[:3], key.shape[2]), query)
-    scale, relative = score_scale(query, spec), None if spec is None else spec.relative_bias
-    check_relative_bias(relative_bias, relative, (*query.shape[:3], key.shape[2]))
-    products = None if spec is None else spec.relative_products
-    check_relative_products(relative_keys, relative_queries, products, query)
+    rules = BareHeads(query.shape[3]) if spec is None else spec
+    learned = {} if learned is None else learned
+    check_scored(query, key, rules)
+    scores_shape = (*query.shape[:3], key.shape[2])
+    check_bias(bias, scores_shape, query)
+    # Sinks are part of the softmax.
+    tables = {name: table for name, table in learned.items() if name != "sinks"}
+    table_shapes = {name: shape for name, shape in rules.score_shapes.items() if name != "sinks"}
+    check_score_weights(tables, table_shapes)
+    if isinstance(rules.relative_bias, GridBias):
+        check_grid(rules.relative_bias, scores_shape)
     key = repeat_kv_heads(key, query.shape[1])
-    scores = jnp.einsum("bnth,bnsh->bnts", at_least_float32(query) * scale, at_least_float32(key))
-    scores = soft_capped(scores, spec)
-    if spec is not None and spec.alibi_slopes is not None:
-        scores = scores + alibi_bias(spec.alibi_slopes, *scores.shape[2:], q_offset, scores_dtype=scores.dtype)
-    if relative_bias is not None and relative is not None:
-        lengths, dtype = (scores.shape[2], scores.shape[3]), scores.dtype
-        scores = scores + relative_position_bias(relative_bias, relative, *lengths, q_offset, scores_dtype=dtype)
-    if products is not None:
-        tables = (relative_keys, relative_queries)
-        scores = scores + scale * relative_position_products(query, key, products, *tables, q_offset)
+    scores = jnp.einsum("bnth,bnsh->bnts", at_least_float32(query) * rules.score_scale, at_least_float32(key))
+    if rules.soft_cap is not None:
+        scores = rules.soft_cap * jnp.tanh(scores / rules.soft_cap)
+    lengths, dtype = (scores.shape[2], scores.shape[3]), scores.dtype
+    if rules.alibi_slopes is not None:
+        scores = scores + alibi_bias(rules.alibi_slopes, *lengths, q_offset, scores_dtype=dtype)
+    if rules.relative_bias is not None:
+        table = tables["relative_bias"]
+        scores = scores + relative_position_bias(table, rules.relative_bias, *lengths, q_offset, scores_dtype=dtype)
+    if rules.relative_products is not None:
+        vectors = (tables.get("relative_keys"), tables.get("relative_queries"))
+        products = relative_position_products(query, key, rules.relative_products, *vectors, q_offset)
+        scores = scores + rules.score_scale * products
     return scores if bias is None else scores + to_scores_rank(at_least_float32(bias))
 
 
@@ -152,21 +166,6 @@ def apply_dropout(
     return jnp.where(keep, attn_weights / (1.0 - rate), 0.0)
 
 
-def score_scale(query: Array, spec: AttentionSpec | None) -> float:
-    """Return the factor of the dot products of queries (B, N, T, H)."""
-    if spec is None:
-        return query.shape[-1] ** -0.5
-    check_spec(spec)
-    return spec.score_scale
-
-
-def soft_capped(scores: Array, spec: AttentionSpec | None) -> Array:
-    """Apply the soft cap, if any, before bias and mask."""
-    if spec is None or spec.soft_cap is None:
-        return scores
-    return spec.soft_cap * jnp.tanh(scores / spec.soft_cap)
-
-
 # ---- Attention -------------------------------------------------------------------------------------------------------
 
 
@@ -174,46 +173,61 @@ def scaled_dot_product_attention(
     query: Float[Array, "B N T H"],
     key: Float[Array, "B K S H"],
     value: Float[Array, "B K S Hv"],
-    spec: AttentionSpec | None = None,
+    spec: AttentionSpec | BareHeads | None = None,
     *,
     bias: Float[Array, "..."] | None = None,
+    learned: Mapping[str, Float[Array, "..."]] | None = None,
     need_weights: bool = False,
     dropout: float = 0.0,
     dropout_keep: Bool[Array, "B N T S"] | None = None,
     dropout_rng: jax.Array | None = None,
-    sinks: Float[Array, "..."] | None = None,
-    relative_bias: Float[Array, "..."] | None = None,
-    relative_keys: Float[Array, "..."] | None = None,
-    relative_queries: Float[Array, "..."] | None = None,
-    **masks: Unpack[MaskKeywords],
+    kernel: Kernel | None = None,
+    mask: Bool[Array, "..."] | None = None,
+    is_causal: bool = False,
+    key_padding_lengths: Int[Array, " B"] | Sequence[int] | None = None,
+    segment_ids: Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
 ) -> tuple[Float[Array, "B N T Hv"], Float[Array, "B N T S"] | None]:
-    """Reference attention of split heads; `fused` has the fast form of this function.
+    """Attention of split heads, by the formula; with a kernel, as layers compute it.
 
     Args:
         query: (B, N, T, H).
         key, value: (B, K, S, H) and (B, K, S, Hv); query head n uses key/value head n // (N // K).
         spec: layer of these heads: scale, soft cap, biases and products by distance; default: the scale 1 / sqrt(H).
-        masks: keywords that hide keys, see `MaskKeywords`.
-        bias, dropout, dropout_keep, sinks, relative_bias, relative_keys, relative_queries: see `Scores`.
-        need_weights: also return the attention weights.
-        dropout_rng: random key for dropout.
+        bias, learned, dropout, dropout_keep, dropout_rng: see `Scores`.
+        need_weights: also return the attention weights; without a kernel.
+        kernel: computes the context, such as `fused.attend`, the default kernel of layers; default: the formula, which
+            stores the attention weights.
+        mask, is_causal, key_padding_lengths, segment_ids: hide keys, see `Mask`.
 
     Returns:
         Context (B, N, T, Hv), and the attention weights before dropout (B, N, T, S) or None; in the dtype of query.
 
     Raises:
         TypeError: if an input is not floating point, the dtypes differ, or the mask is not boolean.
-        ValueError: if the shapes do not fit.
+        ValueError: if the shapes do not fit, or a kernel is asked for attention weights.
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """
-    visible = Mask.of(masks).within(spec)
-    products: Any = {"relative_keys": relative_keys, "relative_queries": relative_queries}
-    scores = Scores(spec, bias, sinks, relative_bias, dropout, dropout_keep, dropout_rng, **products)
-    check_attention(query, key, value, visible, scores)
-    visible, key, value = zero_heads_in_padding(visible, key, value)
-    inputs = (query, key, value, visible.as_arrays(), scores)
-    return attend(*inputs) if need_weights else (attend_without_weights(*inputs), None)
+    if kernel is not None and need_weights:
+        raise Refusal("need_weights", "be False with a kernel, which stores no weights", need_weights=True)
+    check_heads(query, key, value)
+    rules = BareHeads(query.shape[3]) if spec is None else spec
+    check_scored(query, key, rules)
+    visible = Mask(mask, is_causal, key_padding_lengths, segment_ids).within(rules)
+    learned = {} if learned is None else learned
+    scores = Scores(rules, bias, learned, dropout, dropout_keep, dropout_rng)
+    scores_shape = (*query.shape[:3], key.shape[2])
+    visible.check(scores_shape)
+    scores.check(scores_shape, query)
+    # Where tokens are divided, the kernel finds the local ones.
+    find = getattr(kernel, "find_padding", find_padding)
+    visible, key, value = zero_heads_in_padding(visible, key, value, find)
+    visible = visible.as_arrays()
+    if kernel is not None:
+        return kernel(query, key, value, visible, scores), None
+    if not need_weights:
+        return attend_without_weights(query, key, value, visible, scores), None
+    return attend(query, key, value, visible, scores)
 
 
 @compiled()
@@ -226,10 +240,9 @@ def attend(
     scores: Scores,
 ) -> tuple[Float[Array, "B N T Hv"], Float[Array, "B N T S"]]:
     """Return the context and the attention weights before dropout. Shapes are checked."""
-    tables = (scores.relative_bias, scores.relative_keys, scores.relative_queries)
-    logits = attention_scores(query, key, scores.bias, scores.spec, mask.q_offset, *tables)
+    logits = attention_scores(query, key, scores.bias, scores.spec, mask.q_offset, scores.learned)
     hidden = mask.with_bias(scores.bias).to_bool(query.shape[2], key.shape[2])
-    attn_weights = masked_softmax(logits, hidden, scores.sinks).astype(query.dtype)
+    attn_weights = masked_softmax(logits, hidden, scores.learned.get("sinks")).astype(query.dtype)
     dropped = apply_dropout(attn_weights, scores.dropout, scores.dropout_keep, rng=scores.dropout_rng)
     return attention_context(dropped, value), attn_weights
 
@@ -238,19 +251,3 @@ def attend(
 def attend_without_weights(query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
     """Return only the context, like a kernel, so that XLA does not keep the attention weights."""
     return attend(query, key, value, mask, scores)[0]
-
-
-def check_attention(query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> None:
-    """Refuse split heads, q (B, N, T, H), k and v (B, K, S, ·), a mask or scores that do not fit each other."""
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        check_floating(name, x, rank=4)
-        if x.dtype != query.dtype:
-            raise WrongType(name, "have the dtype of query", {f"{name}.dtype": x.dtype, "query.dtype": query.dtype})
-    if key.shape[:3] != value.shape[:3]:
-        raise Refusal(
-            "value", "have the shape of key but for its features", {"value.shape": value.shape, "key.shape": key.shape}
-        )
-    check_scored(query, key, scores.spec)
-    scores_shape = (*query.shape[:3], key.shape[2])
-    mask.check(scores_shape)
-    scores.check(scores_shape, query)

@@ -8,23 +8,21 @@ reaches only the rows that attend to it.
 """
 
 from dataclasses import dataclass
-from typing import Any, Unpack
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array
 
 from mha_jax.arrays import lies_on_mesh, platform_of
-from mha_jax.kernels import Kernel, library, splash
+from mha_jax.kernels import library, splash
 from mha_jax.kernels.cpu import blockwise, whole, windows
 from mha_jax.kernels.cpu.blocks import BlockSizes
-from mha_jax.masks import Mask, MaskKeywords
-from mha_jax.padding import find_padding, zero_padding
+from mha_jax.masks import Mask
 from mha_jax.parallel.sharding import head_sharding, with_auto_axes
 from mha_jax.parallel.tokens import ContextParallel, token_axis
 from mha_jax.scores import Scores
-from mha_jax.stages import attend_without_weights, check_attention
-from mha_spec import AttentionSpec, Refusal
+from mha_jax.stages import attend_without_weights
 
 
 @jax.tree_util.register_static
@@ -54,7 +52,8 @@ class FusedAttention(BlockSizes):
         return with_auto_axes(head_sharding)(self._step)(query, key, value, mask, scores, platform=platform)
 
     def _attend(self, query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *, platform: str) -> Array:
-        if not query.size or not key.size or scores.has_dropout or scores.products is not None:
+        is_empty = not query.size or not key.size
+        if is_empty or scores.has_dropout or scores.spec.relative_products is not None:
             return attend_without_weights(query, key, value, mask, scores)
         if platform == "tpu" and splash.supports(query, key, mask, scores):
             return splash.attend(query, key, value, mask, scores)
@@ -86,58 +85,9 @@ class FusedAttention(BlockSizes):
                 mask = Mask(key_padding_lengths=jnp.broadcast_to(last_positions + 1, query.shape[:1]))
             return self._attend(query, key, value, mask, scores, platform=platform)
         is_small = not query.size or (key.shape[2] <= self.keys and platform == "cpu")
-        if is_small or scores.products is not None:
+        if is_small or scores.spec.relative_products is not None:
             return attend_without_weights(query, key, value, mask, scores)
         return blockwise.attend_to_cache(query, key, value, mask, scores, sizes=self, platform=platform)
-
-
-def scaled_dot_product_attention(
-    query: Float[Array, "B N T H"],
-    key: Float[Array, "B K S H"],
-    value: Float[Array, "B K S Hv"],
-    spec: AttentionSpec | None = None,
-    *,
-    bias: Float[Array, "..."] | None = None,
-    need_weights: bool = False,
-    dropout: float = 0.0,
-    dropout_keep: Bool[Array, "B N T S"] | None = None,
-    dropout_rng: jax.Array | None = None,
-    sinks: Float[Array, "..."] | None = None,
-    relative_bias: Float[Array, "..."] | None = None,
-    relative_keys: Float[Array, "..."] | None = None,
-    relative_queries: Float[Array, "..."] | None = None,
-    kernel: Kernel = FusedAttention(),
-    **masks: Unpack[MaskKeywords],
-) -> tuple[Float[Array, "B N T Hv"], None]:
-    """Fastest form of `stages.scaled_dot_product_attention`, without attention weights.
-
-    Other arguments are those of `stages.scaled_dot_product_attention`.
-
-    Args:
-        need_weights: must be False; weights are never stored here.
-        dropout_keep: must be None; a fused kernel draws its own.
-        kernel: computes the context: `FusedAttention` with other block sizes, `parallel.ContextParallel`, or your own.
-
-    Returns:
-        Context (B, N, T, Hv), in the dtype of query, and None.
-
-    Raises:
-        TypeError: if an input is not floating point, the dtypes differ, or the mask is not boolean.
-        ValueError: if the shapes do not fit, or need_weights or dropout_keep is set.
-    """
-    if need_weights or dropout_keep is not None:
-        raise Refusal("need_weights and dropout_keep", "be left out on the fused path, which stores no weights")
-    visible = Mask.of(masks).within(spec)
-    products: Any = {"relative_keys": relative_keys, "relative_queries": relative_queries}
-    scores = Scores(spec, bias, sinks, relative_bias, dropout, dropout_rng=dropout_rng, **products)
-    check_attention(query, key, value, visible, scores)
-    # Where tokens are divided, the kernel finds the local ones.
-    find = getattr(kernel, "find_padding", find_padding)
-    visible, is_padding = find(visible, key.shape[0], key.shape[2])
-    if is_padding is not None:
-        key = zero_padding(key, is_padding)
-        value = zero_padding(value, is_padding)
-    return kernel(query, key, value, visible.as_arrays(), scores), None
 
 
 attend = FusedAttention()

@@ -11,12 +11,12 @@ from mha_jax.compiled import compiled
 from mha_jax.masks import Mask, to_scores_rank
 from mha_jax.padding import padding_after
 from mha_jax.scores import Scores
-from mha_jax.stages import score_scale
 
 
 def supports(query: Array, scores: Scores) -> bool:
     """Return whether the kernel supports these changes to the scores."""
-    if scores.soft_cap is not None or scores.has_distances or scores.sinks is not None:
+    spec = scores.spec
+    if spec.soft_cap is not None or spec.has_distance_bias or "sinks" in scores.learned:
         return False
     return scores.bias is None or scores.bias.dtype == query.dtype  # a folded relative bias is wider
 
@@ -40,7 +40,6 @@ def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *
     takes_cudnn = _fits_cudnn(query, value, platform)
     told = _native_mask(mask, scores, seq_len_q, seq_len_k, takes_cudnn=takes_cudnn)
     visible, bias, masked_rows, lengths = None, scores.bias, None, mask.key_padding_lengths
-    scale = score_scale(query, scores.spec)
     if told is None:
         hidden: Any = mask.with_bias(bias).to_bool(seq_len_q, seq_len_k)
         # Fully masked rows attend to all keys instead and are set to 0 afterwards, because kernels disagree about them.
@@ -67,7 +66,7 @@ def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *
             value.swapaxes(1, 2),
             bias,
             visible,
-            scale=scale,
+            scale=scores.spec.score_scale,
             implementation="cudnn" if takes_cudnn else "xla",
             **(told or {}),
         )

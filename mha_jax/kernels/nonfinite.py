@@ -103,8 +103,8 @@ def _set_aside(query: Array, key: Array, value: Array, mask: Mask, scores: Score
         nonfinite_bias = to_scores_rank(nonfinite_bias) & ~to_scores_rank(hidden)
         nan_rows = nan_rows | nonfinite_bias.any(axis=-1, keepdims=True)
     has_key = attends_to_any(jnp.ones_like(nonfinite_keys), seq_len_q, visible)
-    if scores.sinks is None:
-        factor = query.shape[3] * max(scores.scale or 1.0, 1.0)
+    if "sinks" not in scores.learned:
+        factor = query.shape[3] * max(scores.spec.score_scale, 1.0)
         may_be_lost = _may_overflow(_largest_features(query), _largest_features(key), factor)
     else:  # sinks take the whole weight of a row whose scores are all -inf
         may_be_lost = jnp.zeros_like(has_key)

@@ -14,7 +14,6 @@ from mha_jax.compiled import compiled
 from mha_jax.masks import Mask
 from mha_jax.parallel.sharding import is_on_one_device
 from mha_jax.scores import Scores
-from mha_jax.stages import score_scale
 
 LANES = 128  # lanes of a TPU vector: the smallest block of tokens
 NO_SINK = -1e38  # between the scores of hidden keys in the kernel, -2.4e38, and real ones
@@ -24,9 +23,10 @@ def supports(query: Array, key: Array, mask: Mask, scores: Scores) -> bool:
     """Return whether the kernel can compute the call, and has enough tokens for its blocks."""
     if query.dtype not in (jnp.float32, jnp.bfloat16) or min(query.shape[2], key.shape[2]) < LANES:
         return False
-    if scores.sinks is not None and scores.sinks.dtype != query.dtype:  # its gradient of them has that dtype
+    sinks = scores.learned.get("sinks")
+    if sinks is not None and sinks.dtype != query.dtype:  # its gradient of them has that dtype
         return False
-    if scores.has_distances or scores.has_dropout or scores.bias is not None:
+    if scores.spec.has_distance_bias or scores.has_dropout or scores.bias is not None:
         return False
     if not mask.has_only("is_causal", "key_padding_lengths", "span", "segment_ids"):
         return False
@@ -44,7 +44,7 @@ def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     (block_q, padded_q), (block_k, padded_k) = _block_of(query.shape[2]), _block_of(key.shape[2])
-    query = (at_least_float32(query) * score_scale(query, scores.spec)).astype(query.dtype)
+    query = (at_least_float32(query) * scores.spec.score_scale).astype(query.dtype)
     lengths: Any = mask.key_padding_lengths
     if lengths is None and padded_k > key.shape[2]:
         lengths = jnp.full(query.shape[0], key.shape[2], jnp.int32)
@@ -61,7 +61,8 @@ def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *
         segments, axes = splash.SegmentIds(of_queries, of_keys), splash.SegmentIds(0, 0)  # pyright: ignore[reportArgumentType]
     # Softmax over no key is 0 / 0. A sink with negligible weight makes fully masked rows 0, without a gradient.
     sinks = jnp.full(query.shape[1], NO_SINK, query.dtype)
-    sinks = sinks if scores.sinks is None else jnp.maximum(scores.sinks, sinks)
+    if "sinks" in scores.learned:
+        sinks = jnp.maximum(scores.learned["sinks"], sinks)
     hides = _mask_of(masks, mask, (padded_q, padded_k))
     sizes = splash.BlockSizes(*(block_q, block_k, block_k), *(block_q, block_k, block_k), *(block_q, block_k))
     with jax.numpy_dtype_promotion("standard"):
@@ -70,7 +71,7 @@ def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *
             block_sizes=sizes,
             head_shards=1,
             q_seq_shards=1,
-            attn_logits_soft_cap=scores.soft_cap,
+            attn_logits_soft_cap=scores.spec.soft_cap,
             interpret=interpret,
         )
         tokens = (_padded(x, length) for x, length in ((query, padded_q), (key, padded_k), (value, padded_k)))

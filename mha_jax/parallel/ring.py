@@ -103,12 +103,13 @@ def attend_to_visitors(
         return x.reshape(x.shape[0], *heads, *x.shape[2:])
 
     as_bool, bias = (None if x is None else group(x) for x in (mask.with_bias(scores.bias).mask, scores.bias))
-    sinks = None if scores.sinks is None else scores.sinks.reshape(1, num_kv_heads, -1, 1, 1)
+    sinks = scores.learned.get("sinks")
+    if sinks is not None:
+        sinks = sinks.reshape(1, num_kv_heads, -1, 1, 1)
     given = _Given(as_bool, bias, mask.key_padding_lengths, sinks, mask.q_offset)  # pyright: ignore[reportArgumentType]
     same = query.shape[2] == key.shape[2] and span is None and as_bool is None and bias is None
     is_halved = mask.is_causal and not is_cached and same and query.shape[2] % 2 == 0
-    scoring = Scoring.of_layer(query, scores.spec)
-    options = Options(False, scoring, sizes, is_automatic(query))
+    options = Options(False, Scoring.of_layer(scores.spec), sizes, is_automatic(query))
     walks = () if is_cached else _walks(mask, query.shape[2], key.shape[2], size)
     plan = _Plan(axis, size, mask.is_causal, span, is_halved, is_cached, walks, options)
     arrays = varying((group(query), key, value, given), axis)

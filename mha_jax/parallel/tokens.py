@@ -29,6 +29,7 @@ from mha_jax.parallel.ring import attend_to_visitors
 from mha_jax.parallel.sharding import head_sharding, is_explicit, placed, spec_of, varying, with_auto_axes
 from mha_jax.scores import Scores
 from mha_spec import Refusal
+from mha_spec.heads import BareHeads
 
 
 @jax.tree_util.register_static
@@ -53,9 +54,10 @@ class ContextParallel:
             return self.kernel(query, key, value, mask, scores)
         for name in mask.fields_beyond("mask", "is_causal", "key_padding_lengths", "span", "q_offset"):
             raise Refusal(name, "be None where tokens are divided", {"axis": axis})
-        if scores.products is not None:
+        products = scores.spec.relative_products
+        if products is not None:
             rule = "be None where tokens are divided"
-            raise Refusal("relative_products", rule, relative_products=scores.products)
+            raise Refusal("relative_products", rule, relative_products=products)
         passes_keys = self.passes_keys or _cannot_share(key, axis)
         attend = with_auto_axes(head_sharding)(replace(self, axis=axis, passes_keys=passes_keys)._attend)
         return attend(query, key, value, mask, scores)
@@ -83,7 +85,7 @@ class ContextParallel:
         if scores.has_dropout or not query.size:
             return self.kernel(query, key, value, mask, scores)
         scores = replace(with_relative_bias(mask, scores, query, key), dropout_rng=None)
-        return _attend_to_tokens(query, key, value, mask, scores, how=self)
+        return _attend_to_tokens(query, key, value, mask, scores, parallel=self)
 
 
 def token_axis(query: Array, key: Array, mask: Mask, axis: Any = None) -> str | None:
@@ -131,27 +133,28 @@ def _cannot_share(key: Array, axis: str) -> bool:
     return own % mesh.shape[axis] != 0
 
 
-@compiled("how")
+@compiled("parallel")
 def _attend_to_tokens(
-    query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *, how: ContextParallel
+    query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *, parallel: ContextParallel
 ) -> Array:
     """Attend over divided tokens, in the dtype of query.
 
     Args:
         query, key, value: tokens divided along an automatic mesh dimension; or local, if it is manual.
         mask, scores: rows are sharded like queries; without a table of a relative bias.
-        how: kernel with the mesh dimension.
+        parallel: kernel with the mesh dimension.
     """
-    axis: Any = how.axis
+    axis: Any = parallel.axis
     mesh = jax.typeof(query).sharding.mesh
     size, is_cached = mesh.shape[axis], mask.q_offset is not None
     is_manual = _is_manual(mesh, axis)
     mask, scores = _with(mask, scores, lambda x: None if x is None else to_scores_rank(x))
-    if key.shape[1] % size == 0 and not (is_cached or how.passes_keys or scores.slopes):
+    passes_keys = is_cached or parallel.passes_keys or scores.spec.alibi_slopes is not None
+    if key.shape[1] % size == 0 and not passes_keys:
         heads = _Heads(axis, size, query.shape[1], key.shape[1])
         share: Any = _share_heads if is_manual else _share_heads_by_constraint
-        return share(heads, how.kernel, query, key, value, mask, scores)
-    sizes = how.kernel if isinstance(how.kernel, BlockSizes) else BlockSizes()
+        return share(heads, parallel.kernel, query, key, value, mask, scores)
+    sizes = parallel.kernel if isinstance(parallel.kernel, BlockSizes) else BlockSizes()
     work = partial(attend_to_visitors, axis, size, sizes)
     if is_manual:
         return work(query, key, value, mask, scores)
@@ -203,6 +206,15 @@ class _Heads(NamedTuple):
         mine = lax.dynamic_index_in_dim(self.split(x, at), lax.axis_index(self.axis), at + 1, keepdims=False)
         return mine.reshape(*x.shape[:at], -1, *x.shape[at + 2 :])
 
+    def own_scores(self, scores: Scores) -> Scores:
+        """Return scores with the specification and the sinks of local heads."""
+        spec = scores.spec
+        if not isinstance(spec, BareHeads):
+            num_heads, num_kv_heads = self.num_heads // self.size, self.num_kv_heads // self.size
+            spec = replace(spec, num_heads=num_heads, num_kv_heads=num_kv_heads)
+        learned = {name: self.own(sinks, 0) for name, sinks in scores.learned.items()}
+        return replace(scores, spec=spec, learned=learned)
+
     def joined(self, x: Array) -> Array:
         """Return (B, heads / n, tokens, ·) from an exchanged array."""
         return x.reshape(x.shape[0], -1, *x.shape[4:])
@@ -236,7 +248,7 @@ def _share_heads(
         return heads.own(lax.all_gather(x, heads.axis, axis=2, tiled=True) if is_by_rows else x)
 
     mask, scores = _with(mask, scores, of_scores)
-    scores = replace(scores, sinks=heads.own(scores.sinks, 0))
+    scores = heads.own_scores(scores)
     q, k, v = (heads.exchange(x) for x in (query, key, value))
     return heads.exchange_back(kernel(q, k, v, mask, scores))
 
@@ -261,7 +273,7 @@ def _share_heads_by_constraint(
     def attend_with_own(query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
         mask, scores = varying((mask, scores), heads.axis)
         mask, scores = _with(mask, scores, own)
-        scores = replace(scores, sinks=heads.own(scores.sinks, 0))
+        scores = heads.own_scores(scores)
         q, k, v = (heads.joined(x) for x in (query, key, value))
         context = kernel(q, k, v, mask, scores)
         return context.reshape(*query.shape[:-1], context.shape[-1])

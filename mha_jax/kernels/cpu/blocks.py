@@ -16,8 +16,8 @@ from jax import lax
 from jaxtyping import Array
 
 from mha_jax.arrays import at_least_float32
-from mha_jax.stages import score_scale
 from mha_spec import AttentionSpec
+from mha_spec.heads import BareHeads
 from mha_spec.rules import as_count
 
 
@@ -66,10 +66,9 @@ class Scoring(NamedTuple):
     slopes: tuple[float, ...] | None = None
 
     @classmethod
-    def of_layer(cls, query: Array, spec: AttentionSpec | None) -> "Scoring":
-        """Return the scoring of a layer for queries (B, N, T, H)."""
-        scale = score_scale(query, spec)
-        return cls(scale) if spec is None else cls(scale, spec.soft_cap, spec.alibi_slopes)
+    def of_layer(cls, spec: AttentionSpec | BareHeads) -> "Scoring":
+        """Return the scoring of a layer."""
+        return cls(spec.score_scale, spec.soft_cap, spec.alibi_slopes)
 
     def capped(self, scores: Array) -> Array:
         """Return the scaled products, capped."""

@@ -12,7 +12,7 @@ Source: FlashAttention, arXiv:2205.14135 and arXiv:2307.08691.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ from mha_jax.masks import Mask, to_scores_rank
 from mha_jax.parallel.sharding import is_automatic
 from mha_jax.scores import Scores
 from mha_spec import AttentionSpec
+from mha_spec.heads import BareHeads
 from mha_spec.span import Span
 
 
@@ -43,12 +44,16 @@ def attend(
 
 def with_relative_bias(mask: Mask, scores: Scores, query: Array, key: Array) -> Scores:
     """Return the scores with the relative bias of the layer, if any, folded into their bias."""
-    if scores.relative_bias is None or scores.spec is None or scores.buckets is None:
+    relative_bias = scores.spec.relative_bias
+    if relative_bias is None:
         return scores
-    lengths, dtype = (query.shape[2], key.shape[2]), at_least_float32(query).dtype
-    gained = relative_position_bias(scores.relative_bias, scores.buckets, *lengths, mask.q_offset, scores_dtype=dtype)
-    bias = gained if scores.bias is None else gained + to_scores_rank(at_least_float32(scores.bias))
-    return replace(scores, spec=replace(scores.spec, relative_bias=None), bias=bias, relative_bias=None)
+    learned = dict(scores.learned)
+    table, lengths = learned.pop("relative_bias"), (query.shape[2], key.shape[2])
+    dtype = at_least_float32(query).dtype
+    bias = relative_position_bias(table, relative_bias, *lengths, mask.q_offset, scores_dtype=dtype)
+    if scores.bias is not None:
+        bias = bias + to_scores_rank(at_least_float32(scores.bias))
+    return replace(scores, spec=replace(scores.spec, relative_bias=None), bias=bias, learned=learned)
 
 
 @compiled("sizes", "platform")
@@ -73,7 +78,9 @@ def attend_by_block(
         return x.reshape(x.shape[0], *heads, *x.shape[2:])
 
     as_bool, bias = (None if x is None else group(to_scores_rank(x)) for x in (mask.mask, scores.bias))
-    sinks = None if scores.sinks is None else scores.sinks.reshape(1, num_kv_heads, -1, 1, 1)
+    sinks = scores.learned.get("sinks")
+    if sinks is not None:
+        sinks = sinks.reshape(1, num_kv_heads, -1, 1, 1)
     lengths: Any = mask.key_padding_lengths
     hidden, is_causal = Hidden(as_bool, bias, lengths, sinks, mask.q_offset, mask.segments), mask.is_causal
     if mask.span is not None or (is_causal and mask.q_offset is not None):  # not from the first key
@@ -81,7 +88,7 @@ def attend_by_block(
         hidden, is_causal = hidden._replace(lengths=None, between=between), False
     is_divided = is_automatic(query)
     at_once = is_divided or platform != "cpu"
-    options = Options(is_causal, Scoring.of_layer(query, scores.spec), sizes, at_once)
+    options = Options(is_causal, Scoring.of_layer(scores.spec), sizes, at_once)
     attend: Any = _vmap_sequences if is_divided else _attend
     return attend(options, group(query), key, value, hidden).reshape(*query.shape[:3], value.shape[3])
 
@@ -224,10 +231,10 @@ def attend_to_cache(
     """
     scores = with_relative_bias(mask, scores, query, keys)
     options = (scores.spec, mask.span, sizes, platform)
-    return _attend_to_cache(options, query, keys, values, mask.q_offset, scores.sinks, scores.bias)
+    return _attend_to_cache(options, query, keys, values, mask.q_offset, scores.learned, scores.bias)
 
 
-_OfCache = tuple[AttentionSpec | None, Span | None, BlockSizes, str]
+_OfCache = tuple[AttentionSpec | BareHeads, Span | None, BlockSizes, str]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -243,11 +250,11 @@ def _attend_to_filled_slots(
     keys: Array,
     values: Array,
     last_positions: Array,
-    sinks: Array | None,
+    learned: Mapping[str, Array],
     bias: Array | None,
 ) -> Array:
     spec, span, sizes, _ = options
-    scoring = Scoring.of_layer(query, spec)
+    scoring, sinks = Scoring.of_layer(spec), learned.get("sinks")
     last_keys = min(sizes.last_keys, sizes.keys)
     batch_size, num_kv_heads, capacity, _ = keys.shape
     num_heads = batch_size * num_kv_heads
@@ -314,12 +321,12 @@ def _attend_to_every_slot(
     keys: Array,
     values: Array,
     last_positions: Array,
-    sinks: Array | None,
+    learned: Mapping[str, Array],
     bias: Array | None,
 ) -> Array:
     """Attend with products over all sequences, heads and slots, which XLA partitions like the cache."""
     spec, span, *_ = options
-    scoring = Scoring.of_layer(query, spec)
+    scoring, sinks = Scoring.of_layer(spec), learned.get("sinks")
     batch_size, num_kv_heads, capacity, _ = keys.shape
     heads, slots = (jnp.arange(size, dtype=jnp.int32) for size in (num_kv_heads, capacity))
     sinks_by_head = None if sinks is None else sinks.reshape(num_kv_heads, -1, 1)
@@ -349,20 +356,20 @@ def _attend_to_cache_forward(options: _OfCache, *inputs: Any) -> tuple[Array, tu
     return _attend_to_cache(options, *inputs), inputs
 
 
-def _attend_to_cache_backward(
-    options: _OfCache, residuals: tuple[Any, ...], cotangent: Array
-) -> tuple[Array | None, ...]:
+def _attend_to_cache_backward(options: _OfCache, residuals: tuple[Any, ...], cotangent: Array) -> tuple[Any, ...]:
     spec, span, sizes, platform = options
-    query, keys, values, last_positions, sinks, bias = residuals
+    query, keys, values, last_positions, learned, bias = residuals
     mask = Mask(is_causal=True, span=span, q_offset=last_positions)
 
-    def attend_to_filled(query: Array, keys: Array, values: Array, sinks: Array | None, bias: Array | None) -> Array:
-        scores = Scores(spec, bias, sinks)
+    def attend_to_filled(
+        query: Array, keys: Array, values: Array, learned: Mapping[str, Array], bias: Array | None
+    ) -> Array:
+        scores = Scores(spec, bias, learned)
         return attend_by_block(query, keys, values, mask, scores, sizes=sizes, platform=platform)
 
-    _, differentiate = jax.vjp(attend_to_filled, query, keys, values, sinks, bias)
-    *grads, grad_sinks, grad_bias = differentiate(cotangent)
-    return *grads, None, grad_sinks, grad_bias
+    _, differentiate = jax.vjp(attend_to_filled, query, keys, values, learned, bias)
+    *grads, grad_learned, grad_bias = differentiate(cotangent)
+    return *grads, None, grad_learned, grad_bias
 
 
 _attend_to_cache.defvjp(_attend_to_cache_forward, _attend_to_cache_backward)

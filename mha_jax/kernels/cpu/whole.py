@@ -18,7 +18,6 @@ from mha_jax.features.alibi import alibi_bias
 from mha_jax.kernels.cpu.blockwise import with_relative_bias
 from mha_jax.masks import Mask, to_scores_rank
 from mha_jax.scores import Scores
-from mha_jax.stages import score_scale, soft_capped
 
 
 @compiled("fits_cache")
@@ -40,21 +39,23 @@ def attend(
     """
     scores = with_relative_bias(mask, scores, query, key)
     hidden = mask.with_bias(scores.bias).to_bool(query.shape[2], key.shape[2])
-    scale, dtype, shape = score_scale(query, scores.spec), query.dtype, (*query.shape[:3], value.shape[3])
+    spec, dtype, shape = scores.spec, query.dtype, (*query.shape[:3], value.shape[3])
     group = partial(_group, num_kv_heads=key.shape[1], shape=shape)
     query, key, value = group(at_least_float32(query)), at_least_float32(key), at_least_float32(value)
     if hidden is None:
-        logits = jnp.einsum("bkth,bksh->bkts", query * scale, key)
+        logits = jnp.einsum("bkth,bksh->bkts", query * spec.score_scale, key)
     else:  # scores may be infinite, but not NaN, which a minimum does not hide
         of_query, of_key = (
             (divisors_of(query), divisors_of(key)) if divisors is None else (group(divisors[0]), divisors[1])
         )
         hidden = group(to_scores_rank(hidden))
         logits = jnp.einsum("bkth,bksh->bkts", query / of_query, key / of_key)
-        logits = logits * (of_query * scale) * of_key.swapaxes(2, 3)
-    logits = soft_capped(logits, scores.spec)
-    if scores.slopes is not None:
-        bias = alibi_bias(scores.slopes, shape[2], key.shape[2], mask.q_offset, scores_dtype=logits.dtype)
+        logits = logits * (of_query * spec.score_scale) * of_key.swapaxes(2, 3)
+    if spec.soft_cap is not None:
+        logits = spec.soft_cap * jnp.tanh(logits / spec.soft_cap)
+    if spec.alibi_slopes is not None:
+        lengths = (shape[2], key.shape[2])
+        bias = alibi_bias(spec.alibi_slopes, *lengths, mask.q_offset, scores_dtype=logits.dtype)
         logits += group(bias)
     if scores.bias is not None:
         bias = group(to_scores_rank(at_least_float32(scores.bias)))
@@ -69,8 +70,9 @@ def attend(
         largest = jnp.maximum(lax.stop_gradient(logits), lowest).max(axis=-1, keepdims=True)
     else:
         largest = jnp.maximum(lax.stop_gradient(logits).max(axis=-1, keepdims=True), lowest)
-    sinks = None if scores.sinks is None else group(scores.sinks.astype(logits.dtype)[None, :, None, None])
+    sinks = scores.learned.get("sinks")
     if sinks is not None:
+        sinks = group(sinks.astype(logits.dtype)[None, :, None, None])
         largest = jnp.maximum(largest, lax.stop_gradient(sinks))
     exponentials = jnp.exp(logits - largest)
     total = exponentials.sum(axis=-1, keepdims=True)

@@ -141,7 +141,7 @@ class _Parts(NamedTuple):
         span: Any = mask.span
         size, (before, after), group_size = _num_together(span), _keys_around(mask, key), num_heads // num_kv_heads
         sequences, kv_heads, num_keys = batch_size, num_kv_heads, before + after
-        if few_scores is not None and not scores.has_distances:  # biases by distance belong to all heads
+        if few_scores is not None and not scores.spec.has_distance_bias:  # biases by distance belong to all heads
             most = max(TOGETHER * few_scores // (group_size * size * num_keys), 1)
             sequences, kv_heads = 1, max(n for n in range(1, most + 1) if num_kv_heads % n == 0)
         first, stop = (x[:, None, :, None] for x in mask.key_range(seq_len_q, seq_len_k))
@@ -184,10 +184,12 @@ class _Parts(NamedTuple):
 
     def scores_of(self, part: _Part) -> Scores:
         """Return the scores of a part."""
-        bias, sinks = self.scores.bias, self.scores.sinks
-        bias = None if bias is None else part.scores_of(bias)
-        sinks = None if sinks is None else part.scores_of(sinks[None, :, None, None]).ravel()
-        return replace(self.scores, bias=bias, sinks=sinks)
+        bias, learned = self.scores.bias, dict(self.scores.learned)
+        if bias is not None:
+            bias = part.scores_of(bias)
+        if "sinks" in learned:
+            learned["sinks"] = part.scores_of(learned["sinks"][None, :, None, None]).ravel()
+        return replace(self.scores, bias=bias, learned=learned)
 
     def joined(self, x: Array) -> Array:
         """Return (B, N, T, ·) from results of all parts, each row once."""
