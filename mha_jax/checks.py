@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array
 
-from mha_jax.arrays import is_on_accelerator
+from mha_jax.arrays import array_of, is_on_accelerator
 from mha_spec import AttentionSpec, GridBias, Latent, Norm, Refusal, Rope, WrongType
 from mha_spec.attention import check_spec
 from mha_spec.features.norm import check_norm
@@ -105,7 +105,7 @@ def check_weights(weights: Mapping[str, Any], spec: AttentionSpec) -> None:
     check_names("weights", arrays, shapes)
     first = next(iter(shapes))
     for name, shape in shapes.items():
-        array = arrays[name]
+        array = array_of(arrays[name])
         check_weight(name, array, shape)
         if array.dtype != arrays[first].dtype:
             raise WrongType(name, f"have the dtype of {first}", f"{array.dtype} and {arrays[first].dtype}")

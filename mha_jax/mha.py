@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from mha_jax import stages
-from mha_jax.arrays import cast
+from mha_jax.arrays import array_of, cast
 from mha_jax.axes import with_one_batch_axis
 from mha_jax.checks import check_layer_inputs, check_projected, check_tokens
 from mha_jax.features.norms import NormLayer
@@ -104,7 +104,7 @@ class FunctionalLayer:
 
     def scores(self, bias: Float[Array, "..."] | None) -> Scores:
         """Return the scores of a call: bias, learned weights, and dropout in training."""
-        learned = {name: self.weights[name] for name in self.spec.score_shapes}
+        learned = {name: array_of(self.weights[name]) for name in self.spec.score_shapes}
         dropout = self.spec.dropout if self.training else 0.0
         return Scores(self.spec, bias, learned, dropout, self.dropout_keep, self.dropout_rng)
 
