@@ -11,6 +11,7 @@ from mha_spec import AttentionSpec, GridBias, Latent, Norm, Refusal, RelativeBia
 from mha_spec.attention import check_spec
 from mha_spec.features.norm import check_norm
 from mha_spec.features.rope import position_shapes
+from mha_spec.hints import NEW_CACHE, OF_NUMBERS, missing_axes
 from mha_spec.rules import as_count, check_head_groups
 from mha_torch.arrays import is_autocast_on, is_distributed, values_of
 
@@ -54,7 +55,8 @@ def check_broadcasts(name: str, shape: tuple[int, ...], scores_shape: tuple[int,
     """Refuse a shape that does not broadcast to the scores, or that would enlarge them."""
     sizes = zip(reversed(shape), reversed(scores_shape), strict=False)
     if len(shape) > 4 or not all(a == 1 or a == b for a, b in sizes):
-        raise Refusal(name, f"broadcast to the scores (B, N, T, S) = {scores_shape}", {f"{name}.shape": shape})
+        rule = f"broadcast to the scores (B, N, T, S) = {scores_shape}"
+        raise Refusal(name, rule, {f"{name}.shape": shape}, hint=missing_axes(name, shape, scores_shape))
 
 
 def check_integers(name: str, x: Tensor, shapes: Sequence[tuple[int, ...]], in_words: str) -> None:
@@ -281,9 +283,7 @@ def check_mask(mask: Tensor | None, scores_shape: tuple[int, ...]) -> None:
         return
     check_array("mask", mask)
     if mask.dtype != torch.bool:
-        raise WrongType(
-            "mask", "be boolean (True = masked)", {"mask.dtype": mask.dtype}, hint="an additive term is passed as bias"
-        )
+        raise WrongType("mask", "be boolean (True = masked)", {"mask.dtype": mask.dtype}, hint=OF_NUMBERS)
     check_broadcasts("mask", tuple(mask.shape), scores_shape)
 
 
@@ -395,4 +395,4 @@ def check_gated(context: Tensor, gate: Tensor) -> None:
 def check_is_cache(cache: object, kind: type) -> None:
     """Refuse anything but a cache of that type."""
     if not isinstance(cache, kind):
-        raise WrongType("cache", f"be a {kind.__name__}", type(cache).__name__)
+        raise WrongType("cache", f"be a {kind.__name__}", type(cache).__name__, hint=NEW_CACHE)

@@ -9,7 +9,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mha_spec import AttentionSpec, Refusal
+from mha_spec.aliases import unknown_argument
 from mha_spec.attention import check_spec
+from mha_spec.rules import as_boolean
 from mha_spec.span import Span, span_of
 from mha_torch.checks import check_count, check_device, check_integers, check_lengths, check_mask
 
@@ -48,6 +50,7 @@ def create_attention_mask(
     seq_len_k = seq_len_q if seq_len_k is None else seq_len_k
     check_count("seq_len_q", seq_len_q)
     check_count("seq_len_k", seq_len_k)
+    as_boolean("is_causal", is_causal)
     span, batch_size = span_of(window_size, chunk_size), None
     visible = Mask(None, is_causal, key_padding_lengths, span, segment_ids=segment_ids)
     if visible.segments is not None:
@@ -94,6 +97,7 @@ class Mask:
 
     def check(self, scores_shape: tuple[int, ...], query: Tensor) -> None:
         """Refuse a mask that does not fit the scores (B, N, T, S) or their queries. `find_padding` checks lengths."""
+        as_boolean("is_causal", self.is_causal)
         check_mask(self.mask, scores_shape)
         if self.mask is not None:
             check_device("mask", self.mask, query.device, "query")
@@ -107,7 +111,7 @@ class Mask:
         """Return the mask of a call with these keywords."""
         for name in keywords:
             if name not in MaskKeywords.__annotations__:
-                raise TypeError(f"attention got an unexpected keyword argument {name!r}")
+                raise unknown_argument(name, (*MaskKeywords.__annotations__, "bias", "positions"))
         return cls(**keywords)
 
     @property

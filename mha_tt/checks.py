@@ -13,6 +13,7 @@ from mha_spec import AttentionSpec, GridBias, Norm, Refusal, RelativeBias, Relat
 from mha_spec.attention import check_spec
 from mha_spec.features.norm import check_norm
 from mha_spec.features.rope import position_shapes
+from mha_spec.hints import NEW_CACHE, OF_NUMBERS, missing_axes
 from mha_spec.rules import as_count, check_head_groups
 from mha_tt.layout import (
     TAKEN,
@@ -72,7 +73,8 @@ def check_broadcasts(name: str, shape: tuple[int, ...], scores_shape: tuple[int,
     """Refuse a shape that does not broadcast to the scores, or that would enlarge them."""
     sizes = zip(reversed(shape), reversed(scores_shape), strict=False)
     if len(shape) > 4 or not all(a == 1 or a == b for a, b in sizes):
-        raise Refusal(name, f"broadcast to the scores (B, N, T, S) = {scores_shape}", {f"{name}.shape": shape})
+        rule = f"broadcast to the scores (B, N, T, S) = {scores_shape}"
+        raise Refusal(name, rule, {f"{name}.shape": shape}, hint=missing_axes(name, shape, scores_shape))
 
 
 def check_integers(name: str, x: object, shapes: Sequence[tuple[int, ...]], in_words: str) -> None:
@@ -327,9 +329,7 @@ def check_mask(mask: Any, scores_shape: tuple[int, ...]) -> None:
     if not isinstance(mask, np.ndarray) and not hasattr(mask, "additive"):  # a DeviceMask
         raise WrongType("mask", "be a NumPy array or a DeviceMask", type(mask).__name__)
     if isinstance(mask, np.ndarray) and mask.dtype != np.bool_:
-        raise WrongType(
-            "mask", "be boolean (True = masked)", {"mask.dtype": mask.dtype}, hint="an additive term is passed as bias"
-        )
+        raise WrongType("mask", "be boolean (True = masked)", {"mask.dtype": mask.dtype}, hint=OF_NUMBERS)
     check_broadcasts("mask", tuple(mask.shape), scores_shape)
 
 
@@ -446,4 +446,4 @@ def check_gated(context: Tensor, gate: Tensor) -> None:
 def check_is_cache(cache: object, kind: type) -> None:
     """Refuse anything but a cache of that type."""
     if not isinstance(cache, kind):
-        raise WrongType("cache", f"be a {kind.__name__}", type(cache).__name__)
+        raise WrongType("cache", f"be a {kind.__name__}", type(cache).__name__, hint=NEW_CACHE)
