@@ -197,7 +197,10 @@ def check_projected(name: str, x: Array, kernel: Array) -> None:
         raise Refusal(f"the input of {name}", f"have {kernel.shape[0]} features", shape=x.shape)
     if x.dtype != kernel.dtype:
         raise WrongType(
-            f"the input of {name}", "have the dtype of its kernel", {"x.dtype": x.dtype, "kernel.dtype": kernel.dtype}
+            f"the input of {name}",
+            "have the dtype of its kernel",
+            {"x.dtype": x.dtype, "kernel.dtype": kernel.dtype},
+            hint="dtype= of the layer casts inputs and weights",
         )
 
 

@@ -205,7 +205,10 @@ def check_projected(name: str, x: Tensor, weight: Tensor) -> None:
     mixed = x.dtype != weight.dtype and weight.is_floating_point()
     if mixed and not is_autocast_on(x.device):
         raise WrongType(
-            f"the input of {name}", "have the dtype of its weight", {"x.dtype": x.dtype, "weight.dtype": weight.dtype}
+            f"the input of {name}",
+            "have the dtype of its weight",
+            {"x.dtype": x.dtype, "weight.dtype": weight.dtype},
+            hint="torch.autocast casts inputs and weights; layer.to(dtype) converts the weights",
         )
     check_device(f"the input of {name}", x, weight.device, "its weight")
 

@@ -333,7 +333,11 @@ def _are_expanded(scores: Scores) -> bool:
 
 
 class MultiHeadAttentionWithCache(AttentionLayer):
-    """Causal multi-head self-attention with a cache of fixed capacity. Constructor arguments: see `AttentionLayer`."""
+    """Causal multi-head self-attention with a cache of fixed capacity. Constructor arguments: see `AttentionLayer`.
+
+    The first call takes an empty cache, `layer.init_cache(batch_size, capacity)`, and each other call the cache that
+    the last one returned.
+    """
 
     _is_self_attention = True
 

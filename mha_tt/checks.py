@@ -111,7 +111,8 @@ def check_head_dim(head_dim: int | None, padded: int) -> None:
 def check_input_dtype(name: str, x: Tensor, dtype: ttnn.DataType) -> None:
     """Refuse an input whose dtype is not the module's."""
     if x.dtype != dtype:
-        raise WrongType(name, "have the dtype of the module", {f"{name}.dtype": x.dtype, "dtype": dtype})
+        hint = "ttnn.typecast converts it, dtype= of a new module makes one for it"
+        raise WrongType(name, "have the dtype of the module", {f"{name}.dtype": x.dtype, "dtype": dtype}, hint=hint)
 
 
 def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:

@@ -498,6 +498,10 @@ ADVICE = {
     "mask of B, T, S": ({"mask": booleans(3, 4, 5)}, refuses("mask", hint="mask[:, None]")),
     "mask of B, S": ({"mask": booleans(3, 5)}, refuses("mask", hint="key_padding_lengths")),
     "bias of B, T, S": ({"bias": floats(3, 4, 5)}, refuses("bias", hint="bias[:, None]")),
+    "another dtype": (
+        {"query": others(3, 4, 6), "key": others(3, 5, 5)},
+        refuses_type("…", hint="dtype"),
+    ),
     "torch's mask": ({"attn_mask": booleans(4, 5)}, refuses_type("attn_mask", hint="True means masked")),
     "torch's padding": ({"key_padding_mask": booleans(3, 5)}, refuses_type("key_padding_mask", hint="[:, None, None]")),
     "flax's dropout": ({"deterministic": True}, refuses_type("deterministic", hint="eval()")),
@@ -512,6 +516,14 @@ def test_errors_of_a_call_say_what_to_pass(sibling):
     module = usual(sibling, "MultiHeadAttention", SPEC)
     for keywords, refusal in ADVICE.values():
         assert_error(sibling, module, (), {"query": ones(3, 4, 6), "key": ones(3, 5, 5), **keywords}, refusal)
+
+
+def test_docstrings_name_the_next_thing(sibling):
+    """The docstring of a class has the class, the field or the method that its users look for."""
+    package = sibling.package
+    assert "`MultiHeadSelfAttention`" in package.MultiHeadAttention.__doc__
+    assert "layer.spec.num_heads" in package.MultiHeadAttention.__doc__
+    assert "layer.init_cache(batch_size, capacity)" in package.MultiHeadAttentionWithCache.__doc__
 
 
 @pytest.mark.parametrize("kind", ["MultiHeadSelfAttention", "MultiHeadAttentionWithCache"])
