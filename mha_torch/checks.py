@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from mha_spec import AttentionSpec, GridBias, Latent, Norm, Refusal, RelativeBia
 from mha_spec.attention import check_spec
 from mha_spec.features.norm import check_norm
 from mha_spec.features.rope import position_shapes
-from mha_spec.hints import NEW_CACHE, OF_NUMBERS, missing_axes
+from mha_spec.hints import NEW_CACHE, OF_NUMBERS, WRITTEN_OVER, missing_axes
 from mha_spec.rules import as_count, check_head_groups
 from mha_torch.arrays import is_autocast_on, is_distributed, values_of
 
@@ -399,3 +400,13 @@ def check_is_cache(cache: object, kind: type) -> None:
     """Refuse anything but a cache of that type."""
     if not isinstance(cache, kind):
         raise WrongType("cache", f"be a {kind.__name__}", type(cache).__name__, hint=NEW_CACHE)
+    check_not_written_over(cache)
+
+
+def check_not_written_over(cache: Any) -> None:
+    """Refuse a cache whose storage belongs to the one that a step returned."""
+    # The mark is a change of a Python object, which a graph would not repeat.
+    if torch.compiler.is_compiling() or not cache.is_written_over:
+        return
+    rule = "be the one that the last step returned: that step has written into its storage"
+    raise Refusal("cache", rule, "the one before the step", hint=WRITTEN_OVER)

@@ -13,7 +13,7 @@ from mha_spec import AttentionSpec, GridBias, Norm, Refusal, RelativeBias, Relat
 from mha_spec.attention import check_spec
 from mha_spec.features.norm import check_norm
 from mha_spec.features.rope import position_shapes
-from mha_spec.hints import NEW_CACHE, OF_NUMBERS, missing_axes
+from mha_spec.hints import NEW_CACHE, OF_NUMBERS, WRITTEN_OVER, missing_axes
 from mha_spec.rules import as_count, check_head_groups
 from mha_tt.layout import (
     TAKEN,
@@ -448,3 +448,12 @@ def check_is_cache(cache: object, kind: type) -> None:
     """Refuse anything but a cache of that type."""
     if not isinstance(cache, kind):
         raise WrongType("cache", f"be a {kind.__name__}", type(cache).__name__, hint=NEW_CACHE)
+    check_not_written_over(cache)
+
+
+def check_not_written_over(cache: Any) -> None:
+    """Refuse a cache whose storage belongs to the one that a step returned."""
+    if not cache.is_written_over:
+        return
+    rule = "be the one that the last step returned: that step has written into its storage"
+    raise Refusal("cache", rule, "the one before the step", hint=WRITTEN_OVER)
