@@ -92,6 +92,7 @@ OF_CALLS: dict[str, Alias] = {
     **_all_mean("segment_ids", "cu_seqlens", "cu_seqlens_q", note="the segment of each token"),
     **_all_mean("positions", "position_ids", "input_pos", "pos"),
     **_all_mean("need_weights", "output_attentions", "return_attention_scores", "sow_weights"),
+    "need_weights": Alias((), "MultiHeadAttention and functions return attention weights"),  # not self-attention
     "average_attn_weights": Alias((), "weights are of each head: average them over axis 1"),
     **_all_mean("query", "inputs_q", "q", "hidden_states"),
     **_all_mean("key", "inputs_k", "k"),

@@ -516,6 +516,8 @@ def test_errors_of_a_call_say_what_to_pass(sibling):
     module = usual(sibling, "MultiHeadAttention", SPEC)
     for keywords, refusal in ADVICE.values():
         assert_error(sibling, module, (), {"query": ones(3, 4, 6), "key": ones(3, 5, 5), **keywords}, refusal)
+    output, _ = module(ones(3, 4, 6).of(sibling), ones(3, 5, 5).of(sibling), is_causal=np.True_)
+    assert output.shape[1] == 4
 
 
 def test_docstrings_name_the_next_thing(sibling):
