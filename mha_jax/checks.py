@@ -17,6 +17,7 @@ from mha_spec.attention import check_spec
 from mha_spec.features.norm import check_norm
 from mha_spec.features.rope import position_shapes
 from mha_spec.heads import BareHeads
+from mha_spec.hints import NEW_CACHE, OF_NUMBERS, missing_axes
 from mha_spec.rules import as_count, check_head_groups
 
 
@@ -52,7 +53,8 @@ def check_broadcasts(name: str, shape: tuple[int, ...], scores_shape: tuple[int,
     """Refuse a shape that does not broadcast to the scores, or that would enlarge them."""
     sizes = zip(reversed(shape), reversed(scores_shape), strict=False)
     if len(shape) > 4 or not all(a == 1 or a == b for a, b in sizes):
-        raise Refusal(name, f"broadcast to the scores (B, N, T, S) = {scores_shape}", {f"{name}.shape": shape})
+        rule = f"broadcast to the scores (B, N, T, S) = {scores_shape}"
+        raise Refusal(name, rule, {f"{name}.shape": shape}, hint=missing_axes(name, shape, scores_shape))
 
 
 def check_integers(name: str, x: Array, shapes: Sequence[tuple[int, ...]], in_words: str) -> None:
@@ -203,7 +205,10 @@ def check_projected(name: str, x: Array, kernel: Array) -> None:
         raise Refusal(f"the input of {name}", f"have {kernel.shape[0]} features", shape=x.shape)
     if x.dtype != kernel.dtype:
         raise WrongType(
-            f"the input of {name}", "have the dtype of its kernel", {"x.dtype": x.dtype, "kernel.dtype": kernel.dtype}
+            f"the input of {name}",
+            "have the dtype of its kernel",
+            {"x.dtype": x.dtype, "kernel.dtype": kernel.dtype},
+            hint="dtype= of the layer casts inputs and weights",
         )
 
 
@@ -281,9 +286,7 @@ def check_mask(mask: Array | None, scores_shape: tuple[int, ...]) -> None:
         return
     check_array("mask", mask)
     if mask.dtype != jnp.bool_:
-        raise WrongType(
-            "mask", "be boolean (True = masked)", {"mask.dtype": mask.dtype}, hint="an additive term is passed as bias"
-        )
+        raise WrongType("mask", "be boolean (True = masked)", {"mask.dtype": mask.dtype}, hint=OF_NUMBERS)
     check_broadcasts("mask", mask.shape, scores_shape)
 
 
@@ -354,4 +357,4 @@ def check_gated(context: Array, gate: Array) -> None:
 def check_is_cache(cache: object, kind: type) -> None:
     """Refuse anything but a cache of that type."""
     if not isinstance(cache, kind):
-        raise WrongType("cache", f"be a {kind.__name__}", type(cache).__name__)
+        raise WrongType("cache", f"be a {kind.__name__}", type(cache).__name__, hint=NEW_CACHE)

@@ -33,6 +33,7 @@ from mha_spec import (
     GridBias,
     Latent,
     Norm,
+    Refusal,
     RelativeBias,
     RelativeProducts,
     Rope,
@@ -189,6 +190,7 @@ class AttentionLayer(nnx.Module):
         for name, given in dtypes.items():
             if given is not None and not jnp.issubdtype(jnp.dtype(given), jnp.floating):
                 raise WrongType(name, "be floating point", {name: jnp.dtype(given)})
+        _check_streams(rngs, spec)
         self.spec, self.dtype = spec, dtype
         self.kernel: Kernel = fused.attend
         for name, projection in spec.projections.items():
@@ -237,8 +239,25 @@ class AttentionLayer(nnx.Module):
         return output if rng is None else apply_dropout(output, self.spec.output_dropout, rng=rng)
 
 
+def _check_streams(rngs: nnx.Rngs, spec: AttentionSpec) -> None:
+    """Refuse random streams without the ones that the layer draws from. A default stream serves as any."""
+    if not isinstance(rngs, nnx.Rngs):
+        return
+    names = ["params"]
+    if spec.dropout or spec.output_dropout:
+        names.append("dropout")
+    for name in names:
+        if name not in rngs and "default" not in rngs:
+            rule = f"have the stream {name!r}"
+            raise Refusal("rngs", rule, streams=list(rngs), hint="nnx.Rngs(params=0, dropout=1) has both streams")
+
+
 class MultiHeadAttention(AttentionLayer):
-    """Multi-head attention of queries over keys and values. Constructor arguments: see `AttentionLayer`."""
+    """Multi-head attention of queries over keys and values. Constructor arguments: see `AttentionLayer`.
+
+    A call returns a pair: the output, and the attention weights or None. `MultiHeadSelfAttention` returns the output
+    alone, for sequences of modules. Sizes are fields of the specification: `layer.spec.num_heads`.
+    """
 
     def __call__(
         self,

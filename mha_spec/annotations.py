@@ -20,6 +20,8 @@ from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, TypeVar, get_args
 
+from mha_spec.aliases import unknown_argument
+from mha_spec.hints import OF_NUMBERS
 from mha_spec.refusal import Refusal, WrongType
 
 FLOATING, INTEGERS, BOOLEAN = "floating point", "integers", "boolean"
@@ -29,12 +31,6 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 Dtypes = Mapping[str, Collection[Any]]
 """Dtypes of a framework by kind."""
-
-
-HINTS = {
-    "mask": "True = masked; if 1 means attend, pass mask == 0; if it is added to the scores, pass it as bias",
-}
-"""Advice on dtypes, by argument."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +131,9 @@ class ArrayRule:
             in_words = " or ".join(axes.in_words() for axes in self.alternatives)
             raise Refusal(name, f"have axes {in_words}", {f"{name}.shape": tuple(shape)})
         if x.dtype not in self.dtypes:
-            raise WrongType(name, f"be {self.kind}", {f"{name}.dtype": x.dtype}, hint=HINTS.get(name, ""))
+            raise WrongType(
+                name, f"be {self.kind}", {f"{name}.dtype": x.dtype}, hint=OF_NUMBERS if name == "mask" else ""
+            )
         if axes.compares_batch:
             self._compare_batch(name, axes, shape, first_with_axis)
         for index, axis in axes.compared:
@@ -193,6 +191,8 @@ def checking(dtypes: Dtypes) -> Callable[[Function], Function]:
                 if x is not None and name in rules:
                     rules[name].check(name, x, first_with_axis)
             for name, x in keywords.items():
+                if name not in parameters:
+                    raise unknown_argument(name, [known for known in parameters if known != "self"])
                 if x is not None and name in rules:
                     rules[name].check(name, x, first_with_axis)
             return function(*arguments, **keywords)
