@@ -5,10 +5,10 @@
         attn_weights: Float[Array, "B N T S"], value: Float[Array, "B K S Hv"]
     ) -> Float[Array, "B N T Hv"]: ...
 
-refuses anything but two floating-point arrays of four axes whose B and S are equal. A name stands for one size in all
-arguments of a call. "#B" may also be 1, "*B" are any number of axes, "..." are any axes, and a product or sum of sizes
-is any size. What an annotation cannot say is checked by hand: sizes against the specification, lengths, and dtypes
-that must agree.
+raises an error for anything but two floating-point arrays of four axes whose B and S are equal. A name stands for one
+size in all arguments of a call. "#B" may also be 1, "*B" are any number of axes, "..." are any axes, and a product or
+sum of sizes is any size. Functions check by hand what is beyond annotations: sizes against the specification, lengths,
+and dtypes that must agree.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Axes:
         names: name of each axis after the batch axes; "" for any size.
         may_be_one: names of axes that may be 1 instead.
         batch: name of any number of axes before them; "" if these may differ between arguments, None if there are none.
-        compared: index from the end and name of each axis that another argument has, too.
+        compared: index from the end and name of each axis that other arguments also have.
         compares_batch: whether another argument has the same batch axes.
     """
 
@@ -85,7 +85,7 @@ class Axes:
         return tuple(shape[: len(shape) - len(self.names)])
 
     def in_words(self) -> str:
-        """Return the axes as an error names them."""
+        """Return the axes in the words of an error."""
         names = [name or "·" for name in self.names]
         if self.batch is not None:
             names = ["…", *names]
@@ -96,7 +96,7 @@ class Axes:
 
 @dataclass(frozen=True)
 class ArrayRule:
-    """What annotations demand of one argument.
+    """Rule of one argument, from its annotation.
 
     Attributes:
         array_type: type of the array.

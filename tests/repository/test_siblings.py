@@ -153,7 +153,6 @@ EXTRA_NAMES = {
         "as_lengths",  # and lengths are moved to theirs
         "cache_dtype",  # under autocast it differs from the weights' dtype
         *WRITTEN_OVER,
-        "MultiHeadLatentAttention.kv_b_proj",  # a type for an attribute that its base sets by name
         *CACHE_PARTS["torch"],
     },
     "tt": {
