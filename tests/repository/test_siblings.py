@@ -428,7 +428,8 @@ def test_public_names_are_defined_in_modules(name):
     imported = set()
     for node in parse(name, "__init__.py").body:
         if isinstance(node, ast.ImportFrom):
-            imported |= {alias.name for alias in node.names}
+            public = [alias for alias in node.names if not (alias.asname or "").startswith("_")]
+            imported |= {alias.name for alias in public}
             place = "/".join(node.module.split(".")[1:])
             inside = folder(name) / place
             there = {path.stem for path in inside.iterdir()} if inside.is_dir() else definitions(name, f"{place}.py")
