@@ -5,10 +5,10 @@
         attn_weights: Float[Array, "B N T S"], value: Float[Array, "B K S Hv"]
     ) -> Float[Array, "B N T Hv"]: ...
 
-raises an error for anything but two floating-point arrays of four axes whose B and S are equal. A name stands for one
-size in all arguments of a call. "#B" may also be 1, "*B" are any number of axes, "..." are any axes, and a product or
-sum of sizes is any size. Functions check by hand what is beyond annotations: sizes against the specification, lengths,
-and dtypes that must agree.
+raises an error for anything but two floating-point arrays of four axes whose B and S are equal. A
+name stands for one size in all arguments of a call. "#B" may also be 1, "*B" are any number of
+axes, "..." are any axes, and a product or sum of sizes is any size. Functions check by hand what is
+beyond annotations: sizes against the specification, lengths, and dtypes that must agree.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Axes:
     Attributes:
         names: name of each axis after the batch axes; "" for any size.
         may_be_one: names of axes that may be 1 instead.
-        batch: name of any number of axes before them; "" if these may differ between arguments, None if there are none.
+        batch: name of any number of axes before them; "" if these may differ between arguments,
+            None if there are none.
         compared: index from the end and name of each axis that other arguments also have.
         compares_batch: whether another argument has the same batch axes.
     """
@@ -74,7 +75,9 @@ class Axes:
         for index, name in enumerate(self.names):
             if name in shared_names:
                 compared.append((index - len(self.names), name))
-        return replace(self, compared=tuple(compared), compares_batch=f"*{self.batch}" in shared_names)
+        return replace(
+            self, compared=tuple(compared), compares_batch=f"*{self.batch}" in shared_names
+        )
 
     def have_rank(self, rank: int) -> bool:
         """Return whether an array of this rank may have these axes."""
@@ -103,7 +106,8 @@ class ArrayRule:
         kind: kind of its dtype.
         dtypes: dtypes of this kind.
         alternatives: axes, one of which it must have.
-        accepts_others: whether it may also be something that is not an array, which is checked by hand.
+        accepts_others: whether it may also be something that is not an array, which is checked by
+            hand.
     """
 
     array_type: type
@@ -113,13 +117,14 @@ class ArrayRule:
     accepts_others: bool
 
     def check(self, name: str, x: Any, first_with_axis: dict[str, tuple[Any, str, Any]]) -> None:
-        """Refuse an argument that breaks the rule, or whose axes differ from those of earlier arguments.
+        """Refuse an argument that breaks the rule, or whose axes differ from those of earlier
+        arguments.
 
         Args:
             name: name of the argument.
             x: the argument.
-            first_with_axis: size of each compared axis so far, and the name and shape of the argument that has it;
-                gains those of this argument.
+            first_with_axis: size of each compared axis so far, and the name and shape of the
+                argument that has it; gains those of this argument.
         """
         if not isinstance(x, self.array_type):
             if self.accepts_others:
@@ -132,7 +137,10 @@ class ArrayRule:
             raise Refusal(name, f"have axes {in_words}", {f"{name}.shape": tuple(shape)})
         if x.dtype not in self.dtypes:
             raise WrongType(
-                name, f"be {self.kind}", {f"{name}.dtype": x.dtype}, hint=OF_NUMBERS if name == "mask" else ""
+                name,
+                f"be {self.kind}",
+                {f"{name}.dtype": x.dtype},
+                hint=OF_NUMBERS if name == "mask" else "",
             )
         if axes.compares_batch:
             self._compare_batch(name, axes, shape, first_with_axis)
@@ -147,8 +155,12 @@ class ArrayRule:
                 shapes = {f"{name}.shape": tuple(shape), f"{other}.shape": tuple(other_shape)}
                 raise Refusal(name, f"have the {axis} of {other}", shapes)
 
-    def _axes_of(self, shape: Any, first_with_axis: Mapping[str, tuple[Any, str, Any]]) -> Axes | None:
-        """Return the alternative of this shape, if possible with as many batch axes as earlier arguments."""
+    def _axes_of(
+        self, shape: Any, first_with_axis: Mapping[str, tuple[Any, str, Any]]
+    ) -> Axes | None:
+        """Return the alternative of this shape, if possible with as many batch axes as earlier
+        arguments.
+        """
         fitting = None
         for axes in self.alternatives:
             if not axes.have_rank(len(shape)):
@@ -163,9 +175,13 @@ class ArrayRule:
         self, name: str, axes: Axes, shape: Any, first_with_axis: dict[str, tuple[Any, str, Any]]
     ) -> None:
         batch_axes = axes.batch_axes(shape)
-        expected, other, other_shape = first_with_axis.setdefault(f"*{axes.batch}", (batch_axes, name, shape))
+        expected, other, other_shape = first_with_axis.setdefault(
+            f"*{axes.batch}", (batch_axes, name, shape)
+        )
         # One by one: torch.compile cannot compare tuples of symbolic sizes.
-        is_equal = len(batch_axes) == len(expected) and all(a == b for a, b in zip(batch_axes, expected, strict=True))
+        is_equal = len(batch_axes) == len(expected) and all(
+            a == b for a, b in zip(batch_axes, expected, strict=True)
+        )
         if not is_equal:
             shapes = {f"{name}.shape": tuple(shape), f"{other}.shape": tuple(other_shape)}
             raise Refusal(name, f"have the batch axes of {other}", shapes)
@@ -197,7 +213,7 @@ def checking(dtypes: Dtypes) -> Callable[[Function], Function]:
                     rules[name].check(name, x, first_with_axis)
             return function(*arguments, **keywords)
 
-        check_and_call.is_checked = True  # pyright: ignore[reportFunctionMemberAccess]
+        vars(check_and_call)["is_checked"] = True
         return check_and_call  # pyright: ignore[reportReturnType]
 
     return checked
@@ -206,7 +222,11 @@ def checking(dtypes: Dtypes) -> Callable[[Function], Function]:
 def _rules_of(parameters: Mapping[str, inspect.Parameter], dtypes: Dtypes) -> dict[str, ArrayRule]:
     """Return the rule of each parameter whose annotation is of arrays."""
     arrays_of = {name: _arrays_in(parameter.annotation) for name, parameter in parameters.items()}
-    axes_of = {name: [Axes.of(array.dim_str) for array in arrays] for name, arrays in arrays_of.items() if arrays}
+    axes_of = {
+        name: [Axes.of(array.dim_str) for array in arrays]
+        for name, arrays in arrays_of.items()
+        if arrays
+    }
     uses = Counter[str]()
     for alternatives in axes_of.values():
         uses.update({name for axes in alternatives for name in axes.names if name})
@@ -217,9 +237,13 @@ def _rules_of(parameters: Mapping[str, inspect.Parameter], dtypes: Dtypes) -> di
         array = arrays_of[name][0]
         kind = _kind_of(array.dtypes)
         options = get_args(parameters[name].annotation)
-        accepts_others = any(option not in arrays_of[name] and option is not type(None) for option in options)
+        accepts_others = any(
+            option not in arrays_of[name] and option is not type(None) for option in options
+        )
         compared = tuple(axes.comparing(shared_names) for axes in alternatives)
-        rules[name] = ArrayRule(array.array_type, kind, frozenset(dtypes[kind]), compared, accepts_others)
+        rules[name] = ArrayRule(
+            array.array_type, kind, frozenset(dtypes[kind]), compared, accepts_others
+        )
     return rules
 
 
@@ -233,4 +257,6 @@ def _kind_of(dtypes: Sequence[str]) -> str:
     """Return the kind of the dtypes that an annotation such as `Float[…]` lists."""
     if "float32" in dtypes:
         return FLOATING
-    return BOOLEAN if "bool" in dtypes else INTEGERS
+    if "bool" in dtypes:
+        return BOOLEAN
+    return INTEGERS

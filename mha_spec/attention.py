@@ -23,7 +23,14 @@ from mha_spec.features.temperature import Temperature
 from mha_spec.projection import Projection, shapes_of
 from mha_spec.record import Record
 from mha_spec.refusal import Refusal, WrongType
-from mha_spec.rules import as_boolean, as_count, as_factor, as_rate, check_head_groups, check_is_record
+from mha_spec.rules import (
+    as_boolean,
+    as_count,
+    as_factor,
+    as_rate,
+    check_head_groups,
+    check_is_record,
+)
 from mha_spec.serialization import from_json, to_json
 from mha_spec.span import Span, span_of
 
@@ -39,9 +46,10 @@ NORMS = ("qk_norm", "v_norm", "context_norm")
 class AttentionSpec(Record):
     """Framework-independent specification of an attention layer. Hashable.
 
-    Omitted sizes are derived from the others and read as integers. `replace` derives them again: `AttentionSpec(512,
-    8).replace(d_model=1024)` has a head_dim of 128, while `dataclasses.replace` keeps 64. A size equal to its derived
-    value counts as omitted even if it was passed, so that equal specifications behave equally.
+    Omitted sizes are derived from the others and read as integers. `replace` derives them again:
+    `AttentionSpec(512, 8).replace(d_model=1024)` has a head_dim of 128, while `dataclasses.replace`
+    keeps 64. A size equal to its derived value counts as omitted even if it was passed, so that
+    equal specifications behave equally.
 
     Attributes:
         d_model: width of the output, E.
@@ -51,46 +59,55 @@ class AttentionSpec(Record):
         d_in: width of the query input; default: d_model.
         d_kv: width of the key and value input; default: d_in.
         value_head_dim: value features per head, Hv; default: head_dim.
-        qkv_bias: q_proj, k_proj and v_proj have a bias; or one boolean for each. Three equal ones are stored as one.
+        qkv_bias: q_proj, k_proj and v_proj have a bias; or one boolean for each. Three equal ones
+            are stored as one.
         out_bias: out_proj, if present, has a bias.
-        out_proj: project the combined heads, N * Hv wide, to d_model; otherwise they are the output.
-        fused_qkv: store one qkv_proj (rows of q, then k, then v) instead of three projections; results are equal.
-        shared_kv: the layer has no projections of keys and values: a call receives those of another layer, after its
-            norms and RoPE. Biases, norms and a clip of q, k and v then apply to q alone.
-        latent: latents from which keys and values of all heads are expanded (MLA), or None. With latents qkv_bias
-            applies to q_a_proj (or q_proj) and kv_a_proj.
+        out_proj: project the combined heads, N * Hv wide, to d_model; otherwise they are the
+            output.
+        fused_qkv: store one qkv_proj (rows of q, then k, then v) instead of three projections;
+            results are equal.
+        shared_kv: the layer has no projections of keys and values: a call receives those of another
+            layer, after its norms and RoPE. Biases, norms and a clip of q, k and v then apply to q
+            alone.
+        latent: latents from which keys and values of all heads are expanded (MLA), or None. With
+            latents qkv_bias applies to q_a_proj (or q_proj) and kv_a_proj.
         qk_norm: norm of queries and keys, or None. `q_norm` and `k_norm` have separate weights.
         v_norm: norm of values, or None.
-        clip_qkv: clip the outputs of q_proj, k_proj and v_proj to [-clip_qkv, clip_qkv], before anything else; or None.
+        clip_qkv: clip the outputs of q_proj, k_proj and v_proj to [-clip_qkv, clip_qkv], before
+            anything else; or None.
         context_norm: norm of the context before out_proj, over the width of all heads, or None.
         gate: gate that multiplies the context before out_proj, or None.
         rope: rotary position embedding of queries and keys, or None.
         scale: factor of the dot products of queries and keys; default: 1 / sqrt(H).
         temperature: position-dependent factor of queries, or None.
-        soft_cap: replace scores s by soft_cap * tanh(s / soft_cap), before any bias or mask; or None.
-        sinks: each query head has an attention sink: a learned logit in the softmax, without a value.
+        soft_cap: replace scores s by soft_cap * tanh(s / soft_cap), before any bias or mask; or
+            None.
+        sinks: each query head has an attention sink: a learned logit in the softmax, without a
+            value.
         alibi: linear biases subtracted from scores after the soft cap, or None.
-        relative_bias: biases added to scores after the soft cap, or None: one learned number per query head and bucket
-            of distances or of grid offsets.
-        relative_products: scaled products of queries, keys or both with learned vectors of their distance, added to
-            scores; or None.
-        window_size: queries attend only to keys less than this many tokens away. With a causal mask these are the last
-            window_size keys, including the query's own.
+        relative_bias: biases added to scores after the soft cap, or None: one learned number per
+            query head and bucket of distances or of grid offsets.
+        relative_products: scaled products of queries, keys or both with learned vectors of their
+            distance, added to scores; or None.
+        window_size: queries attend only to keys less than this many tokens away. With a causal mask
+            these are the last window_size keys, including the query's own.
         chunk_size: queries attend only to keys of their own chunk of this many tokens.
         dropout: dropout rate of attention weights in training.
         output_dropout: dropout rate of the output in training.
 
     Raises:
-        TypeError: if a width or a number of heads is not an integer, rope not a `Rope`, a norm not a `Norm`, gate not a
-            `Gate`, temperature not a `Temperature`, alibi not an `Alibi`, relative_bias not a `RelativeBias` or a
-            `GridBias`, relative_products not a `RelativeProducts`, latent not a `Latent`, clip_qkv, scale, soft_cap or
-            a rate not a number, or a flag not a boolean.
-        ValueError: if widths, heads or rates do not fit, or clip_qkv, scale or soft_cap is not positive and finite.
-            Some fields exclude each other: a window and chunks; either of these and a grid; ALiBi and a relative bias;
-            a temperature and positions on several axes. Latents exclude fewer key/value heads, fused_qkv, norms of
-            heads, a clip and RoPE of other features. A context norm must be over the width, and excludes a gate.
-            Relative products exclude a soft cap and latents. Shared keys and values exclude separate biases, another
-            key width, fused_qkv, a norm of values and latents.
+        TypeError: if a width or a number of heads is not an integer, rope not a `Rope`, a norm not
+            a `Norm`, gate not a `Gate`, temperature not a `Temperature`, alibi not an `Alibi`,
+            relative_bias not a `RelativeBias` or a `GridBias`, relative_products not a
+            `RelativeProducts`, latent not a `Latent`, clip_qkv, scale, soft_cap or a rate not a
+            number, or a flag not a boolean.
+        ValueError: if widths, heads or rates do not fit, or clip_qkv, scale or soft_cap is not
+            positive and finite. Some fields exclude each other: a window and chunks; either of
+            these and a grid; ALiBi and a relative bias; a temperature and positions on several
+            axes. Latents exclude fewer key/value heads, fused_qkv, norms of heads, a clip and RoPE
+            of other features. A context norm must be over the width, and excludes a gate. Relative
+            products exclude a soft cap and latents. Shared keys and values exclude separate biases,
+            another key width, fused_qkv, a norm of values and latents.
     """
 
     d_model: int
@@ -161,16 +178,24 @@ class AttentionSpec(Record):
             check_rotated(self.head_dim, self.rope)
         self._check_shared_kv()
         self._check_latent()
-        # Each call reads these. In Python 3.11 torch.compile cannot trace the lock of a cached property that is unset.
+        # Each call reads these. In Python 3.11 torch.compile cannot trace the lock of a cached
+        # property that is unset.
         for name in ("norms", "span", "score_scale", "score_shapes", "alibi_slopes"):
             getattr(self, name)
         if self.latent is not None:
-            widths = {"num_kv_heads": 1, "head_dim": self.latent.width, "value_head_dim": self.latent.kv_rank}
+            widths = {
+                "num_kv_heads": 1,
+                "head_dim": self.latent.width,
+                "value_head_dim": self.latent.kv_rank,
+            }
             absorbed = replace(self, latent=None, rope=None, scale=self.score_scale, **widths)
             object.__setattr__(self, "_absorbed", absorbed)
 
     def _check_shared_kv(self) -> None:
-        needed = {"d_kv": self.d_in, "fused_qkv": False, "v_norm": None, "latent": None} if self.shared_kv else {}
+        if self.shared_kv:
+            needed = {"d_kv": self.d_in, "fused_qkv": False, "v_norm": None, "latent": None}
+        else:
+            needed = {}
         for name, value in needed.items():
             if getattr(self, name) != value:
                 raise Refusal(name, f"be {value} with shared_kv", {name: getattr(self, name)})
@@ -187,9 +212,18 @@ class AttentionSpec(Record):
         needed["relative_products"] = None
         for name, value in needed.items():
             if getattr(self, name) != value:
-                raise Refusal(name, f"be {value} with latent", {name: getattr(self, name), "latent": self.latent})
+                raise Refusal(
+                    name,
+                    f"be {value} with latent",
+                    {name: getattr(self, name), "latent": self.latent},
+                )
         if self.latent.rope_dim >= self.head_dim:
-            raise Refusal("rope_dim", "be less than head_dim", rope_dim=self.latent.rope_dim, head_dim=self.head_dim)
+            raise Refusal(
+                "rope_dim",
+                "be less than head_dim",
+                rope_dim=self.latent.rope_dim,
+                head_dim=self.head_dim,
+            )
         if self.qkv_biases[1] != self.qkv_biases[2]:
             raise Refusal("qkv_bias", "be the same for k and v with latent", qkv_bias=self.qkv_bias)
 
@@ -212,9 +246,18 @@ class AttentionSpec(Record):
             return
         for name in REACHES if isinstance(self.relative_bias, GridBias) else ():
             if getattr(self, name) is not None:
-                raise Refusal(name, "be None with a grid", {name: getattr(self, name), "grid": self.relative_bias})
+                raise Refusal(
+                    name,
+                    "be None with a grid",
+                    {name: getattr(self, name), "grid": self.relative_bias},
+                )
         if self.alibi is not None:
-            raise Refusal("alibi", "be None with a relative_bias", alibi=self.alibi, relative_bias=self.relative_bias)
+            raise Refusal(
+                "alibi",
+                "be None with a relative_bias",
+                alibi=self.alibi,
+                relative_bias=self.relative_bias,
+            )
 
     def _check_relative_products(self) -> None:
         products = self.relative_products
@@ -225,9 +268,14 @@ class AttentionSpec(Record):
             raise Refusal("soft_cap", "be None with relative_products", soft_cap=self.soft_cap)
 
     def _check_qkv_bias(self) -> None:
-        biases = self.qkv_bias if isinstance(self.qkv_bias, (tuple, list)) else (self.qkv_bias,) * 3
+        if isinstance(self.qkv_bias, (tuple, list)):
+            biases = self.qkv_bias
+        else:
+            biases = (self.qkv_bias,) * 3
         if len(biases) != 3:
-            raise Refusal("qkv_bias", "be one boolean, or three for q, k and v", qkv_bias=self.qkv_bias)
+            raise Refusal(
+                "qkv_bias", "be one boolean, or three for q, k and v", qkv_bias=self.qkv_bias
+            )
         q, k, v = (as_boolean("qkv_bias", bias) for bias in biases)
         object.__setattr__(self, "qkv_bias", q if q == k == v else (q, k, v))
         if self.fused_qkv and isinstance(self.qkv_bias, tuple):
@@ -243,18 +291,36 @@ class AttentionSpec(Record):
         if self.context_norm is not None and self.context_norm.over != "width":
             raise Refusal("context_norm", "be over='width'", context_norm=self.context_norm)
         if self.context_norm is not None and self.gate is not None:
-            raise Refusal("gate", "be None with a context_norm", gate=self.gate, context_norm=self.context_norm)
+            raise Refusal(
+                "gate",
+                "be None with a context_norm",
+                gate=self.gate,
+                context_norm=self.context_norm,
+            )
 
     def _derived_sizes(self) -> dict[str, int | None]:
-        """Return the defaults of omitted sizes; head_dim is None if num_heads does not divide d_model."""
-        head_dim = None if self.d_model % self.num_heads else self.d_model // self.num_heads
-        sizes = {"num_kv_heads": self.num_heads, "head_dim": head_dim, "value_head_dim": self.head_dim}
+        """Return the defaults of omitted sizes; head_dim is None if num_heads does not divide
+        d_model.
+        """
+        if self.d_model % self.num_heads:
+            head_dim = None
+        else:
+            head_dim = self.d_model // self.num_heads
+        sizes = {
+            "num_kv_heads": self.num_heads,
+            "head_dim": head_dim,
+            "value_head_dim": self.head_dim,
+        }
         return sizes | {"d_in": self.d_model, "d_kv": self.d_in}
 
     def given(self) -> dict[str, Any]:
-        """Return keyword arguments of an equal specification: fields that are neither default nor derived."""
+        """Return keyword arguments of an equal specification: fields that are neither default nor
+        derived.
+        """
         derived = self._derived_sizes().items()
-        return {name: value for name, value in super().given().items() if (name, value) not in derived}
+        return {
+            name: value for name, value in super().given().items() if (name, value) not in derived
+        }
 
     @property
     def q_width(self) -> int:
@@ -279,18 +345,27 @@ class AttentionSpec(Record):
     @property
     def output_width(self) -> int:
         """Width of the output: d_model, or N * Hv without out_proj."""
-        return self.d_model if self.out_proj else self.context_width
+        if self.out_proj:
+            return self.d_model
+        return self.context_width
 
     @cached_property
     def score_scale(self) -> float:
         """Factor of the dot products of queries and keys; default: 1 / sqrt(H).
 
-        With latents and YaRN's mscale_all_dim it is multiplied by the square of 0.1 * mscale_all_dim * ln(factor) + 1.
+        With latents and YaRN's mscale_all_dim it is multiplied by the square of 0.1 *
+        mscale_all_dim * ln(factor) + 1.
         """
         if self.scale is not None:
             return self.scale
-        scaling = None if self.rope is None or self.latent is None else self.rope.scaling
-        factor = scaling.score_factor if isinstance(scaling, YarnScaling) else 1.0
+        if self.rope is None or self.latent is None:
+            scaling = None
+        else:
+            scaling = self.rope.scaling
+        if isinstance(scaling, YarnScaling):
+            factor = scaling.score_factor
+        else:
+            factor = 1.0
         return factor * self.head_dim**-0.5
 
     @property
@@ -300,15 +375,24 @@ class AttentionSpec(Record):
 
     @property
     def has_distance_bias(self) -> bool:
-        """True if ALiBi, a relative bias or relative products make scores depend on the distance of query and key."""
-        return self.alibi is not None or self.relative_bias is not None or self.relative_products is not None
+        """True if ALiBi, a relative bias or relative products make scores depend on the distance of
+        query and key.
+        """
+        return (
+            self.alibi is not None
+            or self.relative_bias is not None
+            or self.relative_products is not None
+        )
 
     @cached_property
     def alibi_slopes(self) -> tuple[float, ...] | None:
         """ALiBi's slope of each query head, or None."""
         if self.alibi is None:
             return None
-        factor = self.score_scale if self.alibi.scaled else 1.0
+        if self.alibi.scaled:
+            factor = self.score_scale
+        else:
+            factor = 1.0
         return tuple(factor * slope for slope in self.alibi.slopes(self.num_heads))
 
     @cached_property
@@ -325,14 +409,18 @@ class AttentionSpec(Record):
 
     @property
     def qkv_projections(self) -> dict[str, Projection]:
-        """Unfused input projections: q_proj, k_proj and v_proj; those of latents; or q_proj alone with shared_kv."""
+        """Unfused input projections: q_proj, k_proj and v_proj; those of latents; or q_proj alone
+        with shared_kv.
+        """
         if self.latent is not None:
             return self._latent_projections(self.latent)
         widths = {"q_proj": (self.q_width, self.d_in)}
         if not self.shared_kv:
             widths |= {"k_proj": (self.k_width, self.d_kv), "v_proj": (self.v_width, self.d_kv)}
         biases = dict(zip(widths, self.qkv_biases, strict=not self.shared_kv))
-        return {name: Projection((d_out,), d_in, biases[name]) for name, (d_out, d_in) in widths.items()}
+        return {
+            name: Projection((d_out,), d_in, biases[name]) for name, (d_out, d_in) in widths.items()
+        }
 
     def _latent_projections(self, latent: Latent) -> dict[str, Projection]:
         q_bias, kv_bias, _ = self.qkv_biases
@@ -342,14 +430,18 @@ class AttentionSpec(Record):
             found["q_b_proj"] = Projection((self.q_width,), latent.q_rank, False)
         found["kv_a_proj"] = Projection((latent.width,), self.d_in, kv_bias)
         own_features = self.head_dim - latent.rope_dim + self.value_head_dim
-        return {**found, "kv_b_proj": Projection((self.num_heads * own_features,), latent.kv_rank, False)}
+        return {
+            **found,
+            "kv_b_proj": Projection((self.num_heads * own_features,), latent.kv_rank, False),
+        }
 
     @property
     def absorbed(self) -> AttentionSpec:
-        """Return the equivalent attention over latents, with one key/value head and kv_b_proj absorbed.
+        """Return the equivalent attention over latents, with one key/value head and kv_b_proj
+        absorbed.
 
-        Queries are multiplied by the key part of kv_b_proj. The keys are the cached vectors, kv_rank + rope_dim wide,
-        and the values are their first kv_rank features.
+        Queries are multiplied by the key part of kv_b_proj. The keys are the cached vectors,
+        kv_rank + rope_dim wide, and the values are their first kv_rank features.
 
         Raises:
             ValueError: if the layer has no latents.
@@ -358,17 +450,20 @@ class AttentionSpec(Record):
         return self._absorbed  # pyright: ignore[reportAttributeAccessIssue]
 
     def absorbs(self, num_queries: int, num_slots: int | None = None) -> bool:
-        """Return whether attention over latents (wider than heads) costs less than expanding keys and values.
+        """Return whether attention over latents (wider than heads) costs less than expanding keys
+        and values.
 
         Args:
             num_queries: new tokens of a call, T.
-            num_slots: cache slots to expand, if all are expanded and only T are known to be filled; default: only the
-                slots that are attended to.
+            num_slots: cache slots to expand, if all are expanded and only T are known to be filled;
+                default: only the slots that are attended to.
         """
         latent = check_latent(self)
         wider = 2 * latent.kv_rank + latent.rope_dim - self.head_dim - self.value_head_dim
         made = latent.kv_rank * (self.head_dim - latent.rope_dim + self.value_head_dim)
-        return num_queries * wider < made * (1 if num_slots is None else max(num_slots / max(num_queries, 1), 1.0))
+        return num_queries * wider < made * (
+            1 if num_slots is None else max(num_slots / max(num_queries, 1), 1.0)
+        )
 
     @property
     def projections(self) -> dict[str, Projection]:
@@ -382,38 +477,59 @@ class AttentionSpec(Record):
     @property
     def _output_projections(self) -> dict[str, Projection]:
         """Return out_proj and gate_proj. New weights of gate_proj are drawn last."""
-        found = {"out_proj": Projection((self.d_model,), self.context_width, self.out_bias)} if self.out_proj else {}
+        if self.out_proj:
+            found = {"out_proj": Projection((self.d_model,), self.context_width, self.out_bias)}
+        else:
+            found = {}
         if self.gate is not None:
-            width = self.num_heads if self.gate.per_head else self.context_width
+            if self.gate.per_head:
+                width = self.num_heads
+            else:
+                width = self.context_width
             found["gate_proj"] = Projection((width,), self.d_in, self.gate.bias)
         return found
 
     @cached_property
     def norms(self) -> dict[str, Norm]:
-        """Norms of the layer by name: q_norm, k_norm, v_norm, context_norm; with latents q_a_norm, kv_a_norm."""
+        """Norms of the layer by name: q_norm, k_norm, v_norm, context_norm; with latents q_a_norm,
+        kv_a_norm.
+        """
         if self.latent is not None:
             return {name: norm for name, (norm, _) in self.latent.norms.items()}
-        norms = {"q_norm": self.qk_norm, "k_norm": None if self.shared_kv else self.qk_norm, "v_norm": self.v_norm}
+        norms = {
+            "q_norm": self.qk_norm,
+            "k_norm": None if self.shared_kv else self.qk_norm,
+            "v_norm": self.v_norm,
+        }
         norms["context_norm"] = self.context_norm
         return {name: norm for name, norm in norms.items() if norm is not None}
 
     @property
     def wide_norms(self) -> dict[str, Norm]:
         """Norms over the width of all heads."""
-        return {} if self.latent is not None else {name: x for name, x in self.norms.items() if x.over == "width"}
+        if self.latent is not None:
+            return {}
+        return {name: x for name, x in self.norms.items() if x.over == "width"}
 
     def norm_shapes(self, name: str) -> dict[str, tuple[int, ...]]:
         """Return the shapes of a norm's parameters, `weight` and `bias`."""
         if self.latent is not None:
             norm, width = self.latent.norms[name]
             return norm.shapes(1, width)
-        num_heads = self.num_heads if name in ("q_norm", "context_norm") else self.num_kv_heads
+        if name in ("q_norm", "context_norm"):
+            num_heads = self.num_heads
+        else:
+            num_heads = self.num_kv_heads
         is_of_values = name in ("v_norm", "context_norm")
-        return self.norms[name].shapes(num_heads, self.value_head_dim if is_of_values else self.head_dim)
+        return self.norms[name].shapes(
+            num_heads, self.value_head_dim if is_of_values else self.head_dim
+        )
 
     @cached_property
     def score_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the weights that change scores, by name: sinks, relative_bias, relative_keys, relative_queries."""
+        """Shapes of the weights that change scores, by name: sinks, relative_bias, relative_keys,
+        relative_queries.
+        """
         shapes: dict[str, tuple[int, ...]] = {}
         if self.sinks:
             shapes["sinks"] = (self.num_heads,)
@@ -425,8 +541,14 @@ class AttentionSpec(Record):
 
     @property
     def parameters(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the parameters that are not of projections, by name, in the order of the data flow."""
-        of_norms = {f"{name}.{leaf}": shape for name in self.norms for leaf, shape in self.norm_shapes(name).items()}
+        """Shapes of the parameters that are not of projections, by name, in the order of the data
+        flow.
+        """
+        of_norms = {
+            f"{name}.{leaf}": shape
+            for name in self.norms
+            for leaf, shape in self.norm_shapes(name).items()
+        }
         return of_norms | self.score_shapes
 
     @property
@@ -442,9 +564,14 @@ class AttentionSpec(Record):
         """Shapes of the stored weights by name; projections are (out, in) and (out,)."""
         return shapes_of(self.projections) | self.parameters
 
-    def cache_nbytes(self, batch_size: int, capacity: int, dtype: np.dtype, *, num_layers: int = 1) -> int:
+    def cache_nbytes(
+        self, batch_size: int, capacity: int, dtype: np.dtype, *, num_layers: int = 1
+    ) -> int:
         """Return the bytes of cached keys and values (or latents) in all slots of all layers."""
-        features = self.k_width + self.v_width if self.latent is None else self.latent.width
+        if self.latent is None:
+            features = self.k_width + self.v_width
+        else:
+            features = self.latent.width
         return batch_size * features * capacity * num_layers * dtype.itemsize
 
     def to_json(self) -> str:
@@ -461,8 +588,11 @@ class AttentionSpec(Record):
         return from_json(cls, text)
 
 
-def spec_from(spec: AttentionSpec | int | None, num_heads: int | None, fields: Mapping[str, Any]) -> AttentionSpec:
-    """Return the specification that a module was called with, or one of d_model, num_heads and other fields.
+def spec_from(
+    spec: AttentionSpec | int | None, num_heads: int | None, fields: Mapping[str, Any]
+) -> AttentionSpec:
+    """Return the specification that a module was called with, or one of d_model, num_heads and
+    other fields.
 
     Args:
         spec: the specification; or d_model, unless it is among the fields.
@@ -470,8 +600,8 @@ def spec_from(spec: AttentionSpec | int | None, num_heads: int | None, fields: M
         fields: fields of `AttentionSpec` by name; only without a specification.
 
     Raises:
-        TypeError: if there is neither a specification nor d_model with num_heads, or a field is unknown or passed
-            twice.
+        TypeError: if there is neither a specification nor d_model with num_heads, or a field is
+            unknown or passed twice.
         ValueError: if other arguments accompany a specification, or the fields do not fit.
     """
     known_names = [field.name for field in dataclass_fields(AttentionSpec)]
@@ -480,7 +610,12 @@ def spec_from(spec: AttentionSpec | int | None, num_heads: int | None, fields: M
             raise unknown_argument(name, known_names)
     if isinstance(spec, AttentionSpec):
         if given := ({} if num_heads is None else {"num_heads": num_heads}) | dict(fields):
-            raise Refusal(" and ".join(given), "be left out with a spec", given, hint="spec.replace changes fields")
+            raise Refusal(
+                " and ".join(given),
+                "be left out with a spec",
+                given,
+                hint="spec.replace changes fields",
+            )
         return spec
     others = dict(fields)
     d_model = others.pop("d_model", None) if spec is None else spec

@@ -13,10 +13,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BareHeads:
-    """Heads without an `AttentionSpec`: the formula of the paper, of which only the width is unknown.
+    """Heads without an `AttentionSpec`: the formula of the paper, of which only the width is
+    unknown.
 
-    It has the attributes of an `AttentionSpec` that scores depend on. It isn't one, because a compiled graph may have
-    symbolic widths, of which it cannot build a specification.
+    It has the attributes of an `AttentionSpec` that scores depend on. It isn't one, because a
+    compiled graph may have symbolic widths, of which it cannot build a specification.
 
     Attributes:
         head_dim: width of queries and keys, H.

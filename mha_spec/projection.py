@@ -9,7 +9,8 @@ class Projection(NamedTuple):
     """Linear projection of a layer.
 
     Attributes:
-        widths: width of each part of the output: one part, or q, k and v, which are initialized separately.
+        widths: width of each part of the output: one part, or q, k and v, which are initialized
+            separately.
         d_in: width of its input.
         has_bias: True if a bias is added.
     """

@@ -20,8 +20,14 @@ class Record:
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def given(self) -> dict[str, Any]:
-        """Return keyword arguments of an equal record: the fields that differ from their defaults."""
-        values = {each.name: (getattr(self, each.name), each.default) for each in fields(self) if each.init}
+        """Return keyword arguments of an equal record: the fields that differ from their
+        defaults.
+        """
+        values = {
+            each.name: (getattr(self, each.name), each.default)
+            for each in fields(self)
+            if each.init
+        }
         return {name: value for name, (value, default) in values.items() if value != default}
 
     def replace(self, **changes: Any) -> Self:
@@ -36,5 +42,8 @@ class Record:
     def __repr__(self) -> str:
         """Return the call that returns an equal record."""
         given = self.given().items()
-        arguments = (repr(value) if name in self._positional else f"{name}={value!r}" for name, value in given)
+        arguments = (
+            repr(value) if name in self._positional else f"{name}={value!r}"
+            for name, value in given
+        )
         return f"{type(self).__name__}({', '.join(arguments)})"

@@ -29,8 +29,8 @@ class Refusal(ValueError):
 
         raise Refusal("num_heads", "be a multiple of num_kv_heads", num_heads=4, num_kv_heads=3)
 
-    prints "num_heads must be a multiple of num_kv_heads, got num_heads=4 and num_kv_heads=3". The text is built on
-    demand.
+    prints "num_heads must be a multiple of num_kv_heads, got num_heads=4 and num_kv_heads=3". The
+    text is built on demand.
 
     Attributes:
         argument: name of the argument that breaks the rule, as callers know it; or a path.
@@ -58,7 +58,8 @@ class Refusal(ValueError):
         Args:
             argument: as the attribute.
             rule: as the attribute.
-            got: as the attribute; a mapping allows names that are not identifiers, such as `{"mask.dtype": dtype}`.
+            got: as the attribute; a mapping allows names that are not identifiers, such as
+                `{"mask.dtype": dtype}`.
             remedy: as the attribute.
             hint: as the attribute.
             where: as the attribute.
@@ -67,19 +68,25 @@ class Refusal(ValueError):
         self.args = (str(argument), rule)
         self.argument = str(argument)
         self.rule = rule
-        self.got: dict[str, Any] | str = values or got if isinstance(got, str) else {**got, **values}
+        self.got: dict[str, Any] | str = (
+            values or got if isinstance(got, str) else {**got, **values}
+        )
         self.remedy = remedy
         self.hint = hint
         self.where = where
 
     def __str__(self) -> str:
-        got = [self.got] if isinstance(self.got, str) else [_setting(*item) for item in self.got.items()]
+        if isinstance(self.got, str):
+            got = [self.got]
+        else:
+            got = [_setting(*item) for item in self.got.items()]
         advice = [_alternatives(_each(self.remedy)), self.hint]
         parts = [_escape(part) for part in (self.where, self.argument, self.rule, *got, *advice)]
         text = ""
         for most in range(MOST, 0, -20):
             where, argument, rule, *rest = (_cut(part, most) for part in parts)
-            values, advised = _listed(rest[: len(got)]), " ".join(filter(None, rest[len(got) :]))
+            values = _listed(rest[: len(got)])
+            advised = " ".join(filter(None, rest[len(got) :]))
             text = f"{where}{': ' * bool(where)}{argument} must {rule}"
             text += f"{', got ' * bool(values)}{values}{'; ' * bool(advised)}{advised}"
             if len(text) <= MOST:
@@ -98,10 +105,14 @@ class Refusal(ValueError):
         Names that start with "-" are printed as flags: `--num-heads 4`, and `--fill-bias` for True.
 
         Args:
-            rename: maps a name and its value to the ones to print; the value of the argument is None if unknown.
+            rename: maps a name and its value to the ones to print; the value of the argument is
+                None if unknown.
         """
         other = copy(self)
-        got = self.got if isinstance(self.got, dict) else {}
+        if isinstance(self.got, dict):
+            got = self.got
+        else:
+            got = {}
         other.argument, _ = rename(self.argument, got.get(self.argument))
         if got:
             other.got = dict(rename(*item) for item in got.items())
@@ -111,7 +122,10 @@ class Refusal(ValueError):
     def within(self, where: str) -> Self:
         """Return a copy with a place before its own, if any."""
         other = copy(self)
-        other.where = f"{where}: {self.where}" if self.where else where
+        if self.where:
+            other.where = f"{where}: {self.where}"
+        else:
+            other.where = where
         return other
 
 
@@ -146,7 +160,9 @@ def _shown(value: object) -> str:
 
 
 def _is_array(value: object) -> bool:
-    """Return whether a value is an array of any framework. Numbers of NumPy also have a shape and a dtype."""
+    """Return whether a value is an array of any framework. Numbers of NumPy also have a shape and a
+    dtype.
+    """
     return hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, np.generic)
 
 
@@ -162,7 +178,9 @@ def _has_array(value: object) -> bool:
 
 
 def _shown_with_arrays(value: Any) -> str:
-    """Return a value with the type, shape and dtype of its arrays: their numbers would fill the message."""
+    """Return a value with the type, shape and dtype of its arrays: their numbers would fill the
+    message.
+    """
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{name!r}: {_shown(item)}" for name, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):
@@ -184,17 +202,23 @@ def _setting(name: str, value: object) -> str:
 
 
 def _each(remedy: Remedy) -> Sequence[Mapping[str, Any]]:
-    return [remedy] if isinstance(remedy, Mapping) else remedy
+    if isinstance(remedy, Mapping):
+        return [remedy]
+    return remedy
 
 
 def _alternatives(remedies: Sequence[Mapping[str, Any]]) -> str:
-    shown = [" with ".join(_setting(*item) for item in each.items()) for each in remedies[:MOST_REMEDIES]]
+    shown = [
+        " with ".join(_setting(*item) for item in each.items()) for each in remedies[:MOST_REMEDIES]
+    ]
     more = len(remedies) - len(shown)
     return " or ".join(shown) + (f" (or {more} more)" if more else "")
 
 
 def _listed(values: list[str]) -> str:
-    return " and ".join(filter(None, [", ".join(values[:-1]), values[-1]])) if values else ""
+    if values:
+        return " and ".join(filter(None, [", ".join(values[:-1]), values[-1]]))
+    return ""
 
 
 def _escape(text: str) -> str:
@@ -202,9 +226,12 @@ def _escape(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(
-        each if each.isprintable() else each.encode("unicode_escape", "surrogatepass").decode() for each in text
+        each if each.isprintable() else each.encode("unicode_escape", "surrogatepass").decode()
+        for each in text
     )
 
 
 def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most // 2]}…{text[-(most // 2) :]}"
+    if len(text) <= most:
+        return text
+    return f"{text[: most // 2]}…{text[-(most // 2) :]}"

@@ -16,8 +16,12 @@ from mha_spec.refusal import Refusal, WrongType
 LARGEST_COUNT = 2**63 - 1
 """Larger integers do not fit into arrays of integers, and some are beyond floats."""
 
-LEAST_FACTOR, LARGEST_FACTOR = (float(number) for number in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
-"""Range of factors: layers are computed in float32, which rounds numbers beyond it to 0 or infinity."""
+LEAST_FACTOR, LARGEST_FACTOR = (
+    float(number) for number in (np.finfo(np.float32).tiny, np.finfo(np.float32).max)
+)
+"""Range of factors: layers are computed in float32, which rounds numbers beyond it to 0 or
+infinity.
+"""
 
 
 def as_count(name: str, value: object, minimum: int = 1) -> int:
@@ -97,7 +101,8 @@ def as_one_of(name: str, value: Any, options: Sequence[object]) -> Any:
     Raises:
         ValueError: if it is not an option.
     """
-    if not isinstance(value, (str, NoneType)) or value not in options:  # `in` is ambiguous for an array
+    # `in` is ambiguous for an array.
+    if not isinstance(value, (str, NoneType)) or value not in options:
         raise Refusal(name, f"be one of {list(options)}", {name: value})
     return value
 
@@ -136,11 +141,17 @@ def check_head_groups(num_heads: int, num_kv_heads: int) -> None:
     as_count("num_heads", num_heads)
     as_count("num_kv_heads", num_kv_heads)
     if num_heads % num_kv_heads:
-        raise Refusal("num_heads", "be a multiple of num_kv_heads", num_heads=num_heads, num_kv_heads=num_kv_heads)
+        raise Refusal(
+            "num_heads",
+            "be a multiple of num_kv_heads",
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+        )
 
 
 def check_holds_new(lengths: Sequence[int], added: Sequence[int]) -> None:
-    """Refuse the lengths of another layer's cache without the new tokens, of which each sequence has some.
+    """Refuse the lengths of another layer's cache without the new tokens, of which each sequence
+    has some.
 
     Raises:
         ValueError: if a sequence has fewer tokens than were added.
@@ -164,12 +175,19 @@ def merged_shapes(
     """
     letters = kept.split()
     first = max(len(shape) - len(letters), 0)
-    own, rest = shape[:first], shape[first:]
-    fits = len(own) <= len(axes) and all(a == 1 or a == b for a, b in zip(own[::-1], axes[::-1], strict=False))
+    own = shape[:first]
+    rest = shape[first:]
+    fits = len(own) <= len(axes) and all(
+        a == 1 or a == b for a, b in zip(own[::-1], axes[::-1], strict=False)
+    )
     # One by one: torch.compile with symbolic lengths cannot compare tuples of them.
     is_same = len(own) == len(axes) and all(a == b for a, b in zip(own, axes, strict=True))
     if not fits or (is_exact and not (is_same and len(rest) == len(letters))):
-        rule = f"{'have shape' if is_exact else 'broadcast to'} ({', '.join(map(str, (*axes, *letters)))})"
+        expected = f"({', '.join(map(str, (*axes, *letters)))})"
+        if is_exact:
+            rule = f"have shape {expected}"
+        else:
+            rule = f"broadcast to {expected}"
         raise Refusal(name, rule, {f"{name}.shape": shape})
     if math.prod(own) == 1:  # all sequences share it
         return shape, (1, *rest)

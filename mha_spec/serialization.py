@@ -18,7 +18,13 @@ from mha_spec.features.temperature import Temperature
 from mha_spec.record import Record
 from mha_spec.refusal import Refusal
 
-RECORDS: dict[str, type[Record]] = {"alibi": Alibi, "gate": Gate, "latent": Latent, "qk_norm": Norm, "v_norm": Norm}
+RECORDS: dict[str, type[Record]] = {
+    "alibi": Alibi,
+    "gate": Gate,
+    "latent": Latent,
+    "qk_norm": Norm,
+    "v_norm": Norm,
+}
 RECORDS |= {"relative_bias": RelativeBias, "temperature": Temperature, "context_norm": Norm}
 RECORDS["relative_products"] = RelativeProducts
 
@@ -41,7 +47,10 @@ def from_json(kind: type[RecordT], text: str) -> RecordT:
         raise Refusal("a specification", "be a JSON object", repr(text[:80]))
     if "rope_theta" in values and "rope" not in values:  # older files
         theta = values.pop("rope_theta")
-        values["rope"] = None if theta is None else {"theta": theta}
+        if theta is None:
+            values["rope"] = None
+        else:
+            values["rope"] = {"theta": theta}
     if values.get("rope") is not None:
         values["rope"] = _rope_from(values["rope"])
     for name, record in RECORDS.items():
@@ -52,11 +61,21 @@ def from_json(kind: type[RecordT], text: str) -> RecordT:
 
 
 def _rope_from(values: object) -> Rope:
-    scaling = values.get("scaling") if isinstance(values, dict) else None
+    if isinstance(values, dict):
+        scaling = values.get("scaling")
+    else:
+        scaling = None
     if isinstance(values, dict) and scaling is not None:
-        kind = scaling.get("kind") if isinstance(scaling, dict) else None
+        if isinstance(scaling, dict):
+            kind = scaling.get("kind")
+        else:
+            kind = None
         if kind not in SCALINGS:
-            raise Refusal("scaling", f"be a JSON object whose kind is one of {list(SCALINGS)}", scaling=scaling)
+            raise Refusal(
+                "scaling",
+                f"be a JSON object whose kind is one of {list(SCALINGS)}",
+                scaling=scaling,
+            )
         own = {name: value for name, value in scaling.items() if name != "kind"}
         values = {**values, "scaling": _from_fields("scaling", SCALINGS[kind], own)}
     return _from_fields("rope", Rope, values)

@@ -13,12 +13,15 @@ OUT_BIAS = "out_proj.bias"
 
 ROWS, COLUMNS = 0, 1
 
-OF_QUERIES: dict[str, int] = dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "q_norm", "sinks"), ROWS)
+OF_QUERIES: dict[str, int] = dict.fromkeys(
+    ("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "q_norm", "sinks"), ROWS
+)
 OF_QUERIES["context_norm"] = ROWS
 OF_QUERIES |= dict.fromkeys(("out_proj", "relative_bias", *SIDES), COLUMNS)
 OF_KEYS: dict[str, int] = dict.fromkeys(("k_proj", "v_proj", "k_norm", "v_norm"), ROWS)
-"""Weights with a part for each query head, or for each key/value head, and the axis of these parts. With latents, each
-query head has its own keys and values."""
+"""Weights with a part for each query head, or for each key/value head, and the axis of these parts.
+With latents, each query head has its own keys and values.
+"""
 
 
 class Held(NamedTuple):
@@ -36,11 +39,12 @@ class Held(NamedTuple):
 def local_heads(spec: AttentionSpec, size: int, rank: int) -> Held:
     """Return the heads of one of `size` ranks; `size` divides the number of query heads.
 
-    With fewer key/value heads than ranks, several ranks share one. If neither number divides the other, a rank has
-    parts of several groups. Its groups are then the largest equal ones that all parts divide into, and a key/value head
-    may occur twice.
+    With fewer key/value heads than ranks, several ranks share one. If neither number divides the
+    other, a rank has parts of several groups. Its groups are then the largest equal ones that all
+    parts divide into, and a key/value head may occur twice.
     """
-    count, group = spec.num_heads // size, spec.num_heads // spec.num_kv_heads
+    count = spec.num_heads // size
+    group = spec.num_heads // spec.num_kv_heads
     queries = range(rank * count, (rank + 1) * count)
     return Held(queries, [first // group for first in queries[:: gcd(count, group)]])
 

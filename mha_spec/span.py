@@ -15,21 +15,25 @@ class Span(NamedTuple):
         window_size: queries attend to keys less than this many positions away; or None.
         chunk_size: queries attend to keys of their own chunk of this many positions; or None.
 
-    Source: windows as in Longformer, arXiv:2004.05150, section 3.1, and Mistral 7B, arXiv:2310.06825, section 2; chunks
-    as in Llama 4.
+    Source: windows as in Longformer, arXiv:2004.05150, section 3.1, and Mistral 7B,
+    arXiv:2310.06825, section 2; chunks as in Llama 4.
     """
 
     window_size: int | None = None
     chunk_size: int | None = None
 
     def first(self, positions: Any) -> Any:
-        """Return the first key that a query at a position attends to, possibly below 0; for integers or arrays."""
+        """Return the first key that a query at a position attends to, possibly below 0; for
+        integers or arrays.
+        """
         if self.chunk_size is not None:
             return positions // self.chunk_size * self.chunk_size
         return positions - (self.window_size or 0) + 1
 
     def stop(self, positions: Any) -> Any:
-        """Return the key after the last that a query at a position attends to, possibly beyond the last key."""
+        """Return the key after the last that a query at a position attends to, possibly beyond the
+        last key.
+        """
         if self.chunk_size is not None:
             return self.first(positions) + self.chunk_size
         return positions + (self.window_size or 0)
@@ -46,5 +50,9 @@ def span_of(window_size: int | None, chunk_size: int | None) -> Span | None:
         if size is not None:
             as_count(name, size)
     if window_size is not None and chunk_size is not None:
-        raise Refusal("window_size", "be None with chunk_size", window_size=window_size, chunk_size=chunk_size)
-    return None if window_size is None and chunk_size is None else Span(window_size, chunk_size)
+        raise Refusal(
+            "window_size", "be None with chunk_size", window_size=window_size, chunk_size=chunk_size
+        )
+    if window_size is None and chunk_size is None:
+        return None
+    return Span(window_size, chunk_size)

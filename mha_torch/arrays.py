@@ -14,7 +14,9 @@ _PLAIN = (Tensor, nn.Parameter)
 
 def at_least_float32(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     """Return x in float32, or unchanged if it is float64."""
-    return x if x.dtype == torch.float64 else x.to(torch.float32)
+    if x.dtype == torch.float64:
+        return x
+    return x.to(torch.float32)
 
 
 def values_of(x: Tensor) -> Any:
@@ -28,38 +30,55 @@ def values_of(x: Tensor) -> Any:
     first = values
     while isinstance(first, list) and first:
         first = first[0]
-    return values if isinstance(first, (bool, int, float, list)) else None  # a fake tensor may return symbols
+    # A fake tensor may return symbols.
+    if isinstance(first, (bool, int, float, list)):
+        return values
+    return None
 
 
 def is_graph() -> bool:
-    """Return whether operations are being compiled or captured in a CUDA graph, which rules out reading values."""
+    """Return whether operations are being compiled or captured in a CUDA graph, which rules out
+    reading values.
+    """
     if torch.compiler.is_compiling():  # first, because the compiler cannot trace the rest
         return True
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def constant(x: np.ndarray, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return an array on the device of a tensor; cached on a GPU, where a copy synchronizes and breaks CUDA graphs."""
-    if like.is_cuda and type(like) in _PLAIN and not (torch.compiler.is_compiling() or is_transformed()):
+    """Return an array on the device of a tensor; cached on a GPU, where a copy synchronizes and
+    breaks CUDA graphs.
+    """
+    if (
+        like.is_cuda
+        and type(like) in _PLAIN
+        and not (torch.compiler.is_compiling() or is_transformed())
+    ):
         return _on_gpu(x.tobytes(), x.dtype, dtype, like.device).view(x.shape)
     return torch.as_tensor(x, dtype=dtype, device=like.device)
 
 
 @cache  # forever, because a CUDA graph keeps the address
-def _on_gpu(x: bytes, dtype: np.dtype, dtype_there: torch.dtype | None, device: torch.device) -> Tensor:
+def _on_gpu(
+    x: bytes, dtype: np.dtype, dtype_there: torch.dtype | None, device: torch.device
+) -> Tensor:
     with torch.inference_mode(False):  # autograd rejects inference tensors
         return torch.tensor(np.frombuffer(x, dtype), dtype=dtype_there, device=device)
 
 
 def is_transformed() -> bool:
-    """Return whether a transform such as `vmap`, or a mode such as that of fake tensors, intercepts operations."""
+    """Return whether a transform such as `vmap`, or a mode such as that of fake tensors, intercepts
+    operations.
+    """
     stack = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
     return stack() is not None or torch._C._len_torch_dispatch_stack() > 0
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:
     """Return a context without autocast. Devices such as meta have none."""
-    return torch.autocast(device_type, enabled=False) if torch.amp.is_autocast_available(device_type) else nullcontext()
+    if torch.amp.is_autocast_available(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
 
 
 def is_autocast_on(device: torch.device) -> bool:
@@ -74,14 +93,18 @@ def needs_gradient(*arrays: Tensor) -> bool:
 
 def is_distributed(x: object) -> bool:
     """Return whether x is a DTensor."""
-    return type(x) not in _PLAIN and hasattr(type(x), "to_local")  # of the type, because torch.compile evaluates it
+    # Looks at the type, because torch.compile evaluates it.
+    return type(x) not in _PLAIN and hasattr(type(x), "to_local")
 
 
 def replicate_like(x: Tensor, other: Tensor) -> Tensor:
-    """Return x, which is equal on all ranks, as a replicated DTensor if another tensor is a DTensor."""
+    """Return x, which is equal on all ranks, as a replicated DTensor if another tensor is a
+    DTensor.
+    """
     if not is_distributed(other):
         return x
-    from torch.distributed.tensor import DTensor, Replicate  # imported only if something is distributed
+    # Imported only if something is distributed.
+    from torch.distributed.tensor import DTensor, Replicate
 
     mesh = other.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
     return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim)
@@ -93,5 +116,7 @@ def zero_where(x: Float[Tensor, "..."], where: Bool[Tensor, "..."]) -> Float[Ten
 
 
 def nan_where(x: Float[Tensor, "..."], where: Bool[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Return x with NaN at `where`; the gradient is that of the identity, NaN only if the incoming one is NaN."""
+    """Return x with NaN at `where`; the gradient is that of the identity, NaN only if the incoming
+    one is NaN.
+    """
     return x + replicate_like(torch.where(where, torch.nan, 0.0).to(x.dtype), x)

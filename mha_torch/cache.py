@@ -17,7 +17,13 @@ from mha_spec import Refusal, WrongType
 from mha_spec.rules import check_holds_new
 from mha_spec.span import span_of
 from mha_torch.arrays import values_of
-from mha_torch.checks import check_count, check_device, check_is_cache, check_lengths, check_not_written_over
+from mha_torch.checks import (
+    check_count,
+    check_device,
+    check_is_cache,
+    check_lengths,
+    check_not_written_over,
+)
 from mha_torch.masks import Mask, as_lengths
 
 
@@ -30,7 +36,8 @@ class Cache:
 
     lengths: Int[Tensor, " B"]
 
-    is_written_over: bool = False  # by a step that returned a cache with the same storage; not part of the value
+    # Set by a step that returned a cache with the same storage; not part of the value.
+    is_written_over: bool = False
 
     @property
     def slots(self) -> dict[str, Float[Tensor, "B K S W"]]:
@@ -42,7 +49,9 @@ class Cache:
         """Number of slots per sequence."""
         return next(iter(self.slots.values())).shape[2]
 
-    def with_slots(self, slots: Iterable[Float[Tensor, "B K S W"]], lengths: Int[Tensor, " B"]) -> Self:
+    def with_slots(
+        self, slots: Iterable[Float[Tensor, "B K S W"]], lengths: Int[Tensor, " B"]
+    ) -> Self:
         """Return a cache of the same type with other contents.
 
         Args:
@@ -53,7 +62,9 @@ class Cache:
         return kind(*slots, lengths)
 
     def copy(self) -> Self:
-        """Return a cache of the same tokens with its own storage, as for going back to them after other steps."""
+        """Return a cache of the same tokens with its own storage, as for going back to them after
+        other steps.
+        """
         check_not_written_over(self)
         return self.with_slots((x.clone() for x in self.slots.values()), self.lengths.clone())
 
@@ -116,7 +127,8 @@ class Cache:
         """Truncate each sequence to `lengths` and clear the freed slots.
 
         Args:
-            lengths: number of tokens to keep, at most the cached ones, for all sequences or each, (B,).
+            lengths: number of tokens to keep, at most the cached ones, for all sequences or each,
+                (B,).
 
         Returns:
             Cache of the same capacity, with its own storage.
@@ -126,16 +138,27 @@ class Cache:
             ValueError: if a length is negative or above that of its sequence, and both are known.
         """
         check_not_written_over(self)
-        batch_size, held = self.lengths.shape[0], values_of(self.lengths)
+        batch_size = self.lengths.shape[0]
+        held = values_of(self.lengths)
         if isinstance(lengths, int):
             lengths = [lengths] * batch_size
         check_lengths("lengths", lengths, batch_size, self.capacity)
         kept = values_of(torch.as_tensor(lengths))
-        if held is not None and kept is not None and any(new > old for new, old in zip(kept, held, strict=True)):
+        if (
+            held is not None
+            and kept is not None
+            and any(new > old for new, old in zip(kept, held, strict=True))
+        ):
             raise Refusal("lengths", "not exceed those of the cache", f"lengths={kept} and {held}")
-        new_lengths = torch.minimum(as_lengths(lengths, self.lengths.device).to(self.lengths.dtype), self.lengths)
-        is_free = (torch.arange(self.capacity, device=self.lengths.device) >= new_lengths[:, None])[:, None, :, None]
-        return self.with_slots((x.masked_fill(is_free, 0.0) for x in self.slots.values()), new_lengths)
+        new_lengths = torch.minimum(
+            as_lengths(lengths, self.lengths.device).to(self.lengths.dtype), self.lengths
+        )
+        is_free = (torch.arange(self.capacity, device=self.lengths.device) >= new_lengths[:, None])[
+            :, None, :, None
+        ]
+        return self.with_slots(
+            (x.masked_fill(is_free, 0.0) for x in self.slots.values()), new_lengths
+        )
 
 
 @dataclass(frozen=True, eq=False)  # comparing arrays yields no single truth value
@@ -143,8 +166,8 @@ class KVCache(Cache):
     """Keys and values of all tokens so far.
 
     Attributes:
-        keys, values: (B, K, capacity, H) and (B, K, capacity, Hv); keys after RoPE. Slots at or beyond the length of
-            their sequence are empty.
+        keys, values: (B, K, capacity, H) and (B, K, capacity, Hv); keys after RoPE. Slots at or
+            beyond the length of their sequence are empty.
         lengths: number of cached tokens of each sequence, (B,), int32.
     """
 
@@ -211,20 +234,22 @@ def append_to_cache(
     """Append the keys and values of new tokens to the cache.
 
     Args:
-        cache: contains `cache.lengths` tokens. Do not use it afterwards, but a `cache.copy()` made before: under
-            `torch.no_grad()` its storage is reused, and its next use raises an error. It is copied if sequences share
-            storage (`expand`), or if it was created in inference mode and this call is not.
+        cache: contains `cache.lengths` tokens. Do not use it afterwards, but a `cache.copy()` made
+            before: under `torch.no_grad()` its storage is reused, and its next use raises an error.
+            It is copied if sequences share storage (`expand`), or if it was created in inference
+            mode and this call is not.
         key, value: (B, K, T, H) and (B, K, T, Hv), in the cache's dtype.
-        new_lengths: number of real tokens of each sequence, 0..T, (B,); the rest is right padding, which is not cached.
-            Default: all.
+        new_lengths: number of real tokens of each sequence, 0..T, (B,); the rest is right padding,
+            which is not cached. Default: all.
 
     Returns:
         Cache with `cache.lengths + new_lengths` tokens.
 
     Raises:
         TypeError: if the dtypes differ or the lengths are not integers.
-        ValueError: if shapes do not fit, or the tokens exceed the capacity; the cache is then unchanged. (If lengths
-            are unknown, as in a compiled graph, a sequence whose tokens do not fit is left unchanged instead.)
+        ValueError: if shapes do not fit, or the tokens exceed the capacity; the cache is then
+            unchanged. (If lengths are unknown, as in a compiled graph, a sequence whose tokens do
+            not fit is left unchanged instead.)
     """
     lengths = check_appended(cache, key, value, new_lengths)
     after = append_checked(cache, (key, value), new_lengths, lengths)
@@ -233,11 +258,14 @@ def append_to_cache(
 
 
 def mark_written_over(before: Cache, after: Cache) -> None:
-    """Mark a cache whose storage another one has, with more tokens in it, so that its next use raises an error."""
+    """Mark a cache whose storage another one has, with more tokens in it, so that its next use
+    raises an error.
+    """
     if torch.compiler.is_compiling():
         return
     if any(x is y for x, y in zip(before.slots.values(), after.slots.values(), strict=True)):
-        object.__setattr__(before, "is_written_over", True)  # not a field, so that its value stays the same
+        # It is not a field, so that the value of the cache stays the same.
+        object.__setattr__(before, "is_written_over", True)
 
 
 def append_checked(
@@ -262,11 +290,17 @@ def append_checked(
         return cache.with_slots(held, cache.lengths + added)
     token = torch.arange(seq_len, device=device)
     if new_lengths is None:
-        rows, slots = torch.arange(batch_size, device=device)[:, None], cache.lengths[:, None] + token  # (B, T)
+        # Both are (B, T).
+        rows = torch.arange(batch_size, device=device)[:, None]
+        slots = cache.lengths[:, None] + token
         if lengths is None:  # in a compiled graph: a full sequence rewrites its own contents
-            fits, slots = has_room(cache, seq_len, seq_len), slots.clamp(max=cache.capacity - 1)
-            added, old = added * fits.to(cache.lengths.dtype), (x[rows, :, slots].transpose(1, 2) for x in held)
-            new = tuple(torch.where(fits[:, None, None, None], y, x) for x, y in zip(old, new, strict=True))
+            fits = has_room(cache, seq_len, seq_len)
+            slots = slots.clamp(max=cache.capacity - 1)
+            added = added * fits.to(cache.lengths.dtype)
+            old = (x[rows, :, slots].transpose(1, 2) for x in held)
+            new = tuple(
+                torch.where(fits[:, None, None, None], y, x) for x, y in zip(old, new, strict=True)
+            )
         for x, y in zip(held, new, strict=True):
             x[rows, :, slots] = y.transpose(1, 2)
     else:
@@ -279,9 +313,11 @@ def append_checked(
 
 def _append_unknown(cache: CacheT, new: tuple[Tensor, ...], added: Tensor | int) -> CacheT:
     """Append without reading lengths: each slot keeps its token or gets a new one."""
-    seq_len, device = new[0].shape[2], new[0].device
+    seq_len = new[0].shape[2]
+    device = new[0].device
     added = torch.where(has_room(cache, seq_len, added), added, 0).to(cache.lengths.dtype)
-    token = torch.arange(cache.capacity, device=device) - cache.lengths[:, None]  # that each slot would get, (B, S)
+    # The token that each slot would get, (B, S).
+    token = torch.arange(cache.capacity, device=device) - cache.lengths[:, None]
     is_new = ((token >= 0) & (token < added[:, None]))[:, None, :, None]
     index = token.clamp(0, seq_len - 1)[:, None, :, None]
     slots = (
@@ -293,8 +329,11 @@ def _append_unknown(cache: CacheT, new: tuple[Tensor, ...], added: Tensor | int)
 
 def has_room(cache: Cache, seq_len: int, added: Tensor | int) -> Tensor:
     """Return whether each sequence has that many free slots, (B,)."""
-    fits = (cache.lengths >= 0) & (cache.lengths + added <= cache.capacity)  # negative: not appended
-    return fits if isinstance(added, int) else fits & (added >= 0) & (added <= seq_len)
+    # Negative: not appended.
+    fits = (cache.lengths >= 0) & (cache.lengths + added <= cache.capacity)
+    if isinstance(added, int):
+        return fits
+    return fits & (added >= 0) & (added <= seq_len)
 
 
 def _writable(x: Tensor) -> Tensor:
@@ -302,9 +341,17 @@ def _writable(x: Tensor) -> Tensor:
     if torch.is_grad_enabled():  # autograd may still need the old contents
         return x.clone()
     strides = x.stride()
-    is_shared = 0 in strides and any(stride == 0 and size > 1 for stride, size in zip(strides, x.shape, strict=True))
-    is_frozen = not torch.compiler.is_compiling() and x.is_inference() and not torch.is_inference_mode_enabled()
-    return x.clone() if is_shared or is_frozen else x
+    is_shared = 0 in strides and any(
+        stride == 0 and size > 1 for stride, size in zip(strides, x.shape, strict=True)
+    )
+    is_frozen = (
+        not torch.compiler.is_compiling()
+        and x.is_inference()
+        and not torch.is_inference_mode_enabled()
+    )
+    if is_shared or is_frozen:
+        return x.clone()
+    return x
 
 
 def create_cache_mask(
@@ -315,7 +362,8 @@ def create_cache_mask(
     window_size: int | None = None,
     chunk_size: int | None = None,
 ) -> Bool[Tensor, "B 1 T S"]:
-    """Return a mask of the slots that each new token cannot attend to: after its own, or outside its window or chunk.
+    """Return a mask of the slots that each new token cannot attend to: after its own, or outside
+    its window or chunk.
 
     Args:
         lengths: number of cached tokens of each sequence before the new ones, (B,).
@@ -332,14 +380,20 @@ def create_cache_mask(
     check_count("seq_len_q", seq_len_q)
     check_count("capacity", capacity)
     check_lengths("lengths", lengths, None, capacity)
-    q_offset, span = torch.as_tensor(lengths), span_of(window_size, chunk_size)
-    return Mask(is_causal=True, span=span, q_offset=q_offset).implicit_bool(seq_len_q, capacity, q_offset.device)
+    q_offset = torch.as_tensor(lengths)
+    span = span_of(window_size, chunk_size)
+    return Mask(is_causal=True, span=span, q_offset=q_offset).implicit_bool(
+        seq_len_q, capacity, q_offset.device
+    )
 
 
 def without_new(cache: CacheT, seq_len: int, new_lengths: Tensor | Sequence[int] | None) -> CacheT:
-    """Return the cache of another layer with its lengths before the new tokens, which it has already appended."""
+    """Return the cache of another layer with its lengths before the new tokens, which it has
+    already appended.
+    """
     added = [seq_len] * cache.lengths.shape[0] if new_lengths is None else new_lengths
-    known, lengths = check_lengths("new_lengths", added, cache.lengths.shape[0], seq_len), values_of(cache.lengths)
+    known = check_lengths("new_lengths", added, cache.lengths.shape[0], seq_len)
+    lengths = values_of(cache.lengths)
     if known is not None and lengths is not None:
         check_holds_new(lengths, known)
     new = as_lengths(added, cache.lengths.device).to(cache.lengths.dtype)
@@ -356,7 +410,8 @@ def kv_cache_nbytes(
     num_layers: int = 1,
     dtype: torch.dtype,
 ) -> int:
-    """Return the bytes of all layers' keys and values: batch * heads * slots * (H + Hv) * itemsize per layer.
+    """Return the bytes of all layers' keys and values: batch * heads * slots * (H + Hv) * itemsize
+    per layer.
 
     Args:
         batch_size: number of sequences, B.
@@ -370,13 +425,26 @@ def kv_cache_nbytes(
     Raises:
         TypeError, ValueError: if a size is not an integer, or below 1.
 
-    Example: kv_cache_nbytes(1, 8, 8192, 128, num_layers=80, dtype=torch.float16) == 2684354560 (2.5 GiB)
+    Example, 2.5 GiB:
+        kv_cache_nbytes(1, 8, 8192, 128, num_layers=80, dtype=torch.float16) == 2684354560
     """
     value_head_dim = head_dim if value_head_dim is None else value_head_dim
-    sizes = {"batch_size": batch_size, "num_kv_heads": num_kv_heads, "capacity": capacity, "head_dim": head_dim}
+    sizes = {
+        "batch_size": batch_size,
+        "num_kv_heads": num_kv_heads,
+        "capacity": capacity,
+        "head_dim": head_dim,
+    }
     for name, size in {**sizes, "value_head_dim": value_head_dim, "num_layers": num_layers}.items():
         check_count(name, size)
-    return batch_size * num_kv_heads * capacity * (head_dim + value_head_dim) * num_layers * dtype.itemsize
+    return (
+        batch_size
+        * num_kv_heads
+        * capacity
+        * (head_dim + value_head_dim)
+        * num_layers
+        * dtype.itemsize
+    )
 
 
 def check_cache(
@@ -386,20 +454,32 @@ def check_cache(
     value: Tensor,
     names: tuple[str, str] = ("cache.keys", "cache.values"),
 ) -> None:
-    """Refuse cached keys and values (B, K, S, H) to which new ones (B, K, T, H) cannot be appended."""
+    """Refuse cached keys and values (B, K, S, H) to which new ones (B, K, T, H) cannot be
+    appended.
+    """
     for name, x, new in zip(names, (cache_k, cache_v), (key, value), strict=True):
         expected = (*key.shape[:2], cache_k.shape[2], new.shape[3])
         if tuple(x.shape) != expected:
-            raise Refusal(name, f"have shape (B, K, S, H) = {expected}", {f"{name}.shape": tuple(x.shape)})
+            raise Refusal(
+                name, f"have shape (B, K, S, H) = {expected}", {f"{name}.shape": tuple(x.shape)}
+            )
         if x.dtype != key.dtype:
-            raise WrongType(name, "have the dtype of the new keys", {f"{name}.dtype": x.dtype, "key.dtype": key.dtype})
+            raise WrongType(
+                name,
+                "have the dtype of the new keys",
+                {f"{name}.dtype": x.dtype, "key.dtype": key.dtype},
+            )
         check_device(name, x, key.device, "the new keys")
 
 
 def check_cached_input(x: Tensor, cache: Cache) -> None:
     """Refuse new tokens (B, T, d_in) whose batch size is not that of the cache."""
     if x.shape[0] != cache.lengths.shape[0]:
-        raise Refusal("x", "have the batch size of the cache", {"x.shape[0]": x.shape[0], "cached": len(cache.lengths)})
+        raise Refusal(
+            "x",
+            "have the batch size of the cache",
+            {"x.shape[0]": x.shape[0], "cached": len(cache.lengths)},
+        )
 
 
 def check_appended(
@@ -413,11 +493,15 @@ def check_appended(
     check_is_cache(cache, KVCache)
     check_cache(cache.keys, cache.values, key, value)
     if value.dtype != key.dtype:
-        raise WrongType("value", "have the dtype of key", {"value.dtype": value.dtype, "key.dtype": key.dtype})
+        raise WrongType(
+            "value", "have the dtype of key", {"value.dtype": value.dtype, "key.dtype": key.dtype}
+        )
     return check_room(cache, key.shape[2], new_lengths)
 
 
-def check_room(cache: Cache, seq_len: int, new_lengths: Tensor | Sequence[int] | None) -> list[int] | None:
+def check_room(
+    cache: Cache, seq_len: int, new_lengths: Tensor | Sequence[int] | None
+) -> list[int] | None:
     """Refuse more new tokens than free slots: they would be written out of bounds.
 
     Returns:

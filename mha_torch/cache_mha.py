@@ -53,7 +53,8 @@ from mha_torch.weights import Project
 
 torch.export.register_dataclass(KVCache)  # register as pytrees
 torch.export.register_dataclass(LatentCache)
-torch.serialization.add_safe_globals([KVCache, LatentCache])  # which torch.load reads with weights_only
+# torch.load reads them with weights_only.
+torch.serialization.add_safe_globals([KVCache, LatentCache])
 
 
 def multi_head_attention_with_cache(
@@ -81,7 +82,13 @@ def multi_head_attention_with_cache(
     check_weights(weights, spec)
     check_is_cache(cache, KVCache)
     return cached_layer(
-        FunctionalLayer(weights, spec, kernel), x, cache, mask, bias, new_lengths=new_lengths, positions=positions
+        FunctionalLayer(weights, spec, kernel),
+        x,
+        cache,
+        mask,
+        bias,
+        new_lengths=new_lengths,
+        positions=positions,
     )
 
 
@@ -108,13 +115,17 @@ def cached_layer(
     scores.check_arguments(scores_shape, x)
     check_layer_positions(positions, x.shape[0], seq_len, spec)
     # With `shared_kv` the other layer has appended the new tokens.
-    before = without_new(cache, seq_len, new_lengths) if spec.shared_kv else cache
+    if spec.shared_kv:
+        before = without_new(cache, seq_len, new_lengths)
+    else:
+        before = cache
     lengths = check_room(before, seq_len, new_lengths)
 
     is_padding = None
     if new_lengths is not None:
         is_padding = padding_after(new_lengths, seq_len, x.device)
-        x = zero_where(x, is_padding[:, :, None])  # NaN in padding must not spread, not even to gradients
+        # NaN in padding must not spread, not even to gradients.
+        x = zero_where(x, is_padding[:, :, None])
     if spec.has_positions:
         if positions is None:
             positions = before.lengths[:, None] + torch.arange(seq_len, device=x.device)
@@ -130,9 +141,13 @@ def cached_layer(
     scores = scores.block(slice(0, seq_len), slots)
     visible = _mask_of_slots(mask, slots, spec, before.lengths, lengths, seq_len)
     context = layer.kernel(q, k, v, visible, scores)
-    mark_written_over(before, cache)  # after the kernel: a step that raised an error can be repeated
+    # After the kernel: a step that raised an error can be repeated.
+    mark_written_over(before, cache)
     if lengths is None:
-        added = seq_len if new_lengths is None else as_lengths(new_lengths, q.device)
+        if new_lengths is None:
+            added = seq_len
+        else:
+            added = as_lengths(new_lengths, q.device)
         context = nan_where(context, ~has_room(before, seq_len, added)[:, None, None, None])
     if kv_b is not None:
         context = absorb_values(context, kv_b, spec)
@@ -159,25 +174,40 @@ def _project_new_tokens(
     return q, (k, v)
 
 
-def _slots_in_reach(capacity: int, spec: AttentionSpec, lengths: list[int] | None, seq_len: int) -> slice:
+def _slots_in_reach(
+    capacity: int, spec: AttentionSpec, lengths: list[int] | None, seq_len: int
+) -> slice:
     """Return the slots that any new token attends to; all if lengths are unknown."""
     if lengths is None:
         return slice(0, capacity)
-    first, last = min(lengths, default=0), max(lengths, default=0)
+    first = min(lengths, default=0)
+    last = max(lengths, default=0)
     filled = min(last + seq_len, capacity)  # may exceed the capacity if the last tokens are padding
     return slice(0 if spec.span is None else max(spec.span.first(first), 0), filled)
 
 
 def _keys_and_values(
-    q: Tensor, cache: Cache, slots: slice, spec: AttentionSpec, project: Project, kv_b: Tensor | None
+    q: Tensor,
+    cache: Cache,
+    slots: slice,
+    spec: AttentionSpec,
+    project: Project,
+    kv_b: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
-    """Return queries, keys and values of some slots and their spec; in the absorbed form the latents are both."""
+    """Return queries, keys and values of some slots and their spec; in the absorbed form the
+    latents are both.
+    """
     if isinstance(cache, KVCache):
         return q, cache.keys[:, :, slots], cache.values[:, :, slots], spec
     (latents,) = (x[:, :, slots] for x in cache.slots.values())
     if kv_b is None:
         return q, *expand_latents(project, latents, spec), spec
-    return absorb_keys(q, kv_b, spec), latents, latents[..., : check_latent(spec).kv_rank], spec.absorbed
+    return (
+        absorb_keys(q, kv_b, spec),
+        latents,
+        latents[..., : check_latent(spec).kv_rank],
+        spec.absorbed,
+    )
 
 
 def _mask_of_slots(
@@ -190,36 +220,49 @@ def _mask_of_slots(
 ) -> Mask:
     """Return the mask of some slots for the new tokens."""
     if lengths and seq_len == 1 and not spec.has_distance_bias and min(lengths) == max(lengths):
-        return Mask(block_of(mask, slice(0, 1), slots))  # a single token attends to all filled slots of its span
+        # A single token attends to all filled slots of its span.
+        return Mask(block_of(mask, slice(0, 1), slots))
     visible = Mask(mask, is_causal=True, span=spec.span, q_offset=before)
     if lengths is None:
         return visible
-    visible, last = visible.block(slice(0, seq_len), slots), max(lengths, default=0)
-    return replace(visible, q_offset=None) if last == 0 else visible  # a prompt: causality hides right padding
+    visible = visible.block(slice(0, seq_len), slots)
+    last = max(lengths, default=0)
+    # A prompt: causality hides right padding.
+    if last == 0:
+        return replace(visible, q_offset=None)
+    return visible
 
 
 def cache_dtype(weight: Tensor) -> torch.dtype:
-    """Return the cache dtype of a module with this weight: that of autocast if it is on, else of the weight."""
+    """Return the cache dtype of a module with this weight: that of autocast if it is on, else of
+    the weight.
+    """
     is_cast = is_autocast_on(weight.device) and weight.dtype != torch.float64
-    return torch.get_autocast_dtype(weight.device.type) if is_cast else weight.dtype
+    if is_cast:
+        return torch.get_autocast_dtype(weight.device.type)
+    return weight.dtype
 
 
 class MultiHeadAttentionWithCache(AttentionLayer):
-    """Causal multi-head self-attention with a cache of fixed capacity. Constructor arguments: see `AttentionLayer`.
+    """Causal multi-head self-attention with a cache of fixed capacity. Constructor arguments: see
+    `AttentionLayer`.
 
-    The first call takes an empty cache, `layer.init_cache(batch_size, capacity)`, and each other call the cache that
-    the last one returned.
+    The first call takes an empty cache, `layer.init_cache(batch_size, capacity)`, and each other
+    call the cache that the last one returned.
     """
 
     _is_self_attention = True
 
-    def init_cache(self, batch_size: int, capacity: int, dtype: torch.dtype | None = None) -> KVCache:
+    def init_cache(
+        self, batch_size: int, capacity: int, dtype: torch.dtype | None = None
+    ) -> KVCache:
         """Return an empty cache for this module, on the device of its weights.
 
         Args:
             batch_size: number of sequences, B.
             capacity: number of slots per sequence.
-            dtype: floating-point dtype of keys and values; default: that of autocast if on, else of the weights.
+            dtype: floating-point dtype of keys and values; default: that of autocast if on, else of
+                the weights.
 
         Raises:
             TypeError: if a size is not an integer or the dtype not floating point.
@@ -227,9 +270,12 @@ class MultiHeadAttentionWithCache(AttentionLayer):
         """
         weight = next(self.parameters())
         dtype = cache_dtype(weight) if dtype is None else dtype
-        spec, device = self.spec, weight.device
+        spec = self.spec
+        device = weight.device
         widths = {"head_dim": spec.head_dim, "value_head_dim": spec.value_head_dim}
-        return init_cache(batch_size, spec.num_kv_heads, capacity, dtype=dtype, device=device, **widths)
+        return init_cache(
+            batch_size, spec.num_kv_heads, capacity, dtype=dtype, device=device, **widths
+        )
 
     @checked
     def forward(
@@ -246,25 +292,30 @@ class MultiHeadAttentionWithCache(AttentionLayer):
 
         Args:
             x: new tokens, (B, T, d_in): a prompt, a part of one, or one token per sequence.
-            cache: tokens so far. Do not use it afterwards, but a `cache.copy()` made before: its storage may be reused.
-                With `shared_kv` the cache of another layer, which has already appended the new tokens; it is returned
-                unchanged.
-            new_lengths: number of real tokens of each sequence, 0..T, (B,). The rest is right padding with arbitrary
-                contents: it is not cached, not attended to, and its output is 0. Default: all.
-            mask: boolean, True = masked, in addition to causality; broadcasts to (B, N, T, capacity). The output of a
-                fully masked row is 0.
-            bias: added to the scores, in the dtype of x; broadcasts to (B, N, T, capacity). -inf masks a key.
-            positions: position of each new token, (B or 1, T), or with sections (axes, B or 1, T); default:
-                `cache.lengths` and up.
+            cache: tokens so far. Do not use it afterwards, but a `cache.copy()` made before: its
+                storage may be reused. With `shared_kv` the cache of another layer, which has
+                already appended the new tokens; it is returned unchanged.
+            new_lengths: number of real tokens of each sequence, 0..T, (B,). The rest is right
+                padding with arbitrary contents: it is not cached, not attended to, and its output
+                is 0. Default: all.
+            mask: boolean, True = masked, in addition to causality; broadcasts to (B, N, T,
+                capacity). The output of a fully masked row is 0.
+            bias: added to the scores, in the dtype of x; broadcasts to (B, N, T, capacity). -inf
+                masks a key.
+            positions: position of each new token, (B or 1, T), or with sections (axes, B or 1, T);
+                default: `cache.lengths` and up.
 
         Returns:
             Output (B, T, E), and the cache with the new tokens.
 
         Raises:
-            TypeError: if x is not floating point, dtypes differ, the mask is not boolean or the lengths are not
-                integers.
-            ValueError: if the shapes do not fit, devices differ, or the new tokens are known to exceed the capacity.
+            TypeError: if x is not floating point, dtypes differ, the mask is not boolean or the
+                lengths are not integers.
+            ValueError: if the shapes do not fit, devices differ, or the new tokens are known to
+                exceed the capacity.
         """
         check_is_cache(cache, KVCache)
-        output, cache = cached_layer(self, x, cache, mask, bias, new_lengths=new_lengths, positions=positions)
+        output, cache = cached_layer(
+            self, x, cache, mask, bias, new_lengths=new_lengths, positions=positions
+        )
         return self.drop_output(output), cache

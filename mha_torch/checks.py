@@ -1,4 +1,6 @@
-"""Argument checks in the order of the data flow. Messages: `<what> must <rule>, got <name>=<value>`."""
+"""Argument checks in the order of the data flow. Messages: `<what> must <rule>, got
+<name>=<value>`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ from mha_torch.arrays import is_autocast_on, is_distributed, values_of
 
 _ALL_DTYPES = [dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)]
 _FLOATING = [dtype for dtype in _ALL_DTYPES if dtype.is_floating_point]
-_INTEGERS = [dtype for dtype in _ALL_DTYPES if not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)]
+_INTEGERS = [
+    dtype
+    for dtype in _ALL_DTYPES
+    if not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+]
 
 checked = checking({FLOATING: _FLOATING, INTEGERS: _INTEGERS, BOOLEAN: [torch.bool]})
 """Decorator of public functions: their annotations are checks of their arguments."""
@@ -50,7 +56,9 @@ def check_floating(name: str, x: Tensor, rank: int) -> None:
 def check_device(name: str, x: Tensor, expected: torch.device, of: str) -> None:
     """Refuse an array on another device."""
     if x.device != expected:
-        raise Refusal(name, f"lie on the device of {of}", {f"{name}.device": x.device, "expected": expected})
+        raise Refusal(
+            name, f"lie on the device of {of}", {f"{name}.device": x.device, "expected": expected}
+        )
 
 
 def check_broadcasts(name: str, shape: tuple[int, ...], scores_shape: tuple[int, ...]) -> None:
@@ -58,7 +66,9 @@ def check_broadcasts(name: str, shape: tuple[int, ...], scores_shape: tuple[int,
     sizes = zip(reversed(shape), reversed(scores_shape), strict=False)
     if len(shape) > 4 or not all(a == 1 or a == b for a, b in sizes):
         rule = f"broadcast to the scores (B, N, T, S) = {scores_shape}"
-        raise Refusal(name, rule, {f"{name}.shape": shape}, hint=missing_axes(name, shape, scores_shape))
+        raise Refusal(
+            name, rule, {f"{name}.shape": shape}, hint=missing_axes(name, shape, scores_shape)
+        )
 
 
 def check_integers(name: str, x: Tensor, shapes: Sequence[tuple[int, ...]], in_words: str) -> None:
@@ -67,25 +77,35 @@ def check_integers(name: str, x: Tensor, shapes: Sequence[tuple[int, ...]], in_w
     if x.is_floating_point() or x.dtype == torch.bool:
         raise WrongType(name, "be integers", {f"{name}.dtype": x.dtype})
     # Size by size: torch.compile cannot compare tuples of symbolic sizes.
-    if not any(len(shape) == x.ndim and all(a == b for a, b in zip(shape, x.shape, strict=True)) for shape in shapes):
+    if not any(
+        len(shape) == x.ndim and all(a == b for a, b in zip(shape, x.shape, strict=True))
+        for shape in shapes
+    ):
         raise Refusal(name, f"have shape {in_words}", {f"{name}.shape": tuple(x.shape)})
 
 
-def check_lengths(name: str, lengths: Tensor | Sequence[int], batch_size: int | None, maximum: int) -> list[int] | None:
+def check_lengths(
+    name: str, lengths: Tensor | Sequence[int], batch_size: int | None, maximum: int
+) -> list[int] | None:
     """Refuse lengths that are not one integer in 0..maximum per sequence.
 
     Returns:
         Lengths if known; those of a list are, even in a compiled graph.
     """
     if isinstance(lengths, (list, tuple)) and all(type(length) is int for length in lengths):
-        shape, values = (len(lengths),), list(lengths)
+        shape = (len(lengths),)
+        values = list(lengths)
     else:
         array = torch.as_tensor(lengths)
         if array.is_floating_point() or array.is_complex() or array.dtype == torch.bool:
             raise WrongType(name, "be integers", {f"{name}.dtype": array.dtype})
-        shape, values = tuple(array.shape), values_of(array)
+        shape = tuple(array.shape)
+        values = values_of(array)
     if len(shape) != 1 or (batch_size is not None and shape[0] != batch_size):
-        expected = "(B,)" if batch_size is None else f"(B,) = ({batch_size},)"
+        if batch_size is None:
+            expected = "(B,)"
+        else:
+            expected = f"(B,) = ({batch_size},)"
         raise Refusal(name, f"have shape {expected}", {f"{name}.shape": shape})
     if values is not None and any(not 0 <= value <= maximum for value in values):
         raise Refusal(name, f"lie in 0..{maximum}", {name: values})
@@ -101,12 +121,18 @@ def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:
         weight = weights[name]
         check_weight(name, weight, shape)
         if weight.dtype != weights[first].dtype:
-            raise WrongType(name, f"have the dtype of {first}", f"{weight.dtype} and {weights[first].dtype}")
+            raise WrongType(
+                name, f"have the dtype of {first}", f"{weight.dtype} and {weights[first].dtype}"
+            )
         check_device(name, weight, weights[first].device, first)
 
 
-def check_score_weights(weights: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], query: Tensor) -> None:
-    """Refuse weights that change scores if their names or shapes are not exactly those of the layer."""
+def check_score_weights(
+    weights: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], query: Tensor
+) -> None:
+    """Refuse weights that change scores if their names or shapes are not exactly those of the
+    layer.
+    """
     check_names("learned", weights, shapes)
     for name, shape in shapes.items():
         check_weight(name, weights[name], shape)
@@ -120,7 +146,9 @@ def check_names(argument: str, weights: Mapping[str, Tensor], names: Collection[
     missing = sorted(set(names) - weights.keys())
     unexpected = sorted(weights.keys() - set(names))
     if missing or unexpected:
-        raise Refusal(argument, "have exactly the names of the spec", missing=missing, unexpected=unexpected)
+        raise Refusal(
+            argument, "have exactly the names of the spec", missing=missing, unexpected=unexpected
+        )
 
 
 def check_weight(name: str, weight: Tensor, shape: tuple[int, ...]) -> None:
@@ -140,7 +168,11 @@ def check_weight(name: str, weight: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def check_layer_inputs(
-    query: Tensor, key: Tensor | None, value: Tensor | None, positions: Tensor | None, spec: AttentionSpec
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    positions: Tensor | None,
+    spec: AttentionSpec,
 ) -> None:
     """Refuse layer inputs (B, T, d_in) and (B, S, d_kv) that do not fit each other or the layer."""
     check_width("query", query, spec.d_in)
@@ -151,7 +183,9 @@ def check_layer_inputs(
     if key is not None and spec.rope is not None and not spec.shared_kv:
         raise Refusal("key", "be None (self-attention) with RoPE", f"a key and rope={spec.rope}")
     if key is not None and spec.latent is not None:
-        raise Refusal("key", "be None (self-attention) with latents", f"a key and latent={spec.latent}")
+        raise Refusal(
+            "key", "be None (self-attention) with latents", f"a key and latent={spec.latent}"
+        )
     check_layer_positions(positions, query.shape[0], query.shape[1], spec)
     if spec.shared_kv:
         check_shared_kv(query, key, value, spec)
@@ -161,7 +195,11 @@ def check_layer_inputs(
             continue
         check_width(name, x, spec.d_kv)
         if x.dtype != query.dtype:
-            raise WrongType(name, "have the dtype of query", {f"{name}.dtype": x.dtype, "query.dtype": query.dtype})
+            raise WrongType(
+                name,
+                "have the dtype of query",
+                {f"{name}.dtype": x.dtype, "query.dtype": query.dtype},
+            )
         check_device(name, x, query.device, "query")
 
 
@@ -178,11 +216,15 @@ def check_shared_kv(
     spec: AttentionSpec,
     names: tuple[str, str] = ("key", "value"),
 ) -> None:
-    """Refuse anything but keys (B, K, S, H) and values (B, K, S, Hv) of another layer for these queries."""
+    """Refuse anything but keys (B, K, S, H) and values (B, K, S, Hv) of another layer for these
+    queries.
+    """
     if key is None or value is None:
         raise Refusal(" and ".join(names), "be those of another layer with shared_kv", "None")
     check_floating(names[0], key, rank=4)
-    for name, x, width in zip(names, (key, value), (spec.head_dim, spec.value_head_dim), strict=True):
+    for name, x, width in zip(
+        names, (key, value), (spec.head_dim, spec.value_head_dim), strict=True
+    ):
         check_floating(name, x, rank=4)
         expected = (query.shape[0], spec.num_kv_heads, key.shape[2], width)
         if tuple(x.shape) != expected:
@@ -195,10 +237,16 @@ def check_projected(name: str, x: Tensor, weight: Tensor) -> None:
 
     For a distributed weight, its engine decides the part, dtype and device when it is used.
     """
-    if (x.shape[-1], x.dtype, x.device) == (weight.shape[1], weight.dtype, weight.device) or is_distributed(weight):
+    if (x.shape[-1], x.dtype, x.device) == (
+        weight.shape[1],
+        weight.dtype,
+        weight.device,
+    ) or is_distributed(weight):
         return
     if x.shape[-1] != weight.shape[1]:
-        raise Refusal(f"the input of {name}", f"have {weight.shape[1]} features", shape=tuple(x.shape))
+        raise Refusal(
+            f"the input of {name}", f"have {weight.shape[1]} features", shape=tuple(x.shape)
+        )
     mixed = x.dtype != weight.dtype and weight.is_floating_point()
     if mixed and not is_autocast_on(x.device):
         raise WrongType(
@@ -211,9 +259,14 @@ def check_projected(name: str, x: Tensor, weight: Tensor) -> None:
 
 
 def check_features(name: str, x: Tensor, width: int) -> None:
-    """Refuse the output of a projection that is distributed or has another width, as if it had only some heads."""
+    """Refuse the output of a projection that is distributed or has another width, as if it had only
+    some heads.
+    """
     if x.shape[-1] != width or is_distributed(x):
-        kind = "in a DTensor" if is_distributed(x) else ""
+        if is_distributed(x):
+            kind = "in a DTensor"
+        else:
+            kind = ""
         raise Refusal(
             name,
             f"return {width} features in a tensor of this process",
@@ -223,15 +276,24 @@ def check_features(name: str, x: Tensor, width: int) -> None:
 
 
 def check_positions(positions: Tensor, batch_size: int, seq_len: int, rope: Rope | None) -> None:
-    """Refuse positions that are not integers of shape (B, T) or (1, T), or with sections (axes, B or 1, T)."""
+    """Refuse positions that are not integers of shape (B, T) or (1, T), or with sections (axes, B
+    or 1, T).
+    """
     check_array("positions", positions)
-    axes = () if rope is None or rope.sections is None or positions.ndim == 2 else (len(rope.sections),)
+    if rope is None or rope.sections is None or positions.ndim == 2:
+        axes = ()
+    else:
+        axes = (len(rope.sections),)
     shapes = [(*axes, batch_size, seq_len), (*axes, 1, seq_len)]
     check_integers("positions", positions, shapes, position_shapes(batch_size, seq_len, rope))
 
 
-def check_layer_positions(positions: Tensor | None, batch_size: int, seq_len: int, spec: AttentionSpec) -> None:
-    """Refuse positions that do not fit; a layer without RoPE and temperature ignores those that do."""
+def check_layer_positions(
+    positions: Tensor | None, batch_size: int, seq_len: int, spec: AttentionSpec
+) -> None:
+    """Refuse positions that do not fit; a layer without RoPE and temperature ignores those that
+    do.
+    """
     if positions is not None:
         check_positions(positions, batch_size, seq_len, spec.rope)
 
@@ -241,9 +303,14 @@ def check_normed(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | No
     check_norm(norm)
     shapes = norm.shapes(x.shape[1] if norm.per_head else 1, x.shape[-1])
     for name, parameter in (("weight", weight), ("bias", bias)):
-        found = None if parameter is None else tuple(parameter.shape)
+        if parameter is None:
+            found = None
+        else:
+            found = tuple(parameter.shape)
         if found != shapes.get(name):
-            raise Refusal(name, f"have shape {shapes.get(name)} for {norm}", {f"{name}.shape": found})
+            raise Refusal(
+                name, f"have shape {shapes.get(name)} for {norm}", {f"{name}.shape": found}
+            )
 
 
 def check_latents(name: str, latents: Tensor, latent: Latent) -> None:
@@ -257,12 +324,18 @@ def check_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Refuse split heads of several dtypes or devices."""
     for name, x in (("key", key), ("value", value)):
         if x.dtype != query.dtype:
-            raise WrongType(name, "have the dtype of query", {f"{name}.dtype": x.dtype, "query.dtype": query.dtype})
+            raise WrongType(
+                name,
+                "have the dtype of query",
+                {f"{name}.dtype": x.dtype, "query.dtype": query.dtype},
+            )
         check_device(name, x, query.device, "query")
 
 
 def check_scored(query: Tensor, key: Tensor, spec: AttentionSpec | BareHeads) -> None:
-    """Refuse queries (B, N, T, H) and keys (B, K, S, H) whose heads do not fit each other or the layer."""
+    """Refuse queries (B, N, T, H) and keys (B, K, S, H) whose heads do not fit each other or the
+    layer.
+    """
     check_head_groups(query.shape[1], key.shape[1])
     if isinstance(spec, BareHeads):
         return
@@ -273,9 +346,15 @@ def check_scored(query: Tensor, key: Tensor, spec: AttentionSpec | BareHeads) ->
 
 
 def check_bias(bias: Tensor, scores_shape: tuple[int, ...], query: Tensor) -> None:
-    """Refuse a bias that does not fit the queries, or does not broadcast to the scores (B, N, T, S)."""
+    """Refuse a bias that does not fit the queries, or does not broadcast to the scores (B, N, T,
+    S).
+    """
     if bias.dtype != query.dtype and not (bias.is_floating_point() and is_autocast_on(bias.device)):
-        raise WrongType("bias", "have the dtype of query", {"bias.dtype": bias.dtype, "query.dtype": query.dtype})
+        raise WrongType(
+            "bias",
+            "have the dtype of query",
+            {"bias.dtype": bias.dtype, "query.dtype": query.dtype},
+        )
     check_broadcasts("bias", tuple(bias.shape), scores_shape)
     check_device("bias", bias, query.device, "query")
 
@@ -283,14 +362,25 @@ def check_bias(bias: Tensor, scores_shape: tuple[int, ...], query: Tensor) -> No
 def check_grid(relative_bias: GridBias, scores_shape: tuple[int, ...]) -> None:
     """Refuse scores (B, N, T, S) of more tokens than the grid of the relative bias has."""
     if max(scores_shape[2:]) > relative_bias.num_tokens:
-        raise Refusal("tokens", f"be at most the {relative_bias.num_tokens} of the grid", {"(T, S)": scores_shape[2:]})
+        raise Refusal(
+            "tokens",
+            f"be at most the {relative_bias.num_tokens} of the grid",
+            {"(T, S)": scores_shape[2:]},
+        )
 
 
 def check_gate(gate: Tensor, context: Tensor) -> None:
-    """Refuse a gate that has neither a number for each feature of the context (B, N, T, Hv) nor one for each head."""
-    num_heads, num_features = context.shape[1], context.shape[1] * context.shape[3]
+    """Refuse a gate that has neither a number for each feature of the context (B, N, T, Hv) nor one
+    for each head.
+    """
+    num_heads = context.shape[1]
+    num_features = context.shape[1] * context.shape[3]
     if gate.shape[-1] not in (num_heads, num_features):
-        raise Refusal("gate", f"have {num_features} or {num_heads} features", {"gate.shape": tuple(gate.shape)})
+        raise Refusal(
+            "gate",
+            f"have {num_features} or {num_heads} features",
+            {"gate.shape": tuple(gate.shape)},
+        )
 
 
 def check_is_cache(cache: object, kind: type) -> None:

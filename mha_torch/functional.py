@@ -1,7 +1,8 @@
 """Functional multi-head attention, with weights as arguments.
 
-Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv value_head_dim, E d_model.
-A mask is boolean, True = masked (the query may not attend to the key); an additive term is a bias.
+Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv
+value_head_dim, E d_model. A mask is boolean, True = masked (the query may not attend to the key);
+an additive term is a bias.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,18 +34,22 @@ def multi_head_attention(
     mask: Bool[Tensor, "*#scores"] | None = None,
     is_causal: bool = False,
     key_padding_lengths: Int[Tensor, "*B"] | Sequence[int] | None = None,
-    segment_ids: Int[Tensor, "*B T"] | tuple[Int[Tensor, "*B T"], Int[Tensor, "*B S"]] | None = None,
+    segment_ids: Int[Tensor, "*B T"]
+    | tuple[Int[Tensor, "*B T"], Int[Tensor, "*B S"]]
+    | None = None,
 ) -> tuple[Float[Tensor, "*B T E"], Float[Tensor, "*B N T S"] | None]:
     """Functional multi-head attention: project, split heads, attend, combine heads, project.
 
     Results, errors and other arguments are those of `MultiHeadAttention`.
 
     Args:
-        weights: the state dict of `MultiHeadAttention`: `<name>.weight` (out, in) and `<name>.bias` (out,) of each
-            projection, those of norms, `sinks` (N,) and `relative_bias` (num_buckets, N).
+        weights: the state dict of `MultiHeadAttention`: `<name>.weight` (out, in) and `<name>.bias`
+            (out,) of each projection, those of norms, `sinks` (N,) and `relative_bias`
+            (num_buckets, N).
         spec: the layer.
         training: apply dropout to attention weights and outputs, at the rates of the spec.
-        dropout_keep: True for attention weights to keep, instead of a random draw; uses the plain path.
+        dropout_keep: True for attention weights to keep, instead of a random draw; uses the plain
+            path.
         kernel: computes the context, unless need_weights is set.
 
     Source: Attention Is All You Need, arXiv:1706.03762, section 3.2.2.

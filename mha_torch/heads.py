@@ -19,7 +19,9 @@ def split_heads(x: Float[Tensor, "B T NH"], num_heads: int) -> Float[Tensor, "B 
     """
     check_count("num_heads", num_heads)
     if x.shape[-1] % num_heads:
-        raise Refusal("the width", "be a multiple of num_heads", width=x.shape[-1], num_heads=num_heads)
+        raise Refusal(
+            "the width", "be a multiple of num_heads", width=x.shape[-1], num_heads=num_heads
+        )
     return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
 
 
@@ -29,7 +31,8 @@ def combine_heads(x: Float[Tensor, "B N T H"]) -> Float[Tensor, "B T NH"]:
 
 
 def repeat_kv_heads(x: Float[Tensor, "B K S H"], num_heads: int) -> Float[Tensor, "B N S H"]:
-    """Repeat each key/value head for its group of query heads: query head n uses head n // (N // K).
+    """Repeat each key/value head for its group of query heads: query head n uses head n // (N //
+    K).
 
     Raises:
         ValueError: if num_heads is not a multiple of the key/value heads.

@@ -27,11 +27,17 @@ def create_causal_mask(
     seq_len_k = seq_len_q if seq_len_k is None else seq_len_k
     check_count("seq_len_q", seq_len_q)
     check_count("seq_len_k", seq_len_k)
-    return torch.arange(seq_len_k, device=device)[None, :] > torch.arange(seq_len_q, device=device)[:, None]
+    return (
+        torch.arange(seq_len_k, device=device)[None, :]
+        > torch.arange(seq_len_q, device=device)[:, None]
+    )
 
 
 def create_padding_mask(
-    lengths: Int[Tensor, " B"] | Sequence[int], seq_len_k: int, *, device: torch.device | str | None = None
+    lengths: Int[Tensor, " B"] | Sequence[int],
+    seq_len_k: int,
+    *,
+    device: torch.device | str | None = None,
 ) -> Bool[Tensor, "B 1 1 S"]:
     """Return a padding mask, which hides keys at or after the length of their sequence.
 
@@ -59,8 +65,8 @@ def create_causal_mask_with_cache(
 ) -> Bool[Tensor, "T S"]:
     """Return a causal mask for new tokens after cached ones.
 
-    Aligned to the end of the cache: the queries are the newest tokens, at positions cache_len, cache_len + 1, …. Query
-    i attends to keys 0..cache_len + i.
+    Aligned to the end of the cache: the queries are the newest tokens, at positions cache_len,
+    cache_len + 1, …. Query i attends to keys 0..cache_len + i.
 
     Other arguments are those of `create_attention_mask`.
 
@@ -80,17 +86,30 @@ def create_causal_mask_with_cache(
     check_count("cache_len", cache_len, minimum=0)
     if seq_len_k != cache_len + seq_len_q:
         raise Refusal(
-            "seq_len_k", "be cache_len + seq_len_q", seq_len_k=seq_len_k, cache_len=cache_len, seq_len_q=seq_len_q
+            "seq_len_k",
+            "be cache_len + seq_len_q",
+            seq_len_k=seq_len_k,
+            cache_len=cache_len,
+            seq_len_q=seq_len_q,
         )
-    return torch.arange(seq_len_k, device=device)[None, :] > cache_len + torch.arange(seq_len_q, device=device)[:, None]
+    return (
+        torch.arange(seq_len_k, device=device)[None, :]
+        > cache_len + torch.arange(seq_len_q, device=device)[:, None]
+    )
 
 
 def create_sliding_window_mask(
-    seq_len_q: int, seq_len_k: int | None = None, *, window_size: int, device: torch.device | str | None = None
+    seq_len_q: int,
+    seq_len_k: int | None = None,
+    *,
+    window_size: int,
+    device: torch.device | str | None = None,
 ) -> Bool[Tensor, "T S"]:
-    """Return a causal sliding-window mask: a query attends to the last window_size keys up to its own position.
+    """Return a causal sliding-window mask: a query attends to the last window_size keys up to its
+    own position.
 
-    Aligned top-left: query i attends to keys i - window_size + 1..i. With window_size >= S it is the causal mask.
+    Aligned top-left: query i attends to keys i - window_size + 1..i. With window_size >= S it is
+    the causal mask.
 
     Other arguments are those of `create_attention_mask`.
 
@@ -102,11 +121,13 @@ def create_sliding_window_mask(
          [False, False, True ],
          [True,  False, False]]
 
-    Source: Longformer, arXiv:2004.05150, section 3.1; causal as in Mistral 7B, arXiv:2310.06825, section 2.
+    Source: Longformer, arXiv:2004.05150, section 3.1; causal as in Mistral 7B, arXiv:2310.06825,
+    section 2.
     """
     seq_len_k = seq_len_q if seq_len_k is None else seq_len_k
     check_count("seq_len_q", seq_len_q)
     check_count("seq_len_k", seq_len_k)
     check_count("window_size", window_size)
     visible = torch.ones(seq_len_q, seq_len_k, dtype=torch.bool, device=device)
-    return visible.tril_().triu_(1 - window_size).logical_not_()  # in place, because it may be large
+    # In place, because it may be large.
+    return visible.tril_().triu_(1 - window_size).logical_not_()

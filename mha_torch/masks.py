@@ -11,7 +11,13 @@ from mha_spec import AttentionSpec, Refusal
 from mha_spec.heads import BareHeads
 from mha_spec.rules import as_boolean
 from mha_spec.span import Span, span_of
-from mha_torch.checks import check_broadcasts, check_count, check_device, check_integers, check_lengths
+from mha_torch.checks import (
+    check_broadcasts,
+    check_count,
+    check_device,
+    check_integers,
+    check_lengths,
+)
 
 
 def create_attention_mask(
@@ -39,7 +45,8 @@ def create_attention_mask(
 
     Raises:
         TypeError: if the lengths or the ids are not integers.
-        ValueError: if a length lies outside its range, the ids do not fit, or both a window and chunks are set.
+        ValueError: if a length lies outside its range, the ids do not fit, or both a window and
+            chunks are set.
 
     Example: create_attention_mask(2, is_causal=True, key_padding_lengths=[1])
         [[[[False, True],
@@ -49,7 +56,8 @@ def create_attention_mask(
     check_count("seq_len_q", seq_len_q)
     check_count("seq_len_k", seq_len_k)
     as_boolean("is_causal", is_causal)
-    span, batch_size = span_of(window_size, chunk_size), None
+    span = span_of(window_size, chunk_size)
+    batch_size = None
     visible = Mask(None, is_causal, key_padding_lengths, segment_ids, span)
     if visible.segments is not None:
         batch_size = next(iter(getattr(next(iter(visible.segments), None), "shape", ())), 0)
@@ -61,16 +69,19 @@ def create_attention_mask(
 
 @dataclass(frozen=True, eq=False)  # comparing arrays yields no single truth value
 class Mask:
-    """Keys that each query cannot attend to, as an array or in implicit form; any attribute suffices to hide a key.
+    """Keys that each query cannot attend to, as an array or in implicit form; any attribute
+    suffices to hide a key.
 
     Attributes:
-        mask: boolean, True = masked; broadcasts to (B, N, T, S). The output of a fully masked row is 0.
+        mask: boolean, True = masked; broadcasts to (B, N, T, S). The output of a fully masked row
+            is 0.
         is_causal: hide keys after the query's own position, see `create_causal_mask`.
         key_padding_lengths: number of real keys of each sequence, (B,), see `create_padding_mask`.
-        segment_ids: segment of each token, (B, T): hide keys whose id is not the query's. A pair if keys have other
-            ids: (B, T) of the queries and (B, S) of the keys.
+        segment_ids: segment of each token, (B, T): hide keys whose id is not the query's. A pair if
+            keys have other ids: (B, T) of the queries and (B, S) of the keys.
         span: attention span of the layer, a window or chunks; None for all keys.
-        q_offset: position of the first query among the keys, for all sequences or each, (1,) or (B,); default: 0.
+        q_offset: position of the first query among the keys, for all sequences or each, (1,) or
+            (B,); default: 0.
     """
 
     mask: Bool[Tensor, "*#scores"] | None = None
@@ -81,7 +92,9 @@ class Mask:
     q_offset: Int[Tensor, " B"] | None = None
 
     def check(self, scores_shape: tuple[int, ...], query: Tensor) -> None:
-        """Refuse a mask that does not fit the scores (B, N, T, S) or their queries. `find_padding` checks lengths."""
+        """Refuse a mask that does not fit the scores (B, N, T, S) or their queries. `find_padding`
+        checks lengths.
+        """
         as_boolean("is_causal", self.is_causal)
         if self.mask is not None:
             check_broadcasts("mask", tuple(self.mask.shape), scores_shape)
@@ -95,11 +108,19 @@ class Mask:
     def segments(self) -> tuple[Int[Tensor, "B T"], Int[Tensor, "B S"]] | None:
         """Segments of the queries, (B, T), and of the keys, (B, S)."""
         ids = self.segment_ids
-        return ids if ids is None or isinstance(ids, tuple) else (ids, ids)
+        if ids is None or isinstance(ids, tuple):
+            return ids
+        return (ids, ids)
 
     def fields_beyond(self, *known: str) -> list[str]:
-        """Return the names of other fields in use, so that kernels can reject fields they do not support."""
-        return [name for name, x in vars(self).items() if x is not None and x is not False and name not in known]
+        """Return the names of other fields in use, so that kernels can reject fields they do not
+        support.
+        """
+        return [
+            name
+            for name, x in vars(self).items()
+            if x is not None and x is not False and name not in known
+        ]
 
     def has_only(self, *known: str) -> bool:
         """Return whether no other field is in use."""
@@ -107,7 +128,9 @@ class Mask:
 
     def within(self, spec: AttentionSpec | BareHeads) -> "Mask":
         """Return the mask with the attention span of a layer."""
-        return self if spec.span is None else replace(self, span=spec.span)
+        if spec.span is None:
+            return self
+        return replace(self, span=spec.span)
 
     def with_bias(self, bias: Float[Tensor, "*#scores"] | None) -> "Mask":
         """Fold biases of -inf into the mask, so that rows of -inf count as fully masked."""
@@ -119,15 +142,20 @@ class Mask:
     def to_bool(
         self, seq_len_q: int, seq_len_k: int, device: torch.device | str | None = None
     ) -> Bool[Tensor, "..."] | None:
-        """Return the boolean mask, including causality, padding, span and segments; None if nothing is hidden."""
+        """Return the boolean mask, including causality, padding, span and segments; None if nothing
+        is hidden.
+        """
         if self.has_only("mask", "q_offset"):
             return self.mask
         hidden = self.implicit_bool(seq_len_q, seq_len_k, device)
-        return hidden if self.mask is None else hidden | self.mask
+        if self.mask is None:
+            return hidden
+        return hidden | self.mask
 
     def block(self, rows: slice, keys: slice) -> "Mask":
         """Return the mask of a block of queries and keys."""
-        lengths, q_offset = self.key_padding_lengths, as_lengths([0] if self.q_offset is None else self.q_offset)
+        lengths = self.key_padding_lengths
+        q_offset = as_lengths([0] if self.q_offset is None else self.q_offset)
         if lengths is not None:
             lengths = (as_lengths(lengths) - keys.start).clamp(min=0)
         segments = self.segments
@@ -160,33 +188,49 @@ class Mask:
     def key_range(
         self, seq_len_q: int, seq_len_k: int, device: torch.device | str | None = None
     ) -> tuple[Int[Tensor, "#B T"], Int[Tensor, "#B T"]]:
-        """Return each query's first key under causality, padding and span, and the one after its last.
+        """Return each query's first key under causality, padding and span, and the one after its
+        last.
 
-        Both may lie outside 0..S. A row is fully masked if its first key is not before the end. Segments may hide more
-        keys in between.
+        Both may lie outside 0..S. A row is fully masked if its first key is not before the end.
+        Segments may hide more keys in between.
         """
-        lengths = None if self.key_padding_lengths is None else as_lengths(self.key_padding_lengths, device)
-        positions = _positions(seq_len_q, device if lengths is None else lengths.device)[None]  # (B or 1, T)
+        if self.key_padding_lengths is None:
+            lengths = None
+        else:
+            lengths = as_lengths(self.key_padding_lengths, device)
+        # (B or 1, T).
+        positions = _positions(seq_len_q, device if lengths is None else lengths.device)[None]
         if self.q_offset is not None:
             positions = self.q_offset.to(positions)[:, None] + positions
         first = torch.zeros_like(positions)
-        stop = positions + 1 if self.is_causal else torch.full_like(positions, seq_len_k)
+        if self.is_causal:
+            stop = positions + 1
+        else:
+            stop = torch.full_like(positions, seq_len_k)
         if lengths is not None:
             stop = torch.minimum(stop, lengths[:, None])
         if self.span is not None:
-            first, stop = self.span.first(positions), torch.minimum(stop, self.span.stop(positions))
+            first = self.span.first(positions)
+            stop = torch.minimum(stop, self.span.stop(positions))
         return first, stop
 
 
-def block_of(x: Float[Tensor, "..."] | Bool[Tensor, "..."] | None, rows: slice, keys: slice) -> Tensor | None:
+def block_of(
+    x: Float[Tensor, "..."] | Bool[Tensor, "..."] | None, rows: slice, keys: slice
+) -> Tensor | None:
     """Return the block of some queries and keys of an array that broadcasts to the scores."""
     if x is None or x.ndim == 0:
         return x
-    x = x[..., keys] if x.shape[-1] > 1 else x
-    return x[..., rows, :] if x.ndim > 1 and x.shape[-2] > 1 else x
+    if x.shape[-1] > 1:
+        x = x[..., keys]
+    if x.ndim > 1 and x.shape[-2] > 1:
+        return x[..., rows, :]
+    return x
 
 
-def as_lengths(lengths: Tensor | Sequence[int], device: torch.device | str | None = None) -> Int[Tensor, " B"]:
+def as_lengths(
+    lengths: Tensor | Sequence[int], device: torch.device | str | None = None
+) -> Int[Tensor, " B"]:
     """Return lengths as an array, even for zero sequences."""
     return torch.as_tensor(lengths, dtype=torch.int64, device=device)
 
@@ -195,10 +239,20 @@ def _positions(seq_len: int, device: torch.device | str | None) -> Int[Tensor, "
     return torch.arange(seq_len, device=device)
 
 
-def _check_segments(segments: tuple[Tensor, Tensor], batch_size: int, seq_len_q: int, seq_len_k: int) -> None:
-    """Refuse segments that are not integers (B, T), or a pair (B, T) of queries and (B, S) of keys."""
+def _check_segments(
+    segments: tuple[Tensor, Tensor], batch_size: int, seq_len_q: int, seq_len_k: int
+) -> None:
+    """Refuse segments that are not integers (B, T), or a pair (B, T) of queries and (B, S) of
+    keys.
+    """
     if len(segments) != 2:
-        raise Refusal("segment_ids", "be ids or a pair of them, of queries and of keys", f"{len(segments)} in a tuple")
-    for ids, axes, seq_len in zip(segments, ("(B, T)", "(B, S)"), (seq_len_q, seq_len_k), strict=True):
+        raise Refusal(
+            "segment_ids",
+            "be ids or a pair of them, of queries and of keys",
+            f"{len(segments)} in a tuple",
+        )
+    for ids, axes, seq_len in zip(
+        segments, ("(B, T)", "(B, S)"), (seq_len_q, seq_len_k), strict=True
+    ):
         shape = (batch_size, seq_len)
         check_integers("segment_ids", ids, [shape], f"{axes} = {shape}")

@@ -1,7 +1,7 @@
 """Multi-head attention layers.
 
-Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv value_head_dim, E d_model.
-Layers accept any number of batch axes instead of B, or none: see `axes`.
+Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv
+value_head_dim, E d_model. Layers accept any number of batch axes instead of B, or none: see `axes`.
 A mask is boolean, True = masked (the query may not attend to the key); an additive term is a bias.
 """
 
@@ -29,7 +29,7 @@ from mha_torch.projections import project_output, project_qkv
 from mha_torch.scores import Scores
 from mha_torch.weights import project_with
 
-# ---- Functions -------------------------------------------------------------------------------------------------------
+# ---- Functions -----------------------------------------------------------------------------------
 
 
 @with_one_batch_axis
@@ -44,7 +44,9 @@ def attention_layer(
     need_weights: bool,
     positions: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the output of a layer and, if requested, its attention weights: check, project, attend, project."""
+    """Return the output of a layer and, if requested, its attention weights: check, project,
+    attend, project.
+    """
     spec = layer.spec
     check_layer_inputs(query, key, value, positions, spec)
     key = query if key is None else key
@@ -71,7 +73,8 @@ def attention_layer(
     if need_weights:
         context, attn_weights = stages.attend(q, k, v, mask, scores)
     else:
-        context, attn_weights = layer.kernel(q, k, v, mask, scores), None
+        context = layer.kernel(q, k, v, mask, scores)
+        attn_weights = None
     return project_output(layer.project, context, query, spec), attn_weights
 
 
@@ -92,11 +95,14 @@ class FunctionalLayer:
     def scores(self, bias: Float[Tensor, "*#scores"] | None) -> Scores:
         """Return the scores of a call: bias, learned weights, and dropout in training."""
         learned = {name: self.weights[name] for name in self.spec.score_shapes}
-        dropout = self.spec.dropout if self.training else 0.0
+        if self.training:
+            dropout = self.spec.dropout
+        else:
+            dropout = 0.0
         return Scores(self.spec, bias, learned, dropout, self.dropout_keep)
 
 
-# ---- Modules ---------------------------------------------------------------------------------------------------------
+# ---- Modules -------------------------------------------------------------------------------------
 
 
 class AttentionLayer(nn.Module):
@@ -114,12 +120,14 @@ class AttentionLayer(nn.Module):
         kernel: computes the context, unless need_weights is set; can be replaced.
 
     Raises:
-        TypeError: if spec is neither an `AttentionSpec` nor an integer, a field is unknown, or the dtype not floating
-            point.
-        ValueError: if fields accompany a spec or do not fit, or the keys of self-attention have another width.
+        TypeError: if spec is neither an `AttentionSpec` nor an integer, a field is unknown, or the
+            dtype not floating point.
+        ValueError: if fields accompany a spec or do not fit, or the keys of self-attention have
+            another width.
     """
 
-    # The specification decides which of these a layer has: `projections`, `norms` and `score_shapes`.
+    # The specification decides which of these a layer has: `projections`, `norms` and
+    # `score_shapes`.
     q_proj: nn.Linear
     k_proj: nn.Linear
     v_proj: nn.Linear
@@ -160,17 +168,29 @@ class AttentionLayer(nn.Module):
         self.spec = self.full_spec = spec
         self.kernel: Kernel = fused.attend
         for name, projection in spec.projections.items():
-            linear = nn.Linear(projection.d_in, projection.d_out, bias=projection.has_bias, device=device, dtype=dtype)
+            linear = nn.Linear(
+                projection.d_in,
+                projection.d_out,
+                bias=projection.has_bias,
+                device=device,
+                dtype=dtype,
+            )
             self.add_module(name, linear)
         for name, norm in spec.norms.items():
-            self.add_module(name, NormLayer(norm, spec.norm_shapes(name), device=device, dtype=dtype))
+            self.add_module(
+                name, NormLayer(norm, spec.norm_shapes(name), device=device, dtype=dtype)
+            )
 
         for name, shape in spec.score_shapes.items():
-            self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
+            self.register_parameter(
+                name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+            )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialize Xavier-uniform weights, separately for q, k and v; biases and sinks are 0, factors of norms 1."""
+        """Initialize Xavier-uniform weights, separately for q, k and v; biases and sinks are 0,
+        factors of norms 1.
+        """
         for name, projection in self.full_spec.projections.items():
             linear: nn.Linear = getattr(self, name)
             _draw(linear.weight.detach(), projection.widths)
@@ -186,7 +206,9 @@ class AttentionLayer(nn.Module):
         return repr(self.full_spec)
 
     def project(self, name: str, x: Float[Tensor, "B T d_in"]) -> Float[Tensor, "B T d_out"]:
-        """Call the projection or norm `name` as a module, so that replaced layers (LoRA, quantized) are used."""
+        """Call the projection or norm `name` as a module, so that replaced layers (LoRA, quantized)
+        are used.
+        """
         module: nn.Module = getattr(self, name)
         try:
             return module(x)
@@ -200,30 +222,43 @@ class AttentionLayer(nn.Module):
     def scores(self, bias: Float[Tensor, "*#scores"] | None) -> Scores:
         """Return the scores of a call: bias, learned weights, and dropout in training."""
         learned = {name: getattr(self, name) for name in self.spec.score_shapes}
-        dropout = self.spec.dropout if self.training else 0.0
+        if self.training:
+            dropout = self.spec.dropout
+        else:
+            dropout = 0.0
         return Scores(self.spec, bias, learned, dropout)
 
     def drop_output(self, output: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
         """Apply output dropout, in training and at a rate above 0."""
-        return F.dropout(output, self.spec.output_dropout) if self.training and self.spec.output_dropout else output
+        if self.training and self.spec.output_dropout:
+            return F.dropout(output, self.spec.output_dropout)
+        return output
 
 
 def _draw(weight: Tensor, widths: tuple[int, ...]) -> None:
-    """Initialize each part of a projection; a distributed one is drawn whole, and each rank keeps its part."""
-    whole = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if is_distributed(weight) else weight
+    """Initialize each part of a projection; a distributed one is drawn whole, and each rank keeps
+    its part.
+    """
+    if is_distributed(weight):
+        whole = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+    else:
+        whole = weight
     for part in whole.split(widths):
         nn.init.xavier_uniform_(part)
     if whole is not weight:
-        from mha_torch.parallel.local import copy_from_full  # imported only if something is distributed
+        # Imported only if something is distributed.
+        from mha_torch.parallel.local import copy_from_full
 
         copy_from_full(weight, whole)
 
 
 class MultiHeadAttention(AttentionLayer):
-    """Multi-head attention of queries over keys and values. Constructor arguments: see `AttentionLayer`.
+    """Multi-head attention of queries over keys and values. Constructor arguments: see
+    `AttentionLayer`.
 
-    A call returns a pair: the output, and the attention weights or None. `MultiHeadSelfAttention` returns the output
-    alone, for sequences of modules. Sizes are fields of the specification: `layer.spec.num_heads`.
+    A call returns a pair: the output, and the attention weights or None. `MultiHeadSelfAttention`
+    returns the output alone, for sequences of modules. Sizes are fields of the specification:
+    `layer.spec.num_heads`.
     """
 
     @checked
@@ -239,38 +274,52 @@ class MultiHeadAttention(AttentionLayer):
         mask: Bool[Tensor, "*#scores"] | None = None,
         is_causal: bool = False,
         key_padding_lengths: Int[Tensor, "*B"] | Sequence[int] | None = None,
-        segment_ids: Int[Tensor, "*B T"] | tuple[Int[Tensor, "*B T"], Int[Tensor, "*B S"]] | None = None,
+        segment_ids: Int[Tensor, "*B T"]
+        | tuple[Int[Tensor, "*B T"], Int[Tensor, "*B S"]]
+        | None = None,
     ) -> tuple[Float[Tensor, "*B T E"], Float[Tensor, "*B N T S"] | None]:
         """Attend from each query token to the key tokens.
 
         Args:
             query: (B, T, d_in).
-            key: (B, S, d_kv); default: self-attention. With `shared_kv` the keys of another layer, (B, K, S, H), as
-                `project_qkv` returns them.
-            value: (B, S, d_kv); default: the key. With `shared_kv` the values of that layer, (B, K, S, Hv).
-            bias: added to the scores, in the dtype of query; broadcasts to (B, N, T, S). -inf masks a key.
+            key: (B, S, d_kv); default: self-attention. With `shared_kv` the keys of another layer,
+                (B, K, S, H), as `project_qkv` returns them.
+            value: (B, S, d_kv); default: the key. With `shared_kv` the values of that layer, (B, K,
+                S, Hv).
+            bias: added to the scores, in the dtype of query; broadcasts to (B, N, T, S). -inf masks
+                a key.
             need_weights: also return the attention weights; uses the plain path.
-            positions: position of each token, (B or 1, T), or with sections (axes, B or 1, T); default: 0, 1, ….
+            positions: position of each token, (B or 1, T), or with sections (axes, B or 1, T);
+                default: 0, 1, ….
             mask, is_causal, key_padding_lengths, segment_ids: hide keys, see `Mask`.
 
         Returns:
-            Output (B, T, E), or (B, T, N * Hv) without `out_proj`, and the attention weights before dropout (B, N, T,
-            S) or None.
+            Output (B, T, E), or (B, T, N * Hv) without `out_proj`, and the attention weights before
+            dropout (B, N, T, S) or None.
 
         Raises:
-            TypeError: if an input is not floating point, dtypes differ, the mask is not boolean or the lengths are not
-                integers.
+            TypeError: if an input is not floating point, dtypes differ, the mask is not boolean or
+                the lengths are not integers.
             ValueError: if the shapes do not fit, devices differ, or a length lies outside 0..S.
         """
         visible = Mask(mask, is_causal, key_padding_lengths, segment_ids)
         output, attn_weights = attention_layer(
-            self, query, key, value, visible, bias=bias, need_weights=need_weights, positions=positions
+            self,
+            query,
+            key,
+            value,
+            visible,
+            bias=bias,
+            need_weights=need_weights,
+            positions=positions,
         )
         return self.drop_output(output), attn_weights
 
 
 class MultiHeadSelfAttention(AttentionLayer):
-    """Multi-head attention of a sequence over itself. Constructor arguments: see `AttentionLayer`."""
+    """Multi-head attention of a sequence over itself. Constructor arguments: see
+    `AttentionLayer`.
+    """
 
     _is_self_attention = True
 
@@ -284,18 +333,24 @@ class MultiHeadSelfAttention(AttentionLayer):
         mask: Bool[Tensor, "*#scores"] | None = None,
         is_causal: bool = False,
         key_padding_lengths: Int[Tensor, "*B"] | Sequence[int] | None = None,
-        segment_ids: Int[Tensor, "*B T"] | tuple[Int[Tensor, "*B T"], Int[Tensor, "*B S"]] | None = None,
+        segment_ids: Int[Tensor, "*B T"]
+        | tuple[Int[Tensor, "*B T"], Int[Tensor, "*B S"]]
+        | None = None,
     ) -> Float[Tensor, "*B T E"]:
         """Attend from each token to the tokens of its own sequence.
 
-        Errors and other arguments are those of `MultiHeadAttention`, with x as query, key and value.
+        Errors and other arguments are those of `MultiHeadAttention`, with x as query, key and
+        value.
 
         Args:
             x: (B, T, d_in).
 
         Returns:
-            Output (B, T, E). At padded positions it is the attention of the padding over the real tokens.
+            Output (B, T, E). At padded positions it is the attention of the padding over the real
+            tokens.
         """
         visible = Mask(mask, is_causal, key_padding_lengths, segment_ids)
-        output, _ = attention_layer(self, x, None, None, visible, bias=bias, need_weights=False, positions=positions)
+        output, _ = attention_layer(
+            self, x, None, None, visible, bias=bias, need_weights=False, positions=positions
+        )
         return self.drop_output(output)

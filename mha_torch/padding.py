@@ -1,7 +1,7 @@
 """Padding: what it contains reaches no real token, forward or backward.
 
-A mask alone does not ensure this. A masked key has the weight 0, but 0 * NaN is NaN, in the weighted sum of values and
-in the gradients of weights. Nothing here reads a value.
+A mask alone does not ensure this. A masked key has the weight 0, but 0 * NaN is NaN, in the
+weighted sum of values and in the gradients of weights. Nothing here reads a value.
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ def find_padding(
     """Check the lengths of sequences of S tokens, and return which tokens are padding.
 
     Returns:
-        The mask, with lengths as numbers if they are known, so that they are read once in a call; and True for
-        tokens at or beyond the length of their sequence, or None if there are none.
+        The mask, with lengths as numbers if they are known, so that they are read once in a call;
+        and True for tokens at or beyond the length of their sequence, or None if there are none.
     """
     lengths = mask.key_padding_lengths
     if lengths is None:
@@ -43,28 +43,41 @@ def padding_after(
     return torch.arange(seq_len, device=device) >= as_lengths(lengths, device)[:, None]
 
 
-def finite_padding(x: Float[Tensor, "B S d_in"], is_padding: Bool[Tensor, "B S"]) -> Float[Tensor, "B S d_in"]:
-    """Return the input of a layer with 0 for each NaN and infinity in padding. Finite values stay."""
+def finite_padding(
+    x: Float[Tensor, "B S d_in"], is_padding: Bool[Tensor, "B S"]
+) -> Float[Tensor, "B S d_in"]:
+    """Return the input of a layer with 0 for each NaN and infinity in padding. Finite values
+    stay.
+    """
     return x.masked_fill(replicate_like(is_padding[:, :, None], x) & ~torch.isfinite(x), 0.0)
 
 
 def finite_inputs(
     query: Tensor, key: Tensor, value: Tensor, is_padding: Bool[Tensor, "B S"]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the inputs of a layer with finite padding; in self-attention the three are one, and stay one."""
+    """Return the inputs of a layer with finite padding; in self-attention the three are one, and
+    stay one.
+    """
     finite_key = finite_padding(key, is_padding)
-    finite_value = finite_key if value is key else finite_padding(value, is_padding)
+    if value is key:
+        finite_value = finite_key
+    else:
+        finite_value = finite_padding(value, is_padding)
     # Other queries have no padding: the lengths are of keys.
     return finite_key if query is key else query, finite_key, finite_value
 
 
-def zero_padding(x: Float[Tensor, "B K S H"], is_padding: Bool[Tensor, "B S"]) -> Float[Tensor, "B K S H"]:
+def zero_padding(
+    x: Float[Tensor, "B K S H"], is_padding: Bool[Tensor, "B S"]
+) -> Float[Tensor, "B K S H"]:
     """Return keys or values with 0 in padding: projections of finite inputs may overflow."""
     return zero_where(x, is_padding[:, None, :, None])
 
 
 def zero_heads_in_padding(mask: Mask, key: Tensor, value: Tensor) -> tuple[Mask, Tensor, Tensor]:
-    """Return split heads with keys and values of 0 in padding, and the mask as `find_padding` returns it."""
+    """Return split heads with keys and values of 0 in padding, and the mask as `find_padding`
+    returns it.
+    """
     mask, is_padding = find_padding(mask, key.shape[0], key.shape[2], key.device)
     if is_padding is None:
         return mask, key, value

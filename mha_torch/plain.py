@@ -87,7 +87,10 @@ def scaled_dot_product_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attend to key and value (B, N, S, H): context (B, N, T, H) and weights (B, N, T, S)."""
     # The softmax would magnify the rounding of scores in half precision.
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    if query.dtype == torch.float64:
+        wide = torch.float64
+    else:
+        wide = torch.float32
     scores = query.to(wide) @ key.to(wide).transpose(-2, -1) / math.sqrt(query.shape[-1])
     if mask is not None:
         scores = scores.masked_fill(mask, torch.finfo(wide).min)
@@ -96,7 +99,10 @@ def scaled_dot_product_attention(
         # The softmax of a row without a visible key is uniform: that row becomes 0.
         attn_weights = attn_weights.masked_fill(mask, 0.0)
     attn_weights = attn_weights.to(query.dtype)
-    dropped = attn_weights if dropout is None else dropout(attn_weights)
+    if dropout is None:
+        dropped = attn_weights
+    else:
+        dropped = dropout(attn_weights)
     return dropped @ value, attn_weights
 
 
@@ -147,7 +153,9 @@ class MultiHeadSelfAttention(AttentionLayer):
 
     def forward(self, x: Tensor, *, mask: Tensor | None = None) -> Tensor:
         """Attend from each token of x (B, T, E) to all tokens of its sequence: output (B, T, E)."""
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        q = self.q_proj(x)
+        k = self.k_proj(x)
+        v = self.v_proj(x)
         output, _ = multi_head_attention_core(q, k, v, self.num_heads, mask, self.dropout)
         return self.out_proj(output)
 
@@ -167,7 +175,9 @@ class MultiHeadAttention(AttentionLayer):
         """Attend to key and value (B, S, E): output (B, T, E), and weights (B, N, T, S) or None."""
         key = query if key is None else key
         value = key if value is None else value
-        q, k, v = self.q_proj(query), self.k_proj(key), self.v_proj(value)
+        q = self.q_proj(query)
+        k = self.k_proj(key)
+        v = self.v_proj(value)
         output, weights = multi_head_attention_core(q, k, v, self.num_heads, mask, self.dropout)
         return self.out_proj(output), weights if need_weights else None
 
@@ -186,7 +196,8 @@ class MultiHeadAttentionWithCache(AttentionLayer):
             k = torch.cat([cache_k, k], dim=2)
         if cache_v is not None:
             v = torch.cat([cache_v, v], dim=2)
-        new, total = x.shape[1], k.shape[2]
+        new = x.shape[1]
+        total = k.shape[2]
         mask = create_causal_mask_with_cache(new, total, total - new, device=x.device)
         context, _ = scaled_dot_product_attention(q, k, v, mask, self.dropout)
         return self.out_proj(combine_heads(context)), k, v

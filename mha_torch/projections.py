@@ -1,6 +1,7 @@
 """Input and output side of attention: projections, heads, norms, RoPE; gate and output.
 
-Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv value_head_dim, E d_model.
+Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv
+value_head_dim, E d_model.
 """
 
 import torch
@@ -26,14 +27,16 @@ def project_qkv(
     spec: AttentionSpec,
     positions: Int[Tensor, "*axes #B T"] | None = None,
 ) -> tuple[Float[Tensor, "B N T H"], Float[Tensor, "B K S H"], Float[Tensor, "B K S Hv"]]:
-    """Project and clip the inputs, split heads, apply norms and RoPE, and scale queries by the temperature.
+    """Project and clip the inputs, split heads, apply norms and RoPE, and scale queries by the
+    temperature.
 
     Args:
         project: applies a projection or a norm by its name.
-        query, key, value: inputs of the layer; the same array three times for self-attention. With `shared_kv` key and
-            value are another layer's k and v, and are returned as they are.
+        query, key, value: inputs of the layer; the same array three times for self-attention. With
+            `shared_kv` key and value are another layer's k and v, and are returned as they are.
         spec: the layer.
-        positions: position of each token, (B or 1, T), or with sections (axes, B or 1, T); default: 0, 1, ….
+        positions: position of each token, (B or 1, T), or with sections (axes, B or 1, T); default:
+            0, 1, ….
 
     Returns:
         q (B, N, T, H), k (B, K, S, H) and v (B, K, S, Hv).
@@ -64,7 +67,9 @@ def project_qkv(
 def _project_inputs(
     project: Project, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the features of q, k and v, (B, T, width); with `shared_kv` k and v are heads already."""
+    """Return the features of q, k and v, (B, T, width); with `shared_kv` k and v are heads
+    already.
+    """
     if spec.fused_qkv:
         if key is query and value is query:
             return _unpack_qkv(project("qkv_proj", query), spec)
@@ -84,7 +89,12 @@ def _project_inputs(
 
 
 def _to_heads(
-    project: Project, norm_name: str, x: Tensor, num_heads: int, spec: AttentionSpec, rotation: Rotation | None
+    project: Project,
+    norm_name: str,
+    x: Tensor,
+    num_heads: int,
+    spec: AttentionSpec,
+    rotation: Rotation | None,
 ) -> Tensor:
     """Clip projected features, split them into heads, and apply their norm and RoPE."""
     norm = spec.norms.get(norm_name)
@@ -102,7 +112,9 @@ def _to_heads(
     return x
 
 
-def apply_gate(context: Float[Tensor, "B N T Hv"], gate: Float[Tensor, "B T G"]) -> Float[Tensor, "B N T Hv"]:
+def apply_gate(
+    context: Float[Tensor, "B N T Hv"], gate: Float[Tensor, "B T G"]
+) -> Float[Tensor, "B N T Hv"]:
     """Return context * sigmoid(gate), gate (B, T, N * Hv), or (B, T, N) for one number per head.
 
     Source: Gated Attention for Large Language Models, arXiv:2505.06708.
@@ -113,7 +125,10 @@ def apply_gate(context: Float[Tensor, "B N T Hv"], gate: Float[Tensor, "B T G"])
 
 
 def project_output(
-    project: Project, context: Float[Tensor, "B N T Hv"], query: Float[Tensor, "B T d_in"], spec: AttentionSpec
+    project: Project,
+    context: Float[Tensor, "B N T Hv"],
+    query: Float[Tensor, "B T d_in"],
+    spec: AttentionSpec,
 ) -> Float[Tensor, "B T E"]:
     """Gate the context, combine its heads, normalize and project them, as the layer requires.
 
@@ -128,7 +143,9 @@ def project_output(
     """
     if spec.gate is not None:
         gate = project("gate_proj", query)
-        check_features("gate_proj", gate, spec.num_heads * (1 if spec.gate.per_head else spec.value_head_dim))
+        check_features(
+            "gate_proj", gate, spec.num_heads * (1 if spec.gate.per_head else spec.value_head_dim)
+        )
         context = apply_gate(context, gate)
     output = context.transpose(1, 2).flatten(-2)
     if spec.context_norm is not None:
@@ -142,6 +159,10 @@ def _unpack_qkv(packed: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Te
     """Return the features of q, k and v from those of their common projection."""
     width = spec.q_width + spec.k_width + spec.v_width
     if packed.shape[-1] != width:
-        raise Refusal("qkv_proj", f"return the {width} features of all q, k and v", f"{packed.shape[-1]} features")
+        raise Refusal(
+            "qkv_proj",
+            f"return the {width} features of all q, k and v",
+            f"{packed.shape[-1]} features",
+        )
     q, k, v = packed.split([spec.q_width, spec.k_width, spec.v_width], dim=-1)
     return q, k, v

@@ -1,7 +1,8 @@
 """Reference attention, one function per stage. All fast paths are tested against it.
 
-Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv value_head_dim, E d_model.
-A mask is boolean, True = masked (the query may not attend to the key); an additive term is a bias.
+Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv
+value_head_dim, E d_model. A mask is boolean, True = masked (the query may not attend to the key);
+an additive term is a bias.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,20 +42,23 @@ def attention_scores(
     q_offset: Int[Tensor, " #B"] | None = None,
     learned: Mapping[str, Float[Tensor, "..."]] | None = None,
 ) -> Float[Tensor, "B N T S"]:
-    """Return scaled dot products of queries and keys, with soft cap and biases, in at least float32.
+    """Return scaled dot products of queries and keys, with soft cap and biases, in at least
+    float32.
 
-    The scale is 1 / sqrt(H) unless the spec has one. ALiBi subtracts slope * distance; a relative bias adds numbers
-    from a table. Relative products add scaled products of queries and vectors of distances, and of keys and such
-    vectors.
+    The scale is 1 / sqrt(H) unless the spec has one. ALiBi subtracts slope * distance; a relative
+    bias adds numbers from a table. Relative products add scaled products of queries and vectors of
+    distances, and of keys and such vectors.
 
     Args:
         query, key: (B, N, T, H) and (B, K, S, H); query head n uses key head n // (N // K).
         bias: added to the scores; broadcasts to (B, N, T, S).
         spec: layer of these heads; default: only the scale 1 / sqrt(H).
-        q_offset: position of the first query among the keys, for all sequences or each, (1,) or (B,); default: 0.
+        q_offset: position of the first query among the keys, for all sequences or each, (1,) or
+            (B,); default: 0.
         learned: weights of the layer that change scores, see `Scores`.
 
-    Source: Attention Is All You Need, arXiv:1706.03762, equation 1; the soft cap: Gemma 2, arXiv:2408.00118, section 2.
+    Source: Attention Is All You Need, arXiv:1706.03762, equation 1; the soft cap: Gemma 2,
+    arXiv:2408.00118, section 2.
     """
     rules = BareHeads(query.shape[3]) if spec is None else spec
     learned = {} if learned is None else learned
@@ -70,20 +74,31 @@ def attention_scores(
         check_grid(rules.relative_bias, scores_shape)
     key = repeat_kv_heads(key, query.shape[1])
     with without_autocast(query.device.type):  # autocast would sum in half precision
-        scores = torch.einsum("bnth,bnsh->bnts", at_least_float32(query) * rules.score_scale, at_least_float32(key))
+        scores = torch.einsum(
+            "bnth,bnsh->bnts", at_least_float32(query) * rules.score_scale, at_least_float32(key)
+        )
     if rules.soft_cap is not None:
         scores = rules.soft_cap * torch.tanh(scores / rules.soft_cap)
-    lengths, dtype = (scores.shape[2], scores.shape[3]), scores.dtype
+    lengths = (scores.shape[2], scores.shape[3])
+    dtype = scores.dtype
     if rules.alibi_slopes is not None:
-        scores = scores + alibi_bias(rules.alibi_slopes, *lengths, q_offset, scores_dtype=dtype, device=scores.device)
+        scores = scores + alibi_bias(
+            rules.alibi_slopes, *lengths, q_offset, scores_dtype=dtype, device=scores.device
+        )
     if rules.relative_bias is not None:
         table = tables["relative_bias"]
-        scores = scores + relative_position_bias(table, rules.relative_bias, *lengths, q_offset, scores_dtype=dtype)
+        scores = scores + relative_position_bias(
+            table, rules.relative_bias, *lengths, q_offset, scores_dtype=dtype
+        )
     if rules.relative_products is not None:
         vectors = (tables.get("relative_keys"), tables.get("relative_queries"))
-        products = relative_position_products(query, key, rules.relative_products, *vectors, q_offset)
+        products = relative_position_products(
+            query, key, rules.relative_products, *vectors, q_offset
+        )
         scores = scores + rules.score_scale * products
-    return scores if bias is None else scores + at_least_float32(bias)
+    if bias is None:
+        return scores
+    return scores + at_least_float32(bias)
 
 
 def masked_softmax(
@@ -91,9 +106,11 @@ def masked_softmax(
     mask: Bool[Tensor, "*#scores"] | None = None,
     sinks: Float[Tensor, " N"] | None = None,
 ) -> Float[Tensor, "B N T S"]:
-    """Softmax over keys, in at least float32. Masked keys get weight exactly 0; fully masked rows are all 0.
+    """Softmax over keys, in at least float32. Masked keys get weight exactly 0; fully masked rows
+    are all 0.
 
-    A sink is the logit of one extra key that is never masked; its weight is dropped from the result.
+    A sink is the logit of one extra key that is never masked; its weight is dropped from the
+    result.
 
     Source: the sinks: gpt-oss model card, arXiv:2508.10925, section 2.
     """
@@ -102,7 +119,8 @@ def masked_softmax(
     scores = at_least_float32(scores)
     if sinks is not None:
         column = at_least_float32(sinks)[:, None, None].expand(*scores.shape[:3], 1)
-        scores = scores if mask is None else scores.masked_fill(mask, -torch.inf)
+        if mask is not None:
+            scores = scores.masked_fill(mask, -torch.inf)
         return torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1]
     return _softmax(scores, mask)
 
@@ -110,8 +128,9 @@ def masked_softmax(
 def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return torch.softmax(scores, dim=-1)
-    # -inf, because a score may be as low as any finite value (a bias of finfo.min). The softmax of a row of -inf would
-    # be NaN, and so would its gradient: scores of fully masked rows are 0, and their weights become 0 afterwards.
+    # -inf, because a score may be as low as any finite value (a bias of finfo.min). The softmax of
+    # a row of -inf would be NaN, and so would its gradient: scores of fully masked rows are 0, and
+    # their weights become 0 afterwards.
     empty_rows = mask.all(dim=-1, keepdim=True)
     masked_scores = torch.where(empty_rows, 0.0, -torch.inf).to(scores.dtype)
     scores = torch.where(mask, masked_scores, scores)
@@ -124,25 +143,32 @@ def attention_context(
     """Return the weighted sum of values, accumulated in at least float32, in the dtype of value."""
     value_per_head = repeat_kv_heads(value, attn_weights.shape[1])
     with without_autocast(value.device.type):
-        context = torch.einsum("bnts,bnsh->bnth", at_least_float32(attn_weights), at_least_float32(value_per_head))
+        context = torch.einsum(
+            "bnts,bnsh->bnth", at_least_float32(attn_weights), at_least_float32(value_per_head)
+        )
     return context.to(value.dtype)
 
 
 def apply_dropout(
-    attn_weights: Float[Tensor, "B N T S"], rate: float, keep: Bool[Tensor, "*#scores"] | None = None
+    attn_weights: Float[Tensor, "B N T S"],
+    rate: float,
+    keep: Bool[Tensor, "*#scores"] | None = None,
 ) -> Float[Tensor, "B N T S"]:
-    """Drop each attention weight with probability `rate`, 0 <= rate < 1, and divide the others by 1 - rate.
+    """Drop each attention weight with probability `rate`, 0 <= rate < 1, and divide the others by 1
+    - rate.
 
     `keep` is True for weights to keep; default: a random draw.
     """
     rate = as_rate("dropout", rate)
     if keep is None:
-        return F.dropout(attn_weights, rate) if rate else attn_weights
+        if rate:
+            return F.dropout(attn_weights, rate)
+        return attn_weights
     check_broadcasts("keep", tuple(keep.shape), tuple(attn_weights.shape))
     return torch.where(keep, attn_weights / (1.0 - rate), 0.0)
 
 
-# ---- Attention -------------------------------------------------------------------------------------------------------
+# ---- Attention -----------------------------------------------------------------------------------
 
 
 def scaled_dot_product_attention(
@@ -167,15 +193,17 @@ def scaled_dot_product_attention(
     Args:
         query: (B, N, T, H).
         key, value: (B, K, S, H) and (B, K, S, Hv); query head n uses key/value head n // (N // K).
-        spec: layer of these heads: scale, soft cap, biases and products by distance; default: the scale 1 / sqrt(H).
+        spec: layer of these heads: scale, soft cap, biases and products by distance; default: the
+            scale 1 / sqrt(H).
         bias, learned, dropout, dropout_keep: see `Scores`.
         need_weights: also return the attention weights; without a kernel.
-        kernel: computes the context, such as `fused.attend`, the default kernel of layers; default: the formula, which
-            stores the attention weights.
+        kernel: computes the context, such as `fused.attend`, the default kernel of layers; default:
+            the formula, which stores the attention weights.
         mask, is_causal, key_padding_lengths, segment_ids: hide keys, see `Mask`.
 
     Returns:
-        Context (B, N, T, Hv), and the attention weights before dropout (B, N, T, S) or None; in the dtype of query.
+        Context (B, N, T, Hv), and the attention weights before dropout (B, N, T, S) or None; in the
+        dtype of query.
 
     Raises:
         TypeError: if an input is not floating point, the dtypes differ, or the mask is not boolean.
@@ -184,7 +212,9 @@ def scaled_dot_product_attention(
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """
     if kernel is not None and need_weights:
-        raise Refusal("need_weights", "be False with a kernel, which stores no weights", need_weights=True)
+        raise Refusal(
+            "need_weights", "be False with a kernel, which stores no weights", need_weights=True
+        )
     check_heads(query, key, value)
     rules = BareHeads(query.shape[3]) if spec is None else spec
     check_scored(query, key, rules)
@@ -211,11 +241,15 @@ def attend(
     logits = attention_scores(query, key, scores.bias, scores.spec, mask.q_offset, scores.learned)
     hidden = mask.with_bias(scores.bias).to_bool(query.shape[2], key.shape[2], query.device)
     attn_weights = masked_softmax(logits, hidden, scores.learned.get("sinks")).to(query.dtype)
-    return attention_context(apply_dropout(attn_weights, scores.dropout, scores.dropout_keep), value), attn_weights
+    return attention_context(
+        apply_dropout(attn_weights, scores.dropout, scores.dropout_keep), value
+    ), attn_weights
 
 
 def check_attention(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> None:
-    """Refuse split heads, q (B, N, T, H), k and v (B, K, S, ·), a mask or scores that do not fit each other."""
+    """Refuse split heads, q (B, N, T, H), k and v (B, K, S, ·), a mask or scores that do not fit
+    each other.
+    """
     check_heads(query, key, value)
     check_scored(query, key, scores.spec)
     scores_shape = (*query.shape[:3], key.shape[2])

@@ -12,17 +12,25 @@ from mha_torch.checks import check_projected
 from mha_torch.features.norms import apply_norm
 
 Project = Callable[[str, Tensor], Tensor]
-"""Applies a projection by name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`, `gate_proj`) to an input, or a
-norm (`q_norm`, `k_norm`, `v_norm`) to projected features."""
+"""Applies a projection by name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`,
+`gate_proj`) to an input, or a norm (`q_norm`, `k_norm`, `v_norm`) to projected features.
+"""
 
 
 def project_with(weights: Mapping[str, Tensor], spec: AttentionSpec | None = None) -> Project:
-    """Return a function that applies projections and norms, with weights as in `multi_head_attention`."""
-    norms = {} if spec is None else spec.norms
+    """Return a function that applies projections and norms, with weights as in
+    `multi_head_attention`.
+    """
+    if spec is None:
+        norms = {}
+    else:
+        norms = spec.norms
 
     def project(name: str, x: Tensor) -> Tensor:
         if name in norms:
-            return apply_norm(x, norms[name], weights.get(f"{name}.weight"), weights.get(f"{name}.bias"))
+            return apply_norm(
+                x, norms[name], weights.get(f"{name}.weight"), weights.get(f"{name}.bias")
+            )
         weight = weights[f"{name}.weight"]
         check_projected(name, x, weight)
         return F.linear(x, weight, weights.get(f"{name}.bias"))

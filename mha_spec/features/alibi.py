@@ -10,11 +10,12 @@ from mha_spec.rules import as_boolean, as_factor
 
 @dataclass(frozen=True, repr=False)
 class Alibi(Record):
-    """Attention with linear biases: subtract slope * distance from each score, with one slope per query head.
+    """Attention with linear biases: subtract slope * distance from each score, with one slope per
+    query head.
 
-    If the number of heads N is a power of two, head n (from 1) has the slope 2 ** (-max_bias * n / N). Otherwise, with
-    P the largest power of two below N, the first P heads have the slopes for P heads. The rest have every other slope
-    for 2 P heads.
+    If the number of heads N is a power of two, head n (from 1) has the slope 2 ** (-max_bias * n /
+    N). Otherwise, with P the largest power of two below N, the first P heads have the slopes for P
+    heads. The rest have every other slope for 2 P heads.
 
     Attributes:
         max_bias: the exponent of the smallest slope.

@@ -1,4 +1,6 @@
-"""Multi-head latent attention (MLA): one narrow vector per token, from which all keys and values are expanded."""
+"""Multi-head latent attention (MLA): one narrow vector per token, from which all keys and values
+are expanded.
+"""
 
 from __future__ import annotations
 
@@ -18,25 +20,27 @@ if TYPE_CHECKING:
 class Latent(Record):
     """Latents of keys and values: shared by all heads, and cached instead of keys and values.
 
-    For each token, kv_a_proj returns the latent followed by the last rope_dim features of all keys. kv_a_norm
-    normalizes the latent, and RoPE rotates those features. For each head, kv_b_proj expands the latent to the other
-    features of the key, followed by the value. Queries come from q_proj, or from their own latent: q_a_proj, q_a_norm,
-    q_b_proj. Each latent is multiplied by its factor after its norm.
+    For each token, kv_a_proj returns the latent followed by the last rope_dim features of all keys.
+    kv_a_norm normalizes the latent, and RoPE rotates those features. For each head, kv_b_proj
+    expands the latent to the other features of the key, followed by the value. Queries come from
+    q_proj, or from their own latent: q_a_proj, q_a_norm, q_b_proj. Each latent is multiplied by its
+    factor after its norm.
 
     Attributes:
         kv_rank: width of the key/value latent.
         rope_dim: last features of each key, shared by the heads; only these are rotated.
         q_rank: width of the query latent, or None for q_proj.
         eps: epsilon of the RMS norms of the latents.
-        q_factor, kv_factor: factors of the query latent and the key/value latent; sqrt(d_model / q_rank) and
-            sqrt(d_model / kv_rank) in LongCat-Flash.
+        q_factor, kv_factor: factors of the query latent and the key/value latent; sqrt(d_model /
+            q_rank) and sqrt(d_model / kv_rank) in LongCat-Flash.
 
     Raises:
         TypeError: if a width is not an integer, or eps or a factor not a number.
-        ValueError: if a width is below 1, eps or a factor is not positive and finite, or q_factor is set without
-            q_rank.
+        ValueError: if a width is below 1, eps or a factor is not positive and finite, or q_factor
+            is set without q_rank.
 
-    Source: DeepSeek-V2, arXiv:2405.04434, section 2.1; the factors, LongCat-Flash, arXiv:2509.01322.
+    Source: DeepSeek-V2, arXiv:2405.04434, section 2.1; the factors, LongCat-Flash,
+    arXiv:2509.01322.
     """
 
     kv_rank: int
@@ -83,7 +87,8 @@ def check_latent_rope(latent: Latent, rope: Rope | None) -> None:
     if rope is not None and (rope.rotary_dim, rope.rotated) != (latent.rope_dim, "last"):
         raise Refusal(
             "rope",
-            f"rotate the last rope_dim features with latent (rotary_dim={latent.rope_dim}, rotated='last')",
+            "rotate the last rope_dim features with latent "
+            f"(rotary_dim={latent.rope_dim}, rotated='last')",
             rope=rope,
             latent=latent,
         )

@@ -14,8 +14,8 @@ from mha_spec.rules import as_boolean, as_factor, as_one_of
 class Norm(Record):
     """Norm of projected features x: x / sqrt(mean(x²) + eps), times a weight, plus a bias.
 
-    The result is rounded to the dtype of x once, after weight and bias, as in Gemma. Llama also rounds before the
-    weight, which is less accurate in half precision.
+    The result is rounded to the dtype of x once, after weight and bias, as in Gemma. Llama also
+    rounds before the weight, which is less accurate in half precision.
 
     Attributes:
         kind: `rms`; or `layer`, which first subtracts the mean of x.
@@ -28,10 +28,11 @@ class Norm(Record):
 
     Raises:
         TypeError: if eps is not a number, or a flag not a boolean.
-        ValueError: if a word is unknown, eps is not positive and finite, or two fields contradict each other.
+        ValueError: if a word is unknown, eps is not positive and finite, or two fields contradict
+            each other.
 
-    Source: RMSNorm, arXiv:1910.07467; LayerNorm, arXiv:1607.06450; query-key norms, arXiv:2010.04245 and
-    arXiv:2302.05442.
+    Source: RMSNorm, arXiv:1910.07467; LayerNorm, arXiv:1607.06450; query-key norms,
+    arXiv:2010.04245 and arXiv:2302.05442.
     """
 
     kind: Literal["rms", "layer"] = "rms"
@@ -59,11 +60,18 @@ class Norm(Record):
     @property
     def initial_weight(self) -> float:
         """Initial weight, whose factor is 1."""
-        return 0.0 if self.weight == "1+w" else 1.0
+        if self.weight == "1+w":
+            return 0.0
+        return 1.0
 
     def shapes(self, num_heads: int, head_dim: int) -> dict[str, tuple[int, ...]]:
-        """Return parameter shapes by name: `weight` and `bias`, (H,), (heads, H) or, over the width, (heads * H,)."""
-        shape = (num_heads * head_dim,) if self.over == "width" else (head_dim,)
+        """Return parameter shapes by name: `weight` and `bias`, (H,), (heads, H) or, over the
+        width, (heads * H,).
+        """
+        if self.over == "width":
+            shape = (num_heads * head_dim,)
+        else:
+            shape = (head_dim,)
         names = ("weight",) * (self.weight is not None) + ("bias",) * self.bias
         return dict.fromkeys(names, (num_heads, head_dim) if self.per_head else shape)
 

@@ -7,7 +7,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mha_spec.features.scaling import DynamicScaling, LongRopeScaling, ProportionalScaling, Scaling, exponents, powers
+from mha_spec.features.scaling import (
+    DynamicScaling,
+    LongRopeScaling,
+    ProportionalScaling,
+    Scaling,
+    exponents,
+    powers,
+)
 from mha_spec.record import Record
 from mha_spec.refusal import Refusal, WrongType
 from mha_spec.rules import as_count, as_factor, as_one_of
@@ -22,33 +29,37 @@ CHOICES = {
 
 @dataclass(frozen=True, repr=False)
 class Rope(Record):
-    """Rotary position embedding of queries and keys: pairs of features are rotated by position * frequency.
+    """Rotary position embedding of queries and keys: pairs of features are rotated by position *
+    frequency.
 
-    By default pair i is (i, i + H/2), with frequency theta ** (-2 i / H). Below, R is the number of rotated features,
-    `rotary_dim` or H.
+    By default pair i is (i, i + H/2), with frequency theta ** (-2 i / H). Below, R is the number of
+    rotated features, `rotary_dim` or H.
 
     Attributes:
         theta: base of the frequencies, 10000 in the paper.
         scaling: scaling of the frequencies for long contexts, or None.
-        rotary_dim: R, if only some features of a head are rotated; the others are unchanged. The frequencies are theta
-            ** (-2 i / R).
+        rotary_dim: R, if only some features of a head are rotated; the others are unchanged. The
+            frequencies are theta ** (-2 i / R).
         rotated: rotate the `first` or the `last` R features of a head.
         pairs: features of pair i: `half`, (i, i + R/2), or `interleaved`, (2 i, 2 i + 1).
-        sections: number of pairs of each position axis, R/2 in all, for positions on several axes (M-RoPE: time, row,
-            column).
-        section_order: pairs of an axis are `contiguous` (Qwen2-VL) or `interleaved` (Qwen3-VL). Interleaved, pair i
-            belongs to axis i % axes, or to axis 0 once that axis has all its pairs.
-        section_frequencies: series of the frequencies of sections. `shared` (Qwen2-VL's text): pair i has frequency i
-            of one series, regardless of its axis. `own` (Qwen2-VL's images): pair j of an axis with n pairs has theta
-            ** (-j / n). `dealt` (Pixtral): pair j of axis a has frequency j * axes + a of one series.
+        sections: number of pairs of each position axis, R/2 in all, for positions on several axes
+            (M-RoPE: time, row, column).
+        section_order: pairs of an axis are `contiguous` (Qwen2-VL) or `interleaved` (Qwen3-VL).
+            Interleaved, pair i belongs to axis i % axes, or to axis 0 once that axis has all its
+            pairs.
+        section_frequencies: series of the frequencies of sections. `shared` (Qwen2-VL's text): pair
+            i has frequency i of one series, regardless of its axis. `own` (Qwen2-VL's images): pair
+            j of an axis with n pairs has theta ** (-j / n). `dealt` (Pixtral): pair j of axis a has
+            frequency j * axes + a of one series.
 
     Raises:
-        TypeError: if theta is not a number, scaling not a scaling, rotary_dim or a section not an integer.
-        ValueError: if theta is not positive and finite, rotary_dim is odd, a word is unknown, or the fields do not fit
-            each other.
+        TypeError: if theta is not a number, scaling not a scaling, rotary_dim or a section not an
+            integer.
+        ValueError: if theta is not positive and finite, rotary_dim is odd, a word is unknown, or
+            the fields do not fit each other.
 
-    Source: RoFormer, arXiv:2104.09864, section 3.2.2; half-split pairs and rotary_dim as in GPT-NeoX; sections as in
-    Qwen2-VL, arXiv:2409.12191, section 2.1.
+    Source: RoFormer, arXiv:2104.09864, section 3.2.2; half-split pairs and rotary_dim as in
+    GPT-NeoX; sections as in Qwen2-VL, arXiv:2409.12191, section 2.1.
     """
 
     theta: float = 10000.0
@@ -74,7 +85,8 @@ class Rope(Record):
             if isinstance(self.scaling, ProportionalScaling):
                 raise Refusal(
                     "rotary_dim",
-                    "be left out with ProportionalScaling, whose frequencies are those of the whole head",
+                    "be left out with ProportionalScaling, "
+                    "whose frequencies are those of the whole head",
                     rotary_dim=self.rotary_dim,
                 )
         if self.sections is not None:
@@ -83,8 +95,11 @@ class Rope(Record):
             self._check_section_frequencies()
 
     def given(self) -> dict[str, Any]:
-        """Arguments by name that make an equal record: theta, and the fields that differ from their defaults."""
-        return {"theta": self.theta} | super().given()  # so that messages about differing layers include theta
+        """Arguments by name that make an equal record: theta, and the fields that differ from their
+        defaults.
+        """
+        # So that messages about differing layers include theta.
+        return {"theta": self.theta} | super().given()
 
     def _check_sections(self) -> None:
         if isinstance(self.sections, (str, bytes)) or not np.iterable(self.sections):
@@ -95,16 +110,31 @@ class Rope(Record):
             raise Refusal("sections", "be two or more", sections=sections)
 
     def _check_section_frequencies(self) -> None:
-        if self.sections is None or (self.section_frequencies == "dealt" and len(set(self.sections)) > 1):
-            rule = "be given" if self.sections is None else "be equal"
-            raise Refusal("sections", f"{rule} with {self.section_frequencies} frequencies", sections=self.sections)
+        if self.sections is None or (
+            self.section_frequencies == "dealt" and len(set(self.sections)) > 1
+        ):
+            if self.sections is None:
+                rule = "be given"
+            else:
+                rule = "be equal"
+            raise Refusal(
+                "sections",
+                f"{rule} with {self.section_frequencies} frequencies",
+                sections=self.sections,
+            )
         if self.scaling is not None:
-            raise Refusal("scaling", f"be None with {self.section_frequencies} frequencies", scaling=self.scaling)
+            raise Refusal(
+                "scaling",
+                f"be None with {self.section_frequencies} frequencies",
+                scaling=self.scaling,
+            )
 
     @property
     def attention_factor(self) -> float:
         """Factor of cosines and sines: 1 except for some scalings."""
-        return 1.0 if self.scaling is None else self.scaling.amplitude()
+        if self.scaling is None:
+            return 1.0
+        return self.scaling.amplitude()
 
     @property
     def depends_on_length(self) -> bool:
@@ -120,15 +150,17 @@ class Rope(Record):
         """
         check_rotated(head_dim, self)
         count = head_dim if self.rotary_dim is None else self.rotary_dim
-        return slice(0, count) if self.rotated == "first" else slice(head_dim - count, head_dim)
+        if self.rotated == "first":
+            return slice(0, count)
+        return slice(head_dim - count, head_dim)
 
     def frequencies(self, head_dim: int, length: int = 0) -> np.ndarray:
         """Return the angle, in radians per token, of each pair of features: float32, (R/2,).
 
         Args:
             head_dim: features of a head, H.
-            length: last position of the call + 1. Only `DynamicScaling` and `LongRopeScaling` depend on it; 0 means a
-                call within the original length.
+            length: last position of the call + 1. Only `DynamicScaling` and `LongRopeScaling`
+                depend on it; 0 means a call within the original length.
 
         Raises:
             TypeError: if head_dim is not an integer.
@@ -151,11 +183,17 @@ class Rope(Record):
         pairs = (rotated.stop - rotated.start) // 2
         if self.sections is None or self.section_frequencies == "shared":
             return exponents(pairs, 2 * pairs)
-        axes, num_axes = _axes(pairs, self.sections, self.section_order), len(self.sections)
-        own = [axes[:pair].count(axis) for pair, axis in enumerate(axes)]  # index of each pair within its axis
+        axes = _axes(pairs, self.sections, self.section_order)
+        num_axes = len(self.sections)
+        # Index of each pair within its axis.
+        own = [axes[:pair].count(axis) for pair, axis in enumerate(axes)]
         if self.section_frequencies == "own":
-            return np.array(own, np.float32) / np.array([self.sections[axis] for axis in axes], np.float32)
-        return exponents(pairs, 2 * pairs)[[num_axes * place + axis for place, axis in zip(own, axes, strict=True)]]
+            return np.array(own, np.float32) / np.array(
+                [self.sections[axis] for axis in axes], np.float32
+            )
+        return exponents(pairs, 2 * pairs)[
+            [num_axes * place + axis for place, axis in zip(own, axes, strict=True)]
+        ]
 
     def axes(self, head_dim: int) -> np.ndarray:
         """Return the position axis of each pair of features: int, (R/2,).
@@ -170,7 +208,9 @@ class Rope(Record):
 
 
 def _axes(pairs: int, sections: tuple[int, ...], order: str) -> list[int]:
-    """Return the axis of each pair, in plain Python: torch.compile does not know the values of NumPy's numbers."""
+    """Return the axis of each pair, in plain Python: torch.compile does not know the values of
+    NumPy's numbers.
+    """
     if order == "contiguous":
         return [axis for axis, section in enumerate(sections) for _ in range(section)]
     turns = [divmod(pair, len(sections)) for pair in range(pairs)]
@@ -183,7 +223,9 @@ def check_rotated(head_dim: int, rope: Rope) -> None:
     if rope.rotary_dim is None and head_dim % 2:
         raise Refusal("head_dim", "be even for RoPE", head_dim=head_dim)
     if rope.rotary_dim is not None and rope.rotary_dim > head_dim:
-        raise Refusal("rotary_dim", "be at most head_dim", rotary_dim=rope.rotary_dim, head_dim=head_dim)
+        raise Refusal(
+            "rotary_dim", "be at most head_dim", rotary_dim=rope.rotary_dim, head_dim=head_dim
+        )
     count = head_dim if rope.rotary_dim is None else rope.rotary_dim
     if rope.scaling is not None:
         rope.scaling.check(rope.theta, count)

@@ -1,7 +1,8 @@
 """Scalings of RoPE's frequencies for contexts longer than those of pre-training.
 
-All are float32 and round each step, in the order of Hugging Face's transformers, with which the models were released.
-Results in float64 would differ by up to 35 units in the last place if terms cancel. Powers are rounded once.
+All are float32 and round each step, in the order of Hugging Face's transformers, with which the
+models were released. Results in float64 would differ by up to 35 units in the last place if terms
+cancel. Powers are rounded once.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class Scaling(Record):
     kind: str = field(default="", init=False)
 
     def frequencies(self, theta: float, features: int, length: int) -> np.ndarray:
-        """Return the frequencies of `features` features if the last position is length - 1: float32, (features/2,)."""
+        """Return the frequencies of `features` features if the last position is length - 1:
+        float32, (features/2,).
+        """
         raise NotImplementedError
 
     def amplitude(self) -> float:
@@ -57,16 +60,25 @@ class Scaling(Record):
         """Refuse a base or a number of rotated features for which the scaling is undefined.
 
         Raises:
-            ValueError: if the scaling is undefined, or frequencies or their factors are beyond the range of float32.
+            ValueError: if the scaling is undefined, or frequencies or their factors are beyond the
+                range of float32.
         """
         if not LEAST_FACTOR <= self.amplitude() <= LARGEST_FACTOR:
-            raise Refusal("scaling", "keep the factor of cosines within the range of float32", scaling=self)
-        largest, least = max(self.divisors(), default=1.0), min(self.divisors(), default=1.0)
-        if max(theta, 1.0) * largest > LARGEST_FACTOR or max(1.0 / theta, 1.0) / least > LARGEST_FACTOR:
+            raise Refusal(
+                "scaling", "keep the factor of cosines within the range of float32", scaling=self
+            )
+        largest = max(self.divisors(), default=1.0)
+        least = min(self.divisors(), default=1.0)
+        if (
+            max(theta, 1.0) * largest > LARGEST_FACTOR
+            or max(1.0 / theta, 1.0) / least > LARGEST_FACTOR
+        ):
             self._refuse_range(theta)
 
     def _refuse_range(self, theta: float) -> NoReturn:
-        raise Refusal("scaling", "keep frequencies within the range of float32", scaling=self, theta=theta)
+        raise Refusal(
+            "scaling", "keep frequencies within the range of float32", scaling=self, theta=theta
+        )
 
     def _set(self, **values: object) -> None:
         for name, value in values.items():
@@ -123,11 +135,14 @@ class DynamicScaling(Scaling):
 
     def __post_init__(self) -> None:
         self._set(
-            factor=as_factor("factor", self.factor), original_length=as_count("original_length", self.original_length)
+            factor=as_factor("factor", self.factor),
+            original_length=as_count("original_length", self.original_length),
         )
 
     def base(self, theta: float, features: int, length: Any) -> Any:
-        """Return the base for calls of a length above the original: a number, or an array of any framework."""
+        """Return the base for calls of a length above the original: a number, or an array of any
+        framework.
+        """
         growth = self.factor * (length - self.original_length) / self.original_length + 1.0
         return theta * growth ** (features / (features - 2))
 
@@ -145,7 +160,8 @@ class DynamicScaling(Scaling):
 
 @dataclass(frozen=True, repr=False)
 class Llama3Scaling(Scaling):
-    """Llama 3: divide low frequencies by the factor, keep high ones, and interpolate in between by wavelength.
+    """Llama 3: divide low frequencies by the factor, keep high ones, and interpolate in between by
+    wavelength.
 
     Attributes:
         factor: extension of the context: 8 in Llama 3.1, 32 in Llama 3.2.
@@ -155,7 +171,8 @@ class Llama3Scaling(Scaling):
 
     Raises:
         TypeError: if a factor is not a number, or original_length not an integer.
-        ValueError: if one is not positive and finite, or high_freq_factor not above low_freq_factor.
+        ValueError: if one is not positive and finite, or high_freq_factor not above
+            low_freq_factor.
 
     Source: arXiv:2407.21783 and the code of Llama 3.1.
     """
@@ -193,7 +210,8 @@ class Llama3Scaling(Scaling):
 
     def check(self, theta: float, features: int) -> None:
         super().check(theta, features)
-        fastest, width = max(1.0 / theta, 1.0), self.high_freq_factor - self.low_freq_factor
+        fastest = max(1.0 / theta, 1.0)
+        width = self.high_freq_factor - self.low_freq_factor
         # Each intermediate result of `frequencies` is at most one of these.
         largest = max(self.original_length, self.high_freq_factor) * fastest / min(width, 1.0)
         largest *= fastest / min(self.factor, 1.0)
@@ -204,7 +222,8 @@ class Llama3Scaling(Scaling):
 
 @dataclass(frozen=True, repr=False)
 class YarnScaling(Scaling):
-    """YaRN: divide frequencies with few turns in the original context by the factor, with a ramp in between.
+    """YaRN: divide frequencies with few turns in the original context by the factor, with a ramp in
+    between.
 
     Attributes:
         factor: extension of the context, new length / old length.
@@ -213,13 +232,14 @@ class YarnScaling(Scaling):
         beta_slow: pairs with fewer turns than this are fully scaled.
         truncate: round the ends of the ramp outwards to whole pairs; False in gpt-oss.
         attention_factor: factor of cosines and sines; default: derived from `factor`.
-        mscale, mscale_all_dim: replace 0.1 * ln(factor) + 1 by the ratio of 0.1 * mscale * ln(factor) + 1 to 0.1 *
-            mscale_all_dim * ln(factor) + 1 (DeepSeek).
+        mscale, mscale_all_dim: replace 0.1 * ln(factor) + 1 by the ratio of 0.1 * mscale *
+            ln(factor) + 1 to 0.1 * mscale_all_dim * ln(factor) + 1 (DeepSeek).
 
     Raises:
-        TypeError: if a number has another type, original_length is not an integer, or truncate not a boolean.
-        ValueError: if a number is not positive and finite, beta_fast not above beta_slow, only one of mscale and
-            mscale_all_dim is set, or both and attention_factor.
+        TypeError: if a number has another type, original_length is not an integer, or truncate not
+            a boolean.
+        ValueError: if a number is not positive and finite, beta_fast not above beta_slow, only one
+            of mscale and mscale_all_dim is set, or both and attention_factor.
 
     Source: arXiv:2309.00071.
     """
@@ -235,16 +255,31 @@ class YarnScaling(Scaling):
     kind: str = field(default="yarn", init=False)
 
     def __post_init__(self) -> None:
-        for name in ("factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"):
+        for name in (
+            "factor",
+            "beta_fast",
+            "beta_slow",
+            "attention_factor",
+            "mscale",
+            "mscale_all_dim",
+        ):
             if getattr(self, name) is not None or name in ("factor", "beta_fast", "beta_slow"):
                 self._set(**{name: as_factor(name, getattr(self, name))})
         self._set(original_length=as_count("original_length", self.original_length))
         self._set(truncate=as_boolean("truncate", self.truncate))
         if self.beta_fast <= self.beta_slow:
-            raise Refusal("beta_fast", "be above beta_slow", beta_fast=self.beta_fast, beta_slow=self.beta_slow)
+            raise Refusal(
+                "beta_fast",
+                "be above beta_slow",
+                beta_fast=self.beta_fast,
+                beta_slow=self.beta_slow,
+            )
         if (self.mscale is None) != (self.mscale_all_dim is None):
             raise Refusal(
-                "mscale and mscale_all_dim", "be given together", mscale=self.mscale, mscale_all_dim=self.mscale_all_dim
+                "mscale and mscale_all_dim",
+                "be given together",
+                mscale=self.mscale,
+                mscale_all_dim=self.mscale_all_dim,
             )
         if self.mscale is not None and self.attention_factor is not None:
             raise Refusal(
@@ -259,21 +294,30 @@ class YarnScaling(Scaling):
 
     def frequencies(self, theta: float, features: int, length: int) -> np.ndarray:
         low, high = self.ramp(theta, features)
-        kept = 1.0 - np.clip((np.arange(features // 2, dtype=np.float32) - low) / (high - low), 0.0, 1.0)
+        kept = 1.0 - np.clip(
+            (np.arange(features // 2, dtype=np.float32) - low) / (high - low), 0.0, 1.0
+        )
         divisors = powers(theta, exponents(features // 2, features))
         return 1.0 / (self.factor * divisors) * (1.0 - kept) + 1.0 / divisors * kept
 
     def ramp(self, theta: float, features: int) -> tuple[float, float]:
         """Return the last pair that is not scaled and the first that is fully scaled."""
-        low, high = self._pair_of(self.beta_fast, theta, features), self._pair_of(self.beta_slow, theta, features)
+        low = self._pair_of(self.beta_fast, theta, features)
+        high = self._pair_of(self.beta_slow, theta, features)
         if self.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, features - 1)
+            low = math.floor(low)
+            high = math.ceil(high)
+        low = max(low, 0)
+        high = min(high, features - 1)
         return low, high + 0.001 if low == high else high
 
     def _pair_of(self, turns: float, theta: float, features: int) -> float:
         """Return the fractional index of the pair with this many turns in the original context."""
-        return features * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        return (
+            features
+            * math.log(self.original_length / (turns * 2 * math.pi))
+            / (2 * math.log(theta))
+        )
 
     def amplitude(self) -> float:
         if self.attention_factor is not None:
@@ -285,10 +329,14 @@ class YarnScaling(Scaling):
     @property
     def score_factor(self) -> float:
         """Factor of the scores if mscale_all_dim is part of the layer's scale, as in DeepSeek."""
-        return 1.0 if self.mscale_all_dim is None else self._amplitude_by(self.mscale_all_dim) ** 2
+        if self.mscale_all_dim is None:
+            return 1.0
+        return self._amplitude_by(self.mscale_all_dim) ** 2
 
     def _amplitude_by(self, mscale: float) -> float:
-        return 1.0 if self.factor <= 1.0 else 0.1 * mscale * math.log(self.factor) + 1.0
+        if self.factor <= 1.0:
+            return 1.0
+        return 0.1 * mscale * math.log(self.factor) + 1.0
 
     def check(self, theta: float, features: int) -> None:
         if theta <= 1.0:
@@ -298,18 +346,20 @@ class YarnScaling(Scaling):
 
 @dataclass(frozen=True, repr=False)
 class LongRopeScaling(Scaling):
-    """LongRoPE: divide each frequency by its own factor, from one list for short calls and another for long ones.
+    """LongRoPE: divide each frequency by its own factor, from one list for short calls and another
+    for long ones.
 
     Attributes:
         factor: extension of the context: new length / original_length.
         original_length: longest call that uses the short list.
         short_factors, long_factors: one number per pair.
-        attention_factor: factor of cosines and sines; default: sqrt(1 + ln(factor) / ln(original_length)), or 1 if
-            factor is at most 1.
+        attention_factor: factor of cosines and sines; default: sqrt(1 + ln(factor) /
+            ln(original_length)), or 1 if factor is at most 1.
 
     Raises:
         TypeError: if a factor is not a number, or original_length not an integer.
-        ValueError: if one is not positive and finite, the two lists differ in length, or original_length is 1.
+        ValueError: if one is not positive and finite, the two lists differ in length, or
+            original_length is 1.
 
     Source: arXiv:2402.13753; Phi-3 and Phi-4.
     """
@@ -325,12 +375,16 @@ class LongRopeScaling(Scaling):
         self._set(factor=as_factor("factor", self.factor))
         self._set(original_length=as_count("original_length", self.original_length, 2))
         for name in ("short_factors", "long_factors"):
-            if isinstance(getattr(self, name), (str, bytes)) or not np.iterable(getattr(self, name)):
+            if isinstance(getattr(self, name), (str, bytes)) or not np.iterable(
+                getattr(self, name)
+            ):
                 raise WrongType(name, "be numbers, one for each pair", {name: getattr(self, name)})
             self._set(**{name: tuple(as_factor(name, factor) for factor in getattr(self, name))})
         if len(self.short_factors) != len(self.long_factors):
             raise Refusal(
-                "short_factors", "be as many as long_factors", f"{len(self.short_factors)} and {len(self.long_factors)}"
+                "short_factors",
+                "be as many as long_factors",
+                f"{len(self.short_factors)} and {len(self.long_factors)}",
             )
         if self.attention_factor is not None:
             self._set(attention_factor=as_factor("attention_factor", self.attention_factor))
@@ -339,13 +393,20 @@ class LongRopeScaling(Scaling):
         return (*self.short_factors, *self.long_factors)
 
     def frequencies(self, theta: float, features: int, length: int) -> np.ndarray:
-        factors = self.long_factors if length > self.original_length else self.short_factors
-        return 1.0 / (np.array(factors, np.float32) * powers(theta, exponents(features // 2, features)))
+        if length > self.original_length:
+            factors = self.long_factors
+        else:
+            factors = self.short_factors
+        return 1.0 / (
+            np.array(factors, np.float32) * powers(theta, exponents(features // 2, features))
+        )
 
     def amplitude(self) -> float:
         if self.attention_factor is not None:
             return self.attention_factor
-        return 1.0 if self.factor <= 1.0 else math.sqrt(1.0 + math.log(self.factor) / math.log(self.original_length))
+        if self.factor <= 1.0:
+            return 1.0
+        return math.sqrt(1.0 + math.log(self.factor) / math.log(self.original_length))
 
     def check(self, theta: float, features: int) -> None:
         if len(self.short_factors) != features // 2:
@@ -379,7 +440,9 @@ class ProportionalScaling(Scaling):
     kind: str = field(default="proportional", init=False)
 
     def __post_init__(self) -> None:
-        self._set(fraction=as_factor("fraction", self.fraction), factor=as_factor("factor", self.factor))
+        self._set(
+            fraction=as_factor("fraction", self.fraction), factor=as_factor("factor", self.factor)
+        )
         if self.fraction > 1.0:
             raise Refusal("fraction", "be at most 1", fraction=self.fraction)
 

@@ -11,10 +11,12 @@ from mha_spec.rules import as_count, as_factor
 
 @dataclass(frozen=True, repr=False)
 class Temperature(Record):
-    """Factor of queries, after RoPE: 1 + scale * ln(1 + floor((position + first_position) / length)).
+    """Factor of queries, after RoPE: 1 + scale * ln(1 + floor((position + first_position) /
+    length)).
 
     Attributes:
-        length: number of tokens after which the factor grows each time: the context length of training.
+        length: number of tokens after which the factor grows each time: the context length of
+            training.
         scale: factor of the logarithm.
         first_position: position of the first token: 1 in Llama 4, 0 in Ministral 3.
 
@@ -32,7 +34,9 @@ class Temperature(Record):
     def __post_init__(self) -> None:
         object.__setattr__(self, "length", as_count("length", self.length))
         object.__setattr__(self, "scale", as_factor("scale", self.scale))
-        object.__setattr__(self, "first_position", as_count("first_position", self.first_position, 0))
+        object.__setattr__(
+            self, "first_position", as_count("first_position", self.first_position, 0)
+        )
 
 
 def check_temperature(temperature: object) -> None:

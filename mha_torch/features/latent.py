@@ -1,6 +1,7 @@
 """Latents (MLA): projection, expansion into keys and values, absorption into queries, and cache.
 
-Axes: B batch, T new tokens, S cache slots, N query heads, H head_dim, Hv value_head_dim, W kv_rank + rope_dim.
+Axes: B batch, T new tokens, S cache slots, N query heads, H head_dim, Hv value_head_dim, W kv_rank
++ rope_dim.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,13 @@ from mha_spec import AttentionSpec, Latent, WrongType
 from mha_spec.attention import check_latent
 from mha_torch.arrays import at_least_float32
 from mha_torch.cache import Cache, append_checked, check_cache, check_room, mark_written_over
-from mha_torch.checks import check_count, check_features, check_is_cache, check_latents, check_positions
+from mha_torch.checks import (
+    check_count,
+    check_features,
+    check_is_cache,
+    check_latents,
+    check_positions,
+)
 from mha_torch.features.rope import apply_rope, rotation_of
 from mha_torch.features.temperature import apply_temperature
 from mha_torch.heads import split_heads
@@ -26,8 +33,9 @@ class LatentCache(Cache):
     """Latents of all tokens so far, from which keys and values are expanded.
 
     Attributes:
-        latents: (B, 1, capacity, kv_rank + rope_dim): the normalized latent of each token, then the rotated features
-            that all keys share. Slots at or beyond the length of their sequence are empty.
+        latents: (B, 1, capacity, kv_rank + rope_dim): the normalized latent of each token, then the
+            rotated features that all keys share. Slots at or beyond the length of their sequence
+            are empty.
         lengths: number of cached tokens of each sequence, (B,), int32.
     """
 
@@ -52,11 +60,12 @@ def project_latents(
         project: applies a projection or a norm by its name.
         x: input of the layer.
         spec: layer with latents.
-        positions: position of each token, (B or 1, T), or with sections (axes, B or 1, T); default: 0, 1, ….
+        positions: position of each token, (B or 1, T), or with sections (axes, B or 1, T); default:
+            0, 1, ….
 
     Returns:
-        q (B, N, T, H), and the latents (B, 1, T, W), W = kv_rank + rope_dim: the latent of each token, normalized and
-        times its factor, then the rotated features that all keys share.
+        q (B, N, T, H), and the latents (B, 1, T, W), W = kv_rank + rope_dim: the latent of each
+        token, normalized and times its factor, then the rotated features that all keys share.
 
     Raises:
         ValueError: if the layer has no latents.
@@ -79,7 +88,8 @@ def project_latents(
     if spec.rope is not None and positions is not None:
         check_positions(positions, x.shape[0], x.shape[1], spec.rope)
         rotation = rotation_of(positions, spec.rope, spec.head_dim, q.dtype)
-        q, latents = apply_rope(q, rotation, spec.rope), apply_rope(latents, rotation, spec.rope)
+        q = apply_rope(q, rotation, spec.rope)
+        latents = apply_rope(latents, rotation, spec.rope)
     if spec.temperature is not None and positions is not None:
         q = apply_temperature(q, positions, spec.temperature)
     return q, latents
@@ -103,7 +113,8 @@ def expand_latents(
     """
     latent = check_latent(spec)
     check_latents("latents", latents, latent)
-    shared, own_features = latents[..., latent.kv_rank :], spec.head_dim - latent.rope_dim
+    shared = latents[..., latent.kv_rank :]
+    own_features = spec.head_dim - latent.rope_dim
     kv = project("kv_b_proj", latents[:, 0, :, : latent.kv_rank])
     check_features("kv_b_proj", kv, spec.num_heads * (own_features + spec.value_head_dim))
     kv = split_heads(kv, spec.num_heads)
@@ -114,7 +125,8 @@ def expand_latents(
 def absorb_keys(
     q: Float[Tensor, "B N T H"], kv_b: Float[Tensor, "N*(H+Hv) kv_rank"], spec: AttentionSpec
 ) -> Float[Tensor, "B N T W"]:
-    """Absorb kv_b_proj into queries: their dot products with latents equal those of q with the expanded keys.
+    """Absorb kv_b_proj into queries: their dot products with latents equal those of q with the
+    expanded keys.
 
     Args:
         q: queries (B, N, T, H).
@@ -135,7 +147,9 @@ def absorb_keys(
 
 
 def absorb_values(
-    context: Float[Tensor, "B N T kv_rank"], kv_b: Float[Tensor, "N*(H+Hv) kv_rank"], spec: AttentionSpec
+    context: Float[Tensor, "B N T kv_rank"],
+    kv_b: Float[Tensor, "N*(H+Hv) kv_rank"],
+    spec: AttentionSpec,
 ) -> Float[Tensor, "B N T Hv"]:
     """Apply the value part of kv_b_proj to weighted sums of latents.
 
@@ -156,8 +170,11 @@ def absorb_values(
 
 def _normed(project: Project, name: str, x: Tensor, latent: Latent) -> Tensor:
     """Normalize a latent and multiply it by its factor, in the dtype of the norm's output."""
-    normed, factor = project(name, x), latent.factors[name]
-    return normed if factor == 1.0 else (at_least_float32(normed) * factor).to(normed.dtype)
+    normed = project(name, x)
+    factor = latent.factors[name]
+    if factor == 1.0:
+        return normed
+    return (at_least_float32(normed) * factor).to(normed.dtype)
 
 
 def _weights_of_heads(kv_b: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
@@ -196,7 +213,9 @@ def init_latent_cache(
     if not dtype.is_floating_point:
         raise WrongType("dtype", "be floating point", dtype=dtype)
     return LatentCache(
-        latents=torch.zeros((batch_size, 1, capacity, kv_rank + rope_dim), dtype=dtype, device=device),
+        latents=torch.zeros(
+            (batch_size, 1, capacity, kv_rank + rope_dim), dtype=dtype, device=device
+        ),
         lengths=torch.zeros(batch_size, dtype=torch.int32, device=device),
     )
 
@@ -219,7 +238,8 @@ def append_to_latent_cache(
 
     Raises:
         TypeError: if the dtypes differ or the lengths are not integers.
-        ValueError: if shapes do not fit, or the tokens exceed the capacity; the cache is then unchanged.
+        ValueError: if shapes do not fit, or the tokens exceed the capacity; the cache is then
+            unchanged.
     """
     check_is_cache(cache, LatentCache)
     check_latent_cache(cache, latents)

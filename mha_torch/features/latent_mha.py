@@ -42,8 +42,9 @@ def multi_head_latent_attention(
     Results, errors and other arguments are those of `multi_head_attention_with_cache`.
 
     Args:
-        absorb: attend over the latents, with kv_b_proj absorbed into queries and context; if False, over the expanded
-            keys and values. Default: whichever costs less, see `AttentionSpec.absorbs`.
+        absorb: attend over the latents, with kv_b_proj absorbed into queries and context; if False,
+            over the expanded keys and values. Default: whichever costs less, see
+            `AttentionSpec.absorbs`.
 
     Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.
     """
@@ -66,9 +67,11 @@ def multi_head_latent_attention(
 
 
 class MultiHeadLatentAttention(AttentionLayer):
-    """Causal multi-head latent self-attention with a cache. Constructor arguments: see `AttentionLayer`.
+    """Causal multi-head latent self-attention with a cache. Constructor arguments: see
+    `AttentionLayer`.
 
-    The spec has latents. Without a cache, `MultiHeadSelfAttention` is the same layer with the same weights.
+    The spec has latents. Without a cache, `MultiHeadSelfAttention` is the same layer with the same
+    weights.
     """
 
     _is_self_attention = True
@@ -86,19 +89,23 @@ class MultiHeadLatentAttention(AttentionLayer):
         check_latent(spec)
         super().__init__(spec, device=device, dtype=dtype)
 
-    def init_cache(self, batch_size: int, capacity: int, dtype: torch.dtype | None = None) -> LatentCache:
+    def init_cache(
+        self, batch_size: int, capacity: int, dtype: torch.dtype | None = None
+    ) -> LatentCache:
         """Return an empty cache for this module, on the device of its weights.
 
         Args:
             batch_size: number of sequences, B.
             capacity: number of slots per sequence.
-            dtype: floating-point dtype of the latents; default: that of autocast if on, else of the weights.
+            dtype: floating-point dtype of the latents; default: that of autocast if on, else of the
+                weights.
 
         Raises:
             TypeError: if a size is not an integer or the dtype not floating point.
             ValueError: if the capacity is below 1 or the batch size below 0.
         """
-        latent, weight = check_latent(self.spec), next(self.parameters())
+        latent = check_latent(self.spec)
+        weight = next(self.parameters())
         dtype = cache_dtype(weight) if dtype is None else dtype
         return init_latent_cache(
             batch_size, capacity, latent.kv_rank, latent.rope_dim, dtype=dtype, device=weight.device
@@ -121,17 +128,29 @@ class MultiHeadLatentAttention(AttentionLayer):
         """
         check_is_cache(cache, LatentCache)
         check_cached_input(x, cache)
-        kv_b = self._kv_b() if self.full_spec.absorbs(x.shape[1]) else None
+        if self.full_spec.absorbs(x.shape[1]):
+            kv_b = self._kv_b()
+        else:
+            kv_b = None
         output, cache = cached_layer(
             self, x, cache, mask, bias, new_lengths=new_lengths, positions=positions, kv_b=kv_b
         )
         return self.drop_output(output), cache
 
     def _kv_b(self) -> Tensor | None:
-        """Return the weight of kv_b_proj; None if kv_b_proj was replaced, hooked or biased and must be called."""
+        """Return the weight of kv_b_proj; None if kv_b_proj was replaced, hooked or biased and must
+        be called.
+        """
         held = self.kv_b_proj
-        is_plain = type(held) is nn.Linear and held.bias is None and "forward" not in vars(held) and not hooks_of(held)
-        return held.weight if is_plain and not is_distributed(held.weight) else None
+        is_plain = (
+            type(held) is nn.Linear
+            and held.bias is None
+            and "forward" not in vars(held)
+            and not hooks_of(held)
+        )
+        if is_plain and not is_distributed(held.weight):
+            return held.weight
+        return None
 
 
 def hooks_of(module: nn.Module) -> list[Any]:

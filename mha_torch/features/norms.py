@@ -1,4 +1,6 @@
-"""Norms of queries, keys, values and context, over the features of a head or the width of all heads."""
+"""Norms of queries, keys, values and context, over the features of a head or the width of all
+heads.
+"""
 
 from collections.abc import Callable
 
@@ -20,7 +22,8 @@ def apply_norm(
     """Return x / sqrt(mean(x²) + eps) * weight + bias; a layer norm first subtracts the mean.
 
     Args:
-        x: heads (B, heads, T, H), or projected tokens (B, T, width); normalized over the last axis in at least float32.
+        x: heads (B, heads, T, H), or projected tokens (B, T, width); normalized over the last axis
+            in at least float32.
         norm: kind and options; the factor may be 1 + weight.
         weight, bias: iff the norm has them: (H,), (heads, H) if each head has its own, or (width,).
 
@@ -41,7 +44,11 @@ def _mean(x: Tensor) -> Tensor:
 
 
 def apply_norm_by_mean(
-    x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None, mean: Callable[[Tensor], Tensor]
+    x: Tensor,
+    norm: Norm,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """Apply a norm with the caller's mean (…, 1), which may be over more features than x has."""
     check_normed(x, norm, weight, bias)
@@ -59,7 +66,9 @@ def apply_norm_by_mean(
 
 def _along(parameter: Tensor, norm: Norm) -> Tensor:
     """Return a parameter in at least float32, reshaped to broadcast."""
-    return at_least_float32(parameter).unsqueeze(-2) if norm.per_head else at_least_float32(parameter)
+    if norm.per_head:
+        return at_least_float32(parameter).unsqueeze(-2)
+    return at_least_float32(parameter)
 
 
 class NormLayer(nn.Module):
@@ -79,7 +88,10 @@ class NormLayer(nn.Module):
         super().__init__()
         self.norm = norm
         for name in ("weight", "bias"):
-            held = torch.empty(shapes[name], device=device, dtype=dtype) if name in shapes else None
+            if name in shapes:
+                held = torch.empty(shapes[name], device=device, dtype=dtype)
+            else:
+                held = None
             self.register_parameter(name, None if held is None else nn.Parameter(held))
         self.reset_parameters()
 

@@ -24,20 +24,23 @@ def relative_position_bias(
         relative_bias: buckets of distances or of grid offsets.
         seq_len_q: number of queries, T.
         seq_len_k: number of keys, S.
-        q_offset: position of the first query among the keys, for all sequences or each, (1,) or (B,); default: 0.
+        q_offset: position of the first query among the keys, for all sequences or each, (1,) or
+            (B,); default: 0.
         scores_dtype: dtype of the scores and of the bias.
 
     Returns:
         Bias of the scores, (B or 1, N, T, S).
 
-    Source: Exploring the Limits of Transfer Learning, arXiv:1910.10683, section 2.1; on a grid: Swin Transformer,
-    arXiv:2103.14030, section 3.2.
+    Source: Exploring the Limits of Transfer Learning, arXiv:1910.10683, section 2.1; on a grid:
+    Swin Transformer, arXiv:2103.14030, section 3.2.
     """
     if isinstance(relative_bias, GridBias):
         positions = torch.arange(seq_len_q, device=table.device)[None]
         if q_offset is not None:
             positions = positions + q_offset.to(positions)[:, None]
-        buckets = constant(relative_bias.buckets(), table)[positions.clamp(0, relative_bias.num_tokens - 1), :seq_len_k]
+        buckets = constant(relative_bias.buckets(), table)[
+            positions.clamp(0, relative_bias.num_tokens - 1), :seq_len_k
+        ]
         return table.to(scores_dtype)[buckets].movedim(3, 1)
     distances = torch.arange(-seq_len_q, seq_len_k, device=table.device)[None]
     if q_offset is not None:
@@ -46,7 +49,8 @@ def relative_position_bias(
     buckets = constant(relative_bias.buckets(), table)
     buckets = buckets[distances.clamp(-farthest, farthest) + farthest]
     by_distance = table.to(scores_dtype)[buckets].transpose(1, 2)  # (B or 1, N, T + S)
-    if torch.compiler.is_compiling():  # the number of keys may be symbolic, which `unfold` does not support
+    # The number of keys may be symbolic, which `unfold` does not support.
+    if torch.compiler.is_compiling():
         rows, keys = (torch.arange(size, device=table.device) for size in (seq_len_q, seq_len_k))
         return by_distance[:, :, seq_len_q - rows[:, None] + keys]
     # Each row is the previous one shifted by one key, so only T + S numbers per head are looked up.

@@ -1,4 +1,6 @@
-"""Relative products: products of queries and keys with learned vectors of the distance between them."""
+"""Relative products: products of queries and keys with learned vectors of the distance between
+them.
+"""
 
 import torch
 from jaxtyping import Float, Int
@@ -17,29 +19,37 @@ def relative_position_products(
     relative_queries: Float[Tensor, "..."] | None = None,
     q_offset: Int[Tensor, " B"] | None = None,
 ) -> Float[Tensor, "B N T S"]:
-    """Return the unscaled products of queries and keys with vectors of their distance, in at least float32.
+    """Return the unscaled products of queries and keys with vectors of their distance, in at least
+    float32.
 
     Args:
         query, key: (B, N, T, H) and (B, K, S, H).
         relative_products: distances that share vectors.
-        relative_keys: vectors for queries, (num_buckets, H), or (num_buckets, N, H) if per_head; default: none.
+        relative_keys: vectors for queries, (num_buckets, H), or (num_buckets, N, H) if per_head;
+            default: none.
         relative_queries: vectors for keys, of the same shape; default: none.
-        q_offset: position of the first query among the keys, for all sequences or each, (1,) or (B,); default: 0.
+        q_offset: position of the first query among the keys, for all sequences or each, (1,) or
+            (B,); default: 0.
 
     Returns:
         Products, (B, N, T, S).
 
-    Source: Self-Attention with Relative Position Representations, arXiv:1803.02155, equation 4; DeBERTa,
-    arXiv:2006.03654, equation 4.
+    Source: Self-Attention with Relative Position Representations, arXiv:1803.02155, equation 4;
+    DeBERTa, arXiv:2006.03654, equation 4.
     """
     positions = torch.arange(query.shape[2], device=query.device)[None]
     if q_offset is not None:
         positions = positions + q_offset.to(positions)[:, None]
     distances = torch.arange(key.shape[2], device=query.device) - positions[:, :, None]
     farthest = relative_products.farthest
-    buckets = constant(relative_products.buckets(), query)[distances.clamp(-farthest, farthest) + farthest]
+    buckets = constant(relative_products.buckets(), query)[
+        distances.clamp(-farthest, farthest) + farthest
+    ]
     buckets = buckets[:, None].expand(*query.shape[:3], key.shape[2])  # (B, N, T, S)
-    axes = "bnth,cnh->bntc" if relative_products.per_head else "bnth,ch->bntc"
+    if relative_products.per_head:
+        axes = "bnth,cnh->bntc"
+    else:
+        axes = "bnth,ch->bntc"
     found = []
     with without_autocast(query.device.type):
         if relative_keys is not None:
@@ -49,4 +59,6 @@ def relative_position_products(
             keys = at_least_float32(repeat_kv_heads(key, query.shape[1]))
             by_bucket = torch.einsum(axes, keys, at_least_float32(relative_queries))
             found.append(by_bucket.gather(3, buckets.mT).mT)
-    return found[0] if len(found) == 1 else found[0] + found[1]
+    if len(found) == 1:
+        return found[0]
+    return found[0] + found[1]

@@ -27,13 +27,13 @@ def apply_rope(
 ) -> Float[Tensor, "B heads T H"]:
     """Rotate each pair of features of the `Rope` by position * frequency.
 
-    Length-dependent frequencies follow the largest position of each sequence in this call. Cached keys keep the
-    frequencies of their own call.
+    Length-dependent frequencies follow the largest position of each sequence in this call. Cached
+    keys keep the frequencies of their own call.
 
     Args:
         x: queries or keys, split into heads; rotated in at least float32.
-        positions: position of each token in its sequence, from 0, (B or 1, T), or with sections also (axes, B or 1, T);
-            or their `Rotation`, computed once for several arrays.
+        positions: position of each token in its sequence, from 0, (B or 1, T), or with sections
+            also (axes, B or 1, T); or their `Rotation`, computed once for several arrays.
         rope: pairs and frequencies.
 
     Returns:
@@ -45,12 +45,15 @@ def apply_rope(
 
     Source: RoFormer, arXiv:2104.09864.
     """
-    wide, head_dim = at_least_float32(x), int(x.shape[3])
+    wide = at_least_float32(x)
+    head_dim = int(x.shape[3])
     if not isinstance(positions, Rotation):
         check_rope(rope)
         check_positions(positions, x.shape[0], x.shape[2], rope)
         positions = rotation_of(positions, rope, head_dim, x.dtype)
-    rotated, cos, sin = rope.rotated_features(head_dim), positions.cos, positions.sin
+    rotated = rope.rotated_features(head_dim)
+    cos = positions.cos
+    sin = positions.sin
     first, second = _split_pairs(wide[..., rotated], rope)
     pairs = _join_pairs(first * cos - second * sin, second * cos + first * sin, rope)
     if rope.rotary_dim is not None:
@@ -58,7 +61,9 @@ def apply_rope(
     return pairs.to(x.dtype)
 
 
-def rotation_of(positions: Int[Tensor, "*axes #B T"], rope: Rope, head_dim: int, dtype: torch.dtype) -> Rotation:
+def rotation_of(
+    positions: Int[Tensor, "*axes #B T"], rope: Rope, head_dim: int, dtype: torch.dtype
+) -> Rotation:
     """Return the rotation by positions (B or 1, T) of heads of a dtype, in at least float32."""
     angles = _angles(positions, rope, head_dim, torch.promote_types(dtype, torch.float32))
     factor = rope.attention_factor
@@ -76,8 +81,11 @@ def _angles(positions: Tensor, rope: Rope, head_dim: int, dtype: torch.dtype) ->
 
 
 def _frequencies(positions: Tensor, rope: Rope, head_dim: int, dtype: torch.dtype) -> Tensor:
-    """Return the frequency of each sequence and pair, (B or 1, R/2); the largest position may change it."""
-    scaling, frequencies = rope.scaling, constant(rope.frequencies(head_dim), positions, dtype)[None]
+    """Return the frequency of each sequence and pair, (B or 1, R/2); the largest position may
+    change it.
+    """
+    scaling = rope.scaling
+    frequencies = constant(rope.frequencies(head_dim), positions, dtype)[None]
     if not isinstance(scaling, (DynamicScaling, LongRopeScaling)) or not positions.shape[-1]:
         return frequencies
     last = positions.amax(dim=-1)

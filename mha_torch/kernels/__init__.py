@@ -1,4 +1,6 @@
-"""Attention kernels. Each returns the context of queries, keys and values under a `Mask` and `Scores`."""
+"""Attention kernels. Each returns the context of queries, keys and values under a `Mask` and
+`Scores`.
+"""
 
 from collections.abc import Callable
 
@@ -8,10 +10,11 @@ from mha_torch.masks import Mask
 from mha_torch.scores import Scores
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Mask, Scores], Tensor]
-"""Returns the context (B, N, T, Hv) of q (B, N, T, H), k (B, K, S, H) and v (B, K, S, Hv). Shapes are checked.
+"""Returns the context (B, N, T, Hv) of q (B, N, T, H), k (B, K, S, H) and v (B, K, S, Hv). Shapes
+are checked.
 
-Query head n uses key/value head n // (N // K). The context of a fully masked row is 0. A layer calls its `kernel`
-unless attention weights are requested; set it to replace the kernel. A kernel for divided tokens may have two methods:
-`check`, with the same parameters, raises an error if it does not support a call; `find_padding` replaces
-`padding.find_padding`.
+Query head n uses key/value head n // (N // K). The context of a fully masked row is 0. A layer
+calls its `kernel` unless attention weights are requested; set it to replace the kernel. A kernel
+for divided tokens may have two methods: `check`, with the same parameters, raises an error if it
+does not support a call; `find_padding` replaces `padding.find_padding`.
 """

@@ -1,8 +1,9 @@
-"""FlexAttention: on CUDA, for large calls that scaled_dot_product_attention cannot express without a mask.
+"""FlexAttention: on CUDA, for large calls that scaled_dot_product_attention cannot express without
+a mask.
 
-A soft cap and ALiBi are compiled into the kernel. Masks become the first key of each query and the one after its last,
-so that no mask or bias is stored and fully masked blocks are skipped. Sinks need only the log-sum-exp, which the kernel
-returns. Segments are compared in the kernel.
+A soft cap and ALiBi are compiled into the kernel. Masks become the first key of each query and the
+one after its last, so that no mask or bias is stored and fully masked blocks are skipped. Sinks
+need only the log-sum-exp, which the kernel returns. Segments are compared in the kernel.
 """
 
 from collections.abc import Callable
@@ -21,33 +22,43 @@ from mha_torch.arrays import at_least_float32, constant, is_transformed, needs_g
 from mha_torch.masks import Mask
 from mha_torch.scores import Scores
 
-_CAN_COMPILE = find_spec("triton") is not None and hasattr(library, "AuxRequest")  # missing in older PyTorch
+# Missing in older PyTorch.
+_CAN_COMPILE = find_spec("triton") is not None and hasattr(library, "AuxRequest")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _WIDTHS = range(16, 257)
 _BLOCK_SIZE = 128
 """Number of queries, and of keys, that are computed or skipped together."""
 
 MANY_SCORES = 2**25
-"""Number of scores (B·N·T·S) from which it is faster than other kernels; below, its dispatch dominates."""
+"""Number of scores (B·N·T·S) from which it is faster than other kernels; below, its dispatch
+dominates.
+"""
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> bool:
-    """Return whether to use FlexAttention: the call is large, and another kernel would need a mask or a bias."""
-    if torch.compiler.is_compiling():  # a graph that also builds the blocks is wrong: PyTorch 2.11 on an H200
+    """Return whether to use FlexAttention: the call is large, and another kernel would need a mask
+    or a bias.
+    """
+    # A graph that also builds the blocks is wrong: PyTorch 2.11 on an H200.
+    if torch.compiler.is_compiling():
         return False
     if not _runs_here(query, value) or query.shape[:3].numel() * key.shape[2] < MANY_SCORES:
         return False
     spec = scores.spec
     changes = (scores.learned.get("sinks"), spec.soft_cap, spec.alibi_slopes)
     is_needed = not mask.has_only("is_causal") or any(x is not None for x in changes)
-    is_needed = is_needed and mask.has_only("is_causal", "key_padding_lengths", "span", "segment_ids")
+    is_needed = is_needed and mask.has_only(
+        "is_causal", "key_padding_lengths", "span", "segment_ids"
+    )
     others = (scores.bias, spec.relative_bias, spec.relative_products, scores.dropout_keep)
     return is_needed and not scores.dropout and all(x is None for x in others)
 
 
 def _runs_here(query: Tensor, value: Tensor) -> bool:
     """Return whether the kernel supports these heads, their device and this kind of call."""
-    if not (_CAN_COMPILE and query.is_cuda and type(query) is Tensor and query.numel() and value.numel()):
+    if not (
+        _CAN_COMPILE and query.is_cuda and type(query) is Tensor and query.numel() and value.numel()
+    ):
         return False
     if is_transformed():  # it has no batching rules for vmap
         return False
@@ -85,7 +96,9 @@ def _attend_between(
         key,
         value,
         _score_mod(query, scores),
-        _block_mask(first, stop, key.shape[2], segments, has_gradient=needs_gradient(query, key, value)),
+        _block_mask(
+            first, stop, key.shape[2], segments, has_gradient=needs_gradient(query, key, value)
+        ),
         scale=scores.spec.score_scale,
         enable_gqa=query.shape[1] != key.shape[1],
         return_aux=library.AuxRequest(lse=True),
@@ -93,7 +106,8 @@ def _attend_between(
     lse = aux.lse[..., None]
     sinks = scores.learned.get("sinks")
     if sinks is not None:
-        share = torch.sigmoid(lse - at_least_float32(sinks)[:, None, None])  # of the keys, next to the sink
+        # The share of the keys in the weights, next to the sink.
+        share = torch.sigmoid(lse - at_least_float32(sinks)[:, None, None])
         context = (context * share).to(context.dtype)
     return context, lse
 
@@ -104,8 +118,11 @@ def _kernel() -> Callable[..., Any]:
 
 
 def _score_mod(query: Tensor, scores: Scores) -> Callable[..., Tensor] | None:
-    """Return the function that changes scaled scores by head, query and key; None to leave scores unchanged."""
-    soft_cap, slopes = scores.spec.soft_cap, None
+    """Return the function that changes scaled scores by head, query and key; None to leave scores
+    unchanged.
+    """
+    soft_cap = scores.spec.soft_cap
+    slopes = None
     if soft_cap is None and scores.spec.alibi_slopes is None:
         return None
     if scores.spec.alibi_slopes is not None:
@@ -114,20 +131,26 @@ def _score_mod(query: Tensor, scores: Scores) -> Callable[..., Tensor] | None:
     def score_mod(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, place: Tensor) -> Tensor:
         if soft_cap is not None:
             score = soft_cap * torch.tanh(score / soft_cap)
-        return score if slopes is None else score - slopes[head] * (row - place).abs()
+        if slopes is None:
+            return score
+        return score - slopes[head] * (row - place).abs()
 
     return score_mod
 
 
-# ---- Masks -----------------------------------------------------------------------------------------------------------
+# ---- Masks ---------------------------------------------------------------------------------------
 
 
 def _seen_keys(
     mask: Mask, batch_size: int, seq_len_q: int, seq_len_k: int, device: torch.device
 ) -> tuple[Int[Tensor, "B T"], Int[Tensor, "B T"]]:
-    """Return the first key of each query and the one after its last; they are equal in a fully masked row."""
+    """Return the first key of each query and the one after its last; they are equal in a fully
+    masked row.
+    """
     first, stop = mask.key_range(seq_len_q, seq_len_k, device)
-    first, stop = (x.to(torch.int32).clamp(0, seq_len_k).expand(batch_size, -1) for x in (first, stop))
+    first, stop = (
+        x.to(torch.int32).clamp(0, seq_len_k).expand(batch_size, -1) for x in (first, stop)
+    )
     return torch.minimum(first, stop), stop
 
 
@@ -139,11 +162,15 @@ def _block_mask(
     *,
     has_gradient: bool,
 ) -> Any:
-    """Return FlexAttention's mask: full and partial blocks of keys for each block of queries, and the mask function."""
+    """Return FlexAttention's mask: full and partial blocks of keys for each block of queries, and
+    the mask function.
+    """
 
     def mask_mod(batch: Tensor, head: Tensor, row: Tensor, place: Tensor) -> Tensor:
         is_seen = (place >= first[batch, row]) & (place < stop[batch, row])
-        return is_seen if segments is None else is_seen & (segments[0][batch, row] == segments[1][batch, place])
+        if segments is None:
+            return is_seen
+        return is_seen & (segments[0][batch, row] == segments[1][batch, place])
 
     in_part, whole = _seen_blocks(first, stop, seq_len_k, segments)
     return library.BlockMask.from_kv_blocks(
@@ -157,12 +184,21 @@ def _block_mask(
 
 
 def _seen_blocks(
-    first: Int[Tensor, "B T"], stop: Int[Tensor, "B T"], seq_len_k: int, segments: tuple[Tensor, Tensor] | None = None
+    first: Int[Tensor, "B T"],
+    stop: Int[Tensor, "B T"],
+    seq_len_k: int,
+    segments: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Bool[Tensor, "B 1 Tb Sb"], Bool[Tensor, "B 1 Tb Sb"]]:
-    """Return the partial and the full blocks of keys of each block of queries; incomplete blocks count as partial."""
-    is_empty, more = first == stop, (0, -first.shape[1] % _BLOCK_SIZE)
-    # Fully masked and missing rows get the empty range: all keys before the first, or after the last.
-    first = F.pad(first.masked_fill(is_empty, seq_len_k), more, value=seq_len_k).unflatten(1, (-1, _BLOCK_SIZE))
+    """Return the partial and the full blocks of keys of each block of queries; incomplete blocks
+    count as partial.
+    """
+    is_empty = first == stop
+    more = (0, -first.shape[1] % _BLOCK_SIZE)
+    # Fully masked and missing rows get the empty range: all keys before the first, or after the
+    # last.
+    first = F.pad(first.masked_fill(is_empty, seq_len_k), more, value=seq_len_k).unflatten(
+        1, (-1, _BLOCK_SIZE)
+    )
     stop = F.pad(stop.masked_fill(is_empty, 0), more).unflatten(1, (-1, _BLOCK_SIZE))
     begins = torch.arange(0, seq_len_k, _BLOCK_SIZE, device=first.device)
     ends = begins + _BLOCK_SIZE
@@ -170,9 +206,17 @@ def _seen_blocks(
     whole = (first.amax(2)[..., None] <= begins) & (stop.amin(2)[..., None] >= ends)
     if segments is not None:
         (least, largest), (least_key, largest_key) = (_id_ranges(ids) for ids in segments)
-        sees = sees & (least[..., None] <= largest_key[:, None]) & (largest[..., None] >= least_key[:, None])
+        sees = (
+            sees
+            & (least[..., None] <= largest_key[:, None])
+            & (largest[..., None] >= least_key[:, None])
+        )
         # Full only if both blocks have one and the same segment.
-        whole = whole & (least[..., None] == largest_key[:, None]) & (largest[..., None] == least_key[:, None])
+        whole = (
+            whole
+            & (least[..., None] == largest_key[:, None])
+            & (largest[..., None] == least_key[:, None])
+        )
     return (sees & ~whole)[:, None], whole[:, None]
 
 
@@ -183,7 +227,9 @@ def _id_ranges(ids: Int[Tensor, "B L"]) -> tuple[Int[Tensor, "B blocks"], Int[Te
     return blocks.amin(2), blocks.amax(2)
 
 
-def _listed(blocks: Bool[Tensor, "B 1 Tb Sb"]) -> tuple[Int[Tensor, "B 1 Tb"], Int[Tensor, "B 1 Tb Sb"]]:
+def _listed(
+    blocks: Bool[Tensor, "B 1 Tb Sb"],
+) -> tuple[Int[Tensor, "B 1 Tb"], Int[Tensor, "B 1 Tb Sb"]]:
     """Return the number of set flags, and the indices with those of set flags first."""
     order = blocks.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(dim=-1, dtype=torch.int32), order.to(torch.int32)

@@ -1,8 +1,9 @@
 """Fast path: attention without attention weights.
 
-Wraps PyTorch's scaled_dot_product_attention with this package's semantics of masks and fully masked rows. A NaN that is
-not padding does what PyTorch does with it: see `contained` for kernels in which it reaches only the rows that attend to
-it. On CUDA, FlexAttention serves calls that PyTorch's function does not support.
+Wraps PyTorch's scaled_dot_product_attention with this package's semantics of masks and fully masked
+rows. A NaN that is not padding does what PyTorch does with it: see `contained` for kernels in which
+it reaches only the rows that attend to it. On CUDA, FlexAttention serves calls that PyTorch's
+function does not support.
 """
 
 import torch
@@ -23,11 +24,13 @@ def attend(
     mask: Mask,
     scores: Scores,
 ) -> Float[Tensor, "B N T Hv"]:
-    """Return the context from the fastest kernel that supports the call: the default kernel of layers.
+    """Return the context from the fastest kernel that supports the call: the default kernel of
+    layers.
 
-    A soft cap uses the plain path, because PyTorch's kernel has none, or FlexAttention in large calls on CUDA. Forward
-    mode (`jvp`, `jacfwd`, `hessian`) also uses the plain path: the CPU kernel has no forward derivative. It has no
-    second derivative in reverse mode either (`create_graph=True`); `stages.scaled_dot_product_attention` has one.
+    A soft cap uses the plain path, because PyTorch's kernel has none, or FlexAttention in large
+    calls on CUDA. Forward mode (`jvp`, `jacfwd`, `hessian`) also uses the plain path: the CPU
+    kernel has no forward derivative. It has no second derivative in reverse mode either
+    (`create_graph=True`); `stages.scaled_dot_product_attention` has one.
 
     Source: torch.nn.functional.scaled_dot_product_attention.
     """
@@ -42,5 +45,7 @@ def attend(
 
 
 def _is_forward_mode() -> bool:
-    """Return whether forward-mode differentiation is active. Tangents may be hidden below other transforms."""
+    """Return whether forward-mode differentiation is active. Tangents may be hidden below other
+    transforms.
+    """
     return not torch.compiler.is_compiling() and forward_ad._current_level >= 0

@@ -1,8 +1,9 @@
 """NaN and infinity, contained: `contained` makes them reach exactly the rows that attend to them.
 
-By default a NaN does what it does in PyTorch. The weight of a masked key is 0, and 0 * NaN is NaN, so it may reach rows
-that mask it. In a contained kernel non-finite tokens are set to 0 before the products, forward and backward, and the
-rows that attend to them become NaN afterwards. Finite inputs give the same values, bit for bit.
+By default a NaN does what it does in PyTorch. The weight of a masked key is 0, and 0 * NaN is NaN,
+so it may reach rows that mask it. In a contained kernel non-finite tokens are set to 0 before the
+products, forward and backward, and the rows that attend to them become NaN afterwards. Finite
+inputs give the same values, bit for bit.
 """
 
 from dataclasses import replace
@@ -28,17 +29,20 @@ from mha_torch.scores import Scores
 
 
 def contained(kernel: Kernel) -> Kernel:
-    """Return a kernel in which NaN and infinity reach exactly the rows that attend to them, forward and backward.
+    """Return a kernel in which NaN and infinity reach exactly the rows that attend to them, forward
+    and backward.
 
-    For a layer: `layer.kernel = contained(fused.attend)`. It covers calls without attention weights.
+    For a layer: `layer.kernel = contained(fused.attend)`. It covers calls without attention
+    weights.
 
-    - A row is NaN if its query is not finite, or a key, value or bias that it attends to, or if all its scores
-      overflow to -inf.
+    - A row is NaN if its query is not finite, or a key, value or bias that it attends to, or if all
+      its scores overflow to -inf.
     - All other rows have the values that they would have without the NaN, bit for bit.
     - Tokens that no row attends to affect no gradient, and have a gradient of 0.
 
-    The kernel itself is called as it is if the values show that all are finite. On a GPU, reading them waits for the
-    device, once for each call. Compiled and captured graphs have no values to read, and always follow the rules.
+    The kernel itself is called as it is if the values show that all are finite. On a GPU, reading
+    them waits for the device, once for each call. Compiled and captured graphs have no values to
+    read, and always follow the rules.
 
     Args:
         kernel: computes the context, (B, N, T, Hv), of finite inputs.
@@ -49,7 +53,8 @@ def contained(kernel: Kernel) -> Kernel:
         if is_graph() or is_transformed():
             return _contain(kernel, query, key, value, mask, scores)
         if needs_gradient(query, key, value) or scores.dropout:
-            # In the gradient a masked key is multiplied by 0, so it must be finite beforehand. Dropout draws only once.
+            # In the gradient a masked key is multiplied by 0, so it must be finite beforehand.
+            # Dropout draws only once.
             if _cannot_overflow(query, key, value, scores):
                 return kernel(query, key, value, mask, scores)
             return _contain(kernel, query, key, value, mask, scores)
@@ -62,7 +67,9 @@ def contained(kernel: Kernel) -> Kernel:
     return attend
 
 
-def _contain(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
+def _contain(
+    kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores
+) -> Tensor:
     """Call a kernel with non-finite tokens as 0, and set rows that attend to one to NaN."""
     if query.numel() == 0 or key.numel() == 0:
         return kernel(query, key, value, mask, scores)
@@ -88,7 +95,8 @@ def _contain(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, mask: Ma
             nonfinite_bias = nonfinite_bias & ~hidden
         nan_rows = nan_rows | nonfinite_bias.any(dim=-1, keepdim=True)
     context = kernel(query, key, value, mask, scores)
-    if "sinks" not in scores.learned:  # sinks take the whole weight of a row whose scores are all -inf
+    # Sinks take the whole weight of a row whose scores are all -inf.
+    if "sinks" not in scores.learned:
         # If all scores of a row overflow to -inf, the kernel returns 0.
         factor = query.shape[3] * max(scores.spec.score_scale, 1.0)
         is_zero = (context == 0).all(dim=-1, keepdim=True)
@@ -104,20 +112,30 @@ def nonfinite_tokens(x: Float[Tensor, "*tokens H"]) -> Bool[Tensor, "*tokens 1"]
 
 def _largest_features(x: Float[Tensor, "*tokens H"]) -> Float[Tensor, "*tokens 1"]:
     """Return the size of the largest feature of each token."""
-    return torch.linalg.vector_norm(x.detach(), torch.inf, dim=-1, keepdim=True)  # reads x once, without a copy
+    # Reads x once, without a copy.
+    return torch.linalg.vector_norm(x.detach(), torch.inf, dim=-1, keepdim=True)
 
 
-def attends_to_any(marked: Bool[Tensor, "B N S"], seq_len_q: int, mask: Mask) -> Bool[Tensor, "B N #T 1"]:
+def attends_to_any(
+    marked: Bool[Tensor, "B N S"], seq_len_q: int, mask: Mask
+) -> Bool[Tensor, "B N #T 1"]:
     """Return whether each query attends to any of the marked keys; T and S are not 0."""
-    seq_len_k, device = marked.shape[2], marked.device
-    if mask.span is not None and mask.has_only("is_causal", "key_padding_lengths", "span", "q_offset"):
+    seq_len_k = marked.shape[2]
+    device = marked.device
+    if mask.span is not None and mask.has_only(
+        "is_causal", "key_padding_lengths", "span", "q_offset"
+    ):
         first, stop = (x.clamp(0, seq_len_k) for x in mask.key_range(seq_len_q, seq_len_k, device))
         return sees_any_between(marked, first, stop)
     is_plain = mask.has_only("is_causal", "key_padding_lengths")
-    hidden = None if is_plain else mask.to_bool(seq_len_q, seq_len_k, device)
+    if is_plain:
+        hidden = None
+    else:
+        hidden = mask.to_bool(seq_len_q, seq_len_k, device)
     if hidden is not None:
         hidden = hidden[(None,) * (4 - hidden.ndim)]
-        return torch.einsum("bns,bnts->bnt", marked.float(), (~hidden).float())[..., None] > 0  # no N x T x S array
+        # No N x T x S array.
+        return torch.einsum("bns,bnts->bnt", marked.float(), (~hidden).float())[..., None] > 0
     if mask.key_padding_lengths is not None:
         lengths = as_lengths(mask.key_padding_lengths, device)
         marked = marked & (torch.arange(seq_len_k, device=device) < lengths[:, None, None])
@@ -130,25 +148,35 @@ def attends_to_any(marked: Bool[Tensor, "B N S"], seq_len_q: int, mask: Mask) ->
 def sees_any_between(
     marked: Bool[Tensor, "B N S"], first: Int[Tensor, "#B T"], stop: Int[Tensor, "#B T"]
 ) -> Bool[Tensor, "B N T 1"]:
-    """Return whether any key is marked from the first of each query to the one before its stop, both within 0..S."""
+    """Return whether any key is marked from the first of each query to the one before its stop,
+    both within 0..S.
+    """
     counts = F.pad(marked.cumsum(dim=2), (1, 0))  # up to each key
     shape = (*marked.shape[:2], first.shape[1])
-    before, within = (counts.gather(2, places.long()[:, None].expand(shape)) for places in (first, stop))
+    before, within = (
+        counts.gather(2, places.long()[:, None].expand(shape)) for places in (first, stop)
+    )
     return (within > before)[..., None]
 
 
 def _may_overflow(
     of_query: Float[Tensor, "B N T 1"], of_key: Float[Tensor, "B K S 1"], factor: float
 ) -> Bool[Tensor, "B N T 1"]:
-    """Return whether the largest feature of a row times that of any key times a factor exceeds float32."""
+    """Return whether the largest feature of a row times that of any key times a factor exceeds
+    float32.
+    """
     # Each is scaled by 2**-64, because the product itself may overflow.
     of_query, of_key = (x.float() * 2.0**-64 for x in (of_query, of_key))
     num_groups = of_query.shape[1] // of_key.shape[1]
-    return of_query * of_key.amax(dim=2, keepdim=True).repeat_interleave(num_groups, dim=1) * factor >= 0.99
+    return (
+        of_query * of_key.amax(dim=2, keepdim=True).repeat_interleave(num_groups, dim=1) * factor
+        >= 0.99
+    )
 
 
 def _has_sound_rows(context: Tensor, key: Tensor) -> bool:
-    """Return whether all rows and keys are finite and no row is 0, as the kernel returns for NaN; False if unknown.
+    """Return whether all rows and keys are finite and no row is 0, as the kernel returns for NaN;
+    False if unknown.
 
     An infinite key may have a score of -inf, which does not show in the context.
     """
@@ -165,7 +193,10 @@ def _cannot_overflow(query: Tensor, key: Tensor, value: Tensor, scores: Scores) 
     if scores.bias is not None and scores.bias.numel():
         sizes.append(scores.bias.detach().amax().to(dtype))  # -inf hides a key
     # Synchronize once. A bias may be a plain tensor while others are distributed.
-    known = [values_of(size) for size in sizes] if is_distributed(query) else values_of(torch.stack(sizes))
+    if is_distributed(query):
+        known = [values_of(size) for size in sizes]
+    else:
+        known = values_of(torch.stack(sizes))
     if known is None or None in known:
         return False
     bounds = (known[0] * known[1] * max(scores.spec.score_scale, 1.0), *known[2:])

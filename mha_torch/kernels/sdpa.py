@@ -40,43 +40,64 @@ _SWITCHES = RLock()
 
 def supports(scores: Scores) -> bool:
     """Return whether the kernel supports these changes to the scores."""
-    return scores.spec.soft_cap is None and scores.spec.relative_products is None and scores.dropout_keep is None
+    return (
+        scores.spec.soft_cap is None
+        and scores.spec.relative_products is None
+        and scores.dropout_keep is None
+    )
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
     """Return the context, with the cheapest form of the mask."""
-    rate, scale, sinks = scores.dropout, scores.spec.score_scale, scores.learned.get("sinks")
-    # Without causality the relative bias is computed at once, which is faster. A grid bias depends on more than
-    # distances.
+    rate = scores.dropout
+    scale = scores.spec.score_scale
+    sinks = scores.learned.get("sinks")
+    # Without causality the relative bias is computed at once, which is faster. A grid bias depends
+    # on more than distances.
     spec = scores.spec
-    in_blocks = spec.alibi_slopes is not None or (isinstance(spec.relative_bias, RelativeBias) and mask.is_causal)
+    in_blocks = spec.alibi_slopes is not None or (
+        isinstance(spec.relative_bias, RelativeBias) and mask.is_causal
+    )
     if in_blocks and query.shape[2] > _QUERIES_WITH_BIAS:
         return _attend_in_query_blocks(query, key, value, mask, scores)
     is_plain = mask.has_only("is_causal", "key_padding_lengths")
     if is_plain and scores.bias is None and not spec.has_distance_bias:
         lengths = mask.key_padding_lengths
         if lengths is None:  # no mask, or one that the kernel supports
-            return call(query, key, value, sinks, is_causal=mask.is_causal, dropout=rate, scale=scale)
+            return call(
+                query, key, value, sinks, is_causal=mask.is_causal, dropout=rate, scale=scale
+            )
         known = known_lengths(query, mask)
         if known and all(known):  # no row is fully masked
-            return _attend_by_sequence(query, key, value, replace(mask, key_padding_lengths=known), scores)
-    seq_len_k, bias = key.shape[2], scores.bias
+            return _attend_by_sequence(
+                query, key, value, replace(mask, key_padding_lengths=known), scores
+            )
+    seq_len_k = key.shape[2]
+    bias = scores.bias
     hidden = mask.with_bias(bias).to_bool(query.shape[2], seq_len_k, query.device)
     if spec.has_distance_bias:
         by_distance = _distance_bias(query, seq_len_k, mask.q_offset, scores)
-        bias = by_distance if bias is None else by_distance + bias
+        if bias is None:
+            bias = by_distance
+        else:
+            bias = by_distance + bias
     masked_rows = None
     attn_mask = bias
     if hidden is not None:
-        # Some kernels return NaN for a fully masked row, or for its gradient. Such rows attend to all keys instead and
-        # are set to 0 afterwards.
+        # Some kernels return NaN for a fully masked row, or for its gradient. Such rows attend to
+        # all keys instead and are set to 0 afterwards.
         hidden = hidden.broadcast_to((*hidden.shape[:-1], seq_len_k))
         masked_rows = hidden.all(dim=-1, keepdim=True)
         hidden = hidden & ~masked_rows
         # SDPA has the opposite polarity: True = attend.
-        attn_mask = ~hidden if bias is None else torch.where(hidden, -torch.inf, bias.where(~masked_rows, 0.0))
+        if bias is None:
+            attn_mask = ~hidden
+        else:
+            attn_mask = torch.where(hidden, -torch.inf, bias.where(~masked_rows, 0.0))
     context = call(query, key, value, sinks, attn_mask=attn_mask, dropout=rate, scale=scale)
-    return context if masked_rows is None else context.masked_fill(masked_rows, 0.0)
+    if masked_rows is None:
+        return context
+    return context.masked_fill(masked_rows, 0.0)
 
 
 def call(
@@ -93,9 +114,20 @@ def call(
     """Call PyTorch's function; also with sinks, and with values of another width than keys."""
     dtype = query.dtype
     if sinks is not None:
-        head_dim, first = value.shape[-1], int(is_causal)
-        query, key, value, attn_mask = _with_sinks(query, key, value, sinks, attn_mask, scale, num_before=first)
-        context = call(query, key, value, attn_mask=attn_mask, is_causal=is_causal, dropout=dropout, scale=scale)
+        head_dim = value.shape[-1]
+        first = int(is_causal)
+        query, key, value, attn_mask = _with_sinks(
+            query, key, value, sinks, attn_mask, scale, num_before=first
+        )
+        context = call(
+            query,
+            key,
+            value,
+            attn_mask=attn_mask,
+            is_causal=is_causal,
+            dropout=dropout,
+            scale=scale,
+        )
         return context[:, :, first:, :head_dim]
     if attn_mask is not None:
         attn_mask = attn_mask[(None,) * (4 - attn_mask.ndim)].expand(-1, -1, -1, key.shape[2])
@@ -104,16 +136,21 @@ def call(
             if attn_mask.is_floating_point():
                 query, key, value = (x.to(attn_mask.dtype) for x in (query, key, value))
     width = value.shape[3]
-    if query.shape[3] != width:  # most kernels need equal widths, as does the only fast one on a CPU
+    # Most kernels need equal widths, as does the only fast one on a CPU.
+    if query.shape[3] != width:
         widest = max(query.shape[3], width)
         query, key, value = (F.pad(x, (0, widest - x.shape[3])) for x in (query, key, value))
-    with _kernels_for(query, attn_mask), nullcontext() if query.dtype == dtype else without_autocast("cuda"):
+    with (
+        _kernels_for(query, attn_mask),
+        nullcontext() if query.dtype == dtype else without_autocast("cuda"),
+    ):
         context = F.scaled_dot_product_attention(
             query,
             key,
             value,
             attn_mask=attn_mask,
-            is_causal=bool(is_causal),  # which SDPA requires of Python, not NumPy; top-left aligned, like ours
+            # Top-left aligned, like ours. SDPA requires a boolean of Python, not NumPy.
+            is_causal=bool(is_causal),
             dropout_p=dropout,
             scale=scale,
             enable_gqa=bool(query.shape[1] != key.shape[1]),
@@ -124,13 +161,16 @@ def call(
 def _kernels_for(query: Tensor, attn_mask: Tensor | None) -> AbstractContextManager[Any]:
     """Return a context without cuDNN, if the call is one that cuDNN gets wrong or plans too long.
 
-    With a mask cuDNN is wrong: at logits of 1e5 it masks nothing, it reads float32 biases in the dtype of queries, and
-    gradients may be NaN (pytorch/pytorch 191612, 196678). It plans for 60 ms for each new number of keys, that is, in
-    each decoding step. Compiled graphs cannot query which kernels the user allows, and allow all.
+    With a mask cuDNN is wrong: at logits of 1e5 it masks nothing, it reads float32 biases in the
+    dtype of queries, and gradients may be NaN (pytorch/pytorch 191612, 196678). It plans for 60 ms
+    for each new number of keys, that is, in each decoding step. Compiled graphs cannot query which
+    kernels the user allows, and allow all.
     """
     if not query.is_cuda or (attn_mask is None and query.shape[2] > _FEW_QUERIES):
         return nullcontext()
-    return sdpa_kernel([*_OTHERS]) if torch.compiler.is_compiling() else _without_cudnn()
+    if torch.compiler.is_compiling():
+        return sdpa_kernel([*_OTHERS])
+    return _without_cudnn()
 
 
 @contextmanager
@@ -151,10 +191,11 @@ def _with_sinks(
     *,
     num_before: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return q, k and v with sinks as a first key of value 0, and `num_before` dummy queries for causality.
+    """Return q, k and v with sinks as a first key of value 0, and `num_before` dummy queries for
+    causality.
 
-    The key is 0 except for two extra features, in which each query has the sink of its head, split in two for half
-    precision.
+    The key is 0 except for two extra features, in which each query has the sink of its head, split
+    in two for half precision.
     """
     wanted = at_least_float32(sinks) / scale
     coarse = wanted.to(query.dtype)
@@ -166,26 +207,42 @@ def _with_sinks(
     value = F.pad(value, (0, 2, 1, 0))
     if attn_mask is None:
         return query, key, value, None
-    attn_mask = attn_mask.broadcast_to(torch.broadcast_shapes(attn_mask.shape, (1, key.shape[2] - 1)))
+    attn_mask = attn_mask.broadcast_to(
+        torch.broadcast_shapes(attn_mask.shape, (1, key.shape[2] - 1))
+    )
     return query, key, value, F.pad(attn_mask, (1, 0), value=attn_mask.dtype == torch.bool)
 
 
-def _distance_bias(query: Tensor, seq_len_k: int, q_offset: Tensor | None, scores: Scores) -> Tensor:
+def _distance_bias(
+    query: Tensor, seq_len_k: int, q_offset: Tensor | None, scores: Scores
+) -> Tensor:
     """Return ALiBi or the relative bias for queries (B, N, T, H), in at least float32."""
-    dtype, lengths = torch.promote_types(query.dtype, torch.float32), (query.shape[2], seq_len_k)
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    lengths = (query.shape[2], seq_len_k)
     if scores.spec.relative_bias is not None:
         table = scores.learned["relative_bias"]
-        return relative_position_bias(table, scores.spec.relative_bias, *lengths, q_offset, scores_dtype=dtype)
+        return relative_position_bias(
+            table, scores.spec.relative_bias, *lengths, q_offset, scores_dtype=dtype
+        )
     slopes = scores.spec.alibi_slopes or ()
     return alibi_bias(slopes, *lengths, q_offset, scores_dtype=dtype, device=query.device)
 
 
-def _attend_in_query_blocks(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
-    """Attend a block of queries at a time over the keys up to its last query, with only its bias in memory."""
-    seq_len_q, seq_len_k, size = query.shape[2], key.shape[2], _QUERIES_WITH_BIAS
+def _attend_in_query_blocks(
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores
+) -> Tensor:
+    """Attend a block of queries at a time over the keys up to its last query, with only its bias in
+    memory.
+    """
+    seq_len_q = query.shape[2]
+    seq_len_k = key.shape[2]
+    size = _QUERIES_WITH_BIAS
     options: Any = {"dropout": scores.dropout, "scale": scores.spec.score_scale}
-    contexts, shared, last = [], None, (seq_len_q - 1) // size * size
-    if mask.has_only("is_causal") and scores.bias is None:  # the bias of the last block contains that of all others
+    contexts = []
+    shared = None
+    last = (seq_len_q - 1) // size * size
+    # The bias of the last block contains that of all others.
+    if mask.has_only("is_causal") and scores.bias is None:
         stop = last + (size if mask.is_causal else seq_len_k)
         q_offset = torch.full((1,), last, device=query.device)
         shared = _distance_bias(query[:, :, :size], stop, q_offset, scores)
@@ -194,53 +251,83 @@ def _attend_in_query_blocks(query: Tensor, key: Tensor, value: Tensor, mask: Mas
             shared = shared.masked_fill_(hidden, -torch.inf)
     for begin in range(0, seq_len_q, size):
         end = min(begin + size, seq_len_q)
-        stop = min(end, seq_len_k) if mask.is_causal and mask.q_offset is None else seq_len_k
+        if mask.is_causal and mask.q_offset is None:
+            stop = min(end, seq_len_k)
+        else:
+            stop = seq_len_k
         parts = (query[:, :, begin:end], key[:, :, :stop], value[:, :, :stop])
         if shared is not None:
             attn_mask = shared[:, :, : end - begin, last - begin : last - begin + stop]
-            contexts.append(call(*parts, scores.learned.get("sinks"), attn_mask=attn_mask, **options))
+            contexts.append(
+                call(*parts, scores.learned.get("sinks"), attn_mask=attn_mask, **options)
+            )
             continue
-        rows, keys = slice(begin, end), slice(0, stop)
+        rows = slice(begin, end)
+        keys = slice(0, stop)
         contexts.append(attend(*parts, mask.block(rows, keys), scores.block(rows, keys)))
     return concat(contexts, along_tokens=True)
 
 
-def _attend_by_sequence(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
+def _attend_by_sequence(
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores
+) -> Tensor:
     """Attend each sequence over its real keys only, without a mask and without work for padding."""
-    lengths, sinks = mask.key_padding_lengths, scores.learned.get("sinks")
+    lengths = mask.key_padding_lengths
+    sinks = scores.learned.get("sinks")
     options: Any = {"dropout": scores.dropout, "scale": scores.spec.score_scale}
     contexts = [
-        call(q[None], k[None, :, :length], v[None, :, :length], sinks, is_causal=mask.is_causal, **options)
-        for q, k, v, length in zip(query.unbind(), key.unbind(), value.unbind(), lengths or (), strict=True)
+        call(
+            q[None],
+            k[None, :, :length],
+            v[None, :, :length],
+            sinks,
+            is_causal=mask.is_causal,
+            **options,
+        )
+        for q, k, v, length in zip(
+            query.unbind(), key.unbind(), value.unbind(), lengths or (), strict=True
+        )
     ]
     return concat(contexts)
 
 
 def known_lengths(query: Tensor, mask: Mask) -> list[int] | None:
-    """Return the lengths of sequences on a CPU; None if there are none or their values are unavailable."""
+    """Return the lengths of sequences on a CPU; None if there are none or their values are
+    unavailable.
+    """
     lengths = mask.key_padding_lengths
     if lengths is None or query.device.type != "cpu":
         return None
-    return list(lengths) if isinstance(lengths, (list, tuple)) else values_of(torch.as_tensor(lengths))
+    if isinstance(lengths, (list, tuple)):
+        return list(lengths)
+    return values_of(torch.as_tensor(lengths))
 
 
 def concat(contexts: Sequence[Tensor], *, along_tokens: bool = False) -> Tensor:
-    """Concatenate contexts (B, N, T, Hv) along B, or along T; in memory heads are inside tokens, as in SDPA."""
+    """Concatenate contexts (B, N, T, Hv) along B, or along T; in memory heads are inside tokens, as
+    in SDPA.
+    """
     if len(contexts) == 1:
         return contexts[0]
     return torch.cat([x.transpose(1, 2) for x in contexts], dim=int(along_tokens)).transpose(1, 2)
 
 
-# ---- Validation ------------------------------------------------------------------------------------------------------
+# ---- Validation ----------------------------------------------------------------------------------
 
 
-def check_context_parallel(mask: Mask, scores: Scores, positions: Tensor | None, *, need_weights: bool) -> None:
-    """Refuse arguments that torch's `context_parallel`, if on, would read as those of local tokens."""
+def check_context_parallel(
+    mask: Mask, scores: Scores, positions: Tensor | None, *, need_weights: bool
+) -> None:
+    """Refuse arguments that torch's `context_parallel`, if on, would read as those of local
+    tokens.
+    """
     kernel = F.scaled_dot_product_attention  # which `context_parallel` replaces
     if kernel is _KERNEL or "_context_parallel" not in getattr(kernel, "__module__", ""):
         return
     if positions is None and scores.spec.has_positions:
-        rule = "be given under context_parallel, among its buffers: a process has a part of the tokens"
+        rule = (
+            "be given under context_parallel, among its buffers: a process has a part of the tokens"
+        )
         raise Refusal("positions", rule, positions=None)
     named = {
         "need_weights": need_weights or None,
@@ -258,6 +345,7 @@ def check_context_parallel(mask: Mask, scores: Scores, positions: Tensor | None,
         raise Refusal(
             given[0],
             "be None under context_parallel, whose ring knows causality only",
-            hint="mha_torch.parallel.shard(layer, mesh, tokens=…) takes lengths, windows, chunks, sinks and "
+            hint="mha_torch.parallel.shard(layer, mesh, tokens=…) takes lengths, windows, chunks, "
+            "sinks and "
             "relative biases",
         )

@@ -1,8 +1,9 @@
 """Tensor and context parallelism of a layer, based on `torch.distributed.tensor.parallel`.
 
-Each rank computes some of the query heads, and an all-reduce sums the outputs. A norm over the width of all heads needs
-an all-reduce of one number per token before. Gradients of replicated tensors are partial: that of the input is
-all-reduced, and that of a weight stays a `Partial` DTensor.
+Each rank computes some of the query heads, and an all-reduce sums the outputs. A norm over the
+width of all heads needs an all-reduce of one number per token before. Gradients of replicated
+tensors are partial: that of the input is all-reduced, and that of a weight stays a `Partial`
+DTensor.
 """
 
 from dataclasses import KW_ONLY, dataclass, fields, replace
@@ -11,7 +12,14 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel, parallelize_module
 
 from mha_spec import AttentionSpec, Refusal, WrongType
@@ -25,24 +33,28 @@ from mha_torch.parallel.local import PLACES, ShardedNorm, WidthShard, local_weig
 from mha_torch.parallel.ring import RingAttention, check_known_to_ring
 from mha_torch.scores import Scores
 
-# ---- Functions -------------------------------------------------------------------------------------------------------
+# ---- Functions -----------------------------------------------------------------------------------
 
 
 def shard(
     layer: AttentionLayer, mesh: DeviceMesh, *, heads: str | None = None, tokens: str | None = None
 ) -> AttentionLayer:
-    """Divide the heads of a layer over a dimension of a mesh, or the tokens of its sequences, or both.
+    """Divide the heads of a layer over a dimension of a mesh, or the tokens of its sequences, or
+    both.
 
-    `heads` is tensor parallelism: each rank calls the layer with the whole input and gets the whole output. Attention
-    weights, masks and biases with an axis of heads, and the cache of `init_cache` are local: those of the rank's heads.
+    `heads` is tensor parallelism: each rank calls the layer with the whole input and gets the whole
+    output. Attention weights, masks and biases with an axis of heads, and the cache of `init_cache`
+    are local: those of the rank's heads.
 
-    `tokens` is context parallelism by `ring_attention`: each rank calls the layer with its own tokens, (B, T / n,
-    d_in), parts of equal length and in order, and gets their output. Default positions are those in the whole sequence,
-    and `key_padding_lengths` are those of whole sequences. The gradient of the input is that of the rank's tokens and
-    includes the outputs of all ranks. Gradients of weights must be summed over ranks.
+    `tokens` is context parallelism by `ring_attention`: each rank calls the layer with its own
+    tokens, (B, T / n, d_in), parts of equal length and in order, and gets their output. Default
+    positions are those in the whole sequence, and `key_padding_lengths` are those of whole
+    sequences. The gradient of the input is that of the rank's tokens and includes the outputs of
+    all ranks. Gradients of weights must be summed over ranks.
 
     Args:
-        layer: any attention module of this package, without a cache if `tokens` is set; changed in place.
+        layer: any attention module of this package, without a cache if `tokens` is set; changed in
+            place.
         mesh: device mesh.
         heads: name of the mesh dimension that heads are divided over.
         tokens: name of the mesh dimension that tokens are divided over.
@@ -52,9 +64,10 @@ def shard(
 
     Raises:
         TypeError: if the layer is not one of this package.
-        ValueError: if the mesh has no such dimension, or the layer cannot be divided: by heads as for `plan`; by tokens
-            if it has a cache, or RoPE whose frequencies depend on the last position of a call. Calls with divided
-            tokens raise it for masks, biases, attention weights and dropout.
+        ValueError: if the mesh has no such dimension, or the layer cannot be divided: by heads as
+            for `plan`; by tokens if it has a cache, or RoPE whose frequencies depend on the last
+            position of a call. Calls with divided tokens raise it for masks, biases, attention
+            weights and dropout.
 
     Source: Megatron-LM, arXiv:1909.08053, section 3; Ring Attention, arXiv:2310.01889.
     """
@@ -76,10 +89,17 @@ def shard(
 
 
 def _divide_tokens(layer: AttentionLayer, kernel: RingAttention) -> None:
-    """Set ring attention as the kernel of a layer, and default positions to those of local tokens."""
+    """Set ring attention as the kernel of a layer, and default positions to those of local
+    tokens.
+    """
 
-    def enter(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        x = inputs[0] if inputs else named.get("query", named.get("x"))
+    def enter(
+        _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if inputs:
+            x = inputs[0]
+        else:
+            x = named.get("query", named.get("x"))
         if named.get("need_weights"):
             rule = "be False where tokens are divided, which stores no weights"
             raise Refusal("need_weights", rule, need_weights=True)
@@ -94,12 +114,14 @@ def _divide_tokens(layer: AttentionLayer, kernel: RingAttention) -> None:
 
 
 def plan(layer: AttentionLayer) -> dict[str, ParallelStyle]:
-    """Return a plan for `parallelize_module` that divides the heads of a layer, to compose with other plans.
+    """Return a plan for `parallelize_module` that divides the heads of a layer, to compose with
+    other plans.
 
-    Each of R ranks has N / R consecutive query heads: their rows of q_proj, gate_proj and, with latents, q_b_proj and
-    kv_b_proj; their columns of out_proj and of a relative bias; their sinks and slopes; and their key/value heads. If R
-    does not divide the key/value heads, k_proj and v_proj are replicated, as are projections to latents and norms whose
-    weights the heads share. Norms over the width of all heads have local weights and sum the squares of all ranks: one
+    Each of R ranks has N / R consecutive query heads: their rows of q_proj, gate_proj and, with
+    latents, q_b_proj and kv_b_proj; their columns of out_proj and of a relative bias; their sinks
+    and slopes; and their key/value heads. If R does not divide the key/value heads, k_proj and
+    v_proj are replicated, as are projections to latents and norms whose weights the heads share.
+    Norms over the width of all heads have local weights and sum the squares of all ranks: one
     all-reduce of a number per token, forward and backward.
 
     Args:
@@ -110,13 +132,14 @@ def plan(layer: AttentionLayer) -> dict[str, ParallelStyle]:
 
     Raises:
         TypeError: if the layer is not one of this package.
-        ValueError: when applied, if R does not divide the query heads, q, k and v are one projection, norms have
-            weights per key/value head and R does not divide these, or outputs have dropout. When called, if a norm over
-            the width was left out of the plan.
+        ValueError: when applied, if R does not divide the query heads, q, k and v are one
+            projection, norms have weights per key/value head and R does not divide these, or
+            outputs have dropout. When called, if a norm over the width was left out of the plan.
     """
     if not isinstance(layer, AttentionLayer):
         raise WrongType("layer", "be an attention module of mha_torch", type(layer).__name__)
-    spec, found = layer.spec, dict[str, ParallelStyle]({"": _Layer()})
+    spec = layer.spec
+    found = dict[str, ParallelStyle]({"": _Layer()})
     for name in spec.projections:
         if name in ("q_proj", "q_b_proj", "kv_b_proj", "gate_proj"):
             found[name] = _OfQueries()
@@ -128,7 +151,7 @@ def plan(layer: AttentionLayer) -> dict[str, ParallelStyle]:
     return found | ({"out_proj": RowwiseParallel()} if spec.out_proj else {})
 
 
-# ---- Local layers ----------------------------------------------------------------------------------------------------
+# ---- Local layers --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, repr=False)
@@ -154,7 +177,9 @@ def _spec_of(spec: AttentionSpec, size: int, rank: int) -> AttentionSpec:
 
 
 def _heads_of_norm(spec: AttentionSpec, name: str) -> int:
-    return spec.num_heads if name in OF_QUERIES else spec.num_kv_heads
+    if name in OF_QUERIES:
+        return spec.num_heads
+    return spec.num_kv_heads
 
 
 def _width_of(spec: AttentionSpec, name: str, mesh: DeviceMesh) -> WidthShard:
@@ -186,12 +211,17 @@ class _Sharded(AttentionLayer):
         hooks = hooks_of(held)
         is_plain = type(held) is nn.Linear and held.bias is None and "forward" not in vars(held)
         is_placed = bool(hooks) and all(hasattr(hook, PLACES) for hook in hooks)
-        return local_weight(held.weight) if is_plain and is_placed else None
+        if is_plain and is_placed:
+            return local_weight(held.weight)
+        return None
 
 
 def _as_sharded_norm(module: nn.Module) -> ShardedNorm:
     """Turn a norm of the layer into one of local heads."""
-    if not isinstance(module, NormLayer) or type(module).forward not in (NormLayer.forward, ShardedNorm.forward):
+    if not isinstance(module, NormLayer) or type(module).forward not in (
+        NormLayer.forward,
+        ShardedNorm.forward,
+    ):
         raise WrongType("a norm", "be that of its layer to be divided", type(module).__name__)
     module.__class__ = ShardedNorm
     return cast(ShardedNorm, module)
@@ -200,14 +230,20 @@ def _as_sharded_norm(module: nn.Module) -> ShardedNorm:
 @cache
 def _sharded(kind: type[AttentionLayer]) -> type[AttentionLayer]:
     """Return a subclass of a layer's class for some of the heads, like the classes of FSDP2."""
-    return type(f"Sharded{kind.__name__}", (_Sharded, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    return type(
+        f"Sharded{kind.__name__}",
+        (_Sharded, kind),
+        {"__module__": kind.__module__, "__doc__": kind.__doc__},
+    )
 
 
-# ---- Styles ----------------------------------------------------------------------------------------------------------
+# ---- Styles --------------------------------------------------------------------------------------
 
 
 class _Layer(ParallelStyle):
-    """Style of the layer itself: its inputs, its parameters of scores, and its local specification."""
+    """Style of the layer itself: its inputs, its parameters of scores, and its local
+    specification.
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, AttentionLayer):
@@ -215,13 +251,17 @@ class _Layer(ParallelStyle):
         if any(is_distributed(weight) for weight in module.parameters()):
             raise Refusal(
                 "layer",
-                'be divided by heads once, before it is by anything else, and by its own style, "", first',
+                "be divided by heads once, before it is by anything else, "
+                'and by its own style, "", first',
                 "DTensors in it",
             )
         check_divides(module.spec, device_mesh.size())
         for name in module.spec.score_shapes:
             axis = axis_of_heads(name, module.spec)
-            placement = Replicate() if axis is None else Shard(axis)
+            if axis is None:
+                placement = Replicate()
+            else:
+                placement = Shard(axis)
             _distribute(module, name, device_mesh, placement, self.src_data_rank)
         for name in module.spec.wide_norms if device_mesh.size() > 1 else ():
             norm = _as_sharded_norm(getattr(module, name))
@@ -230,7 +270,9 @@ class _Layer(ParallelStyle):
         module.__class__ = _sharded(type(module))
         vars(module)["mesh"] = device_mesh
 
-        def enter(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict]:
+        def enter(
+            _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict]:
             entered: dict[int, Any] = {}  # one tensor in several arguments stays one
 
             def once(x: Any) -> Any:
@@ -262,7 +304,9 @@ class _Linear(ParallelStyle):
             _distribute(module, name, device_mesh, self.placement, self.src_data_rank)
 
         def enter(_: nn.Module, inputs: tuple[Any, ...]) -> Tensor:
-            return DTensor.from_local(inputs[0], device_mesh, [Replicate()], grad_placements=[Partial()])
+            return DTensor.from_local(
+                inputs[0], device_mesh, [Replicate()], grad_placements=[Partial()]
+            )
 
         def leave(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
             return self.own(local_weight(output), device_mesh)
@@ -296,7 +340,10 @@ class _OfKeys(_Linear):
         self.spec = spec
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        self.placement = Replicate() if self.spec.num_kv_heads % device_mesh.size() else Shard(0)
+        if self.spec.num_kv_heads % device_mesh.size():
+            self.placement = Replicate()
+        else:
+            self.placement = Shard(0)
         return super()._apply(module, device_mesh)
 
     def own(self, output: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -307,7 +354,9 @@ class _OfKeys(_Linear):
 
 
 class _OfNorm(ParallelStyle):
-    """Weights of local heads if each has its own; replicated if heads share them, or ranks share key/value heads."""
+    """Weights of local heads if each has its own; replicated if heads share them, or ranks share
+    key/value heads.
+    """
 
     def __init__(self, spec: AttentionSpec, name: str) -> None:
         super().__init__()
@@ -316,13 +365,23 @@ class _OfNorm(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         count = _heads_of_norm(self.spec, self.name)
         _as_sharded_norm(module)
-        is_divided = axis_of_heads(self.name, self.spec) is not None and count % device_mesh.size() == 0
+        is_divided = (
+            axis_of_heads(self.name, self.spec) is not None and count % device_mesh.size() == 0
+        )
         for name in ("weight", "bias"):
-            _distribute(module, name, device_mesh, Shard(0) if is_divided else Replicate(), self.src_data_rank)
+            _distribute(
+                module,
+                name,
+                device_mesh,
+                Shard(0) if is_divided else Replicate(),
+                self.src_data_rank,
+            )
         return module
 
 
-def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement, source: int | None) -> None:
+def _distribute(
+    module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement, source: int | None
+) -> None:
     """Distribute a parameter over the mesh."""
     held = getattr(module, name)
     if held is not None:
@@ -332,7 +391,10 @@ def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Place
 
 def _entered(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return a replicated input whose gradient is partial."""
-    whole = x.redistribute(mesh, [Replicate()]) if isinstance(x, DTensor) else None
+    if isinstance(x, DTensor):
+        whole = x.redistribute(mesh, [Replicate()])
+    else:
+        whole = None
     if whole is None:
         if not x.requires_grad:
             return x
@@ -345,11 +407,16 @@ def _given(name: str, x: Any, mesh: DeviceMesh, spec: AttentionSpec) -> Any:
     if not isinstance(x, DTensor):
         return x
     is_by_heads = name in ("mask", "bias") and x.ndim > 2 and x.shape[-3] == spec.num_heads
-    placement = Shard(x.ndim - 3) if is_by_heads else Replicate()
-    return x.redistribute(mesh, [placement]).to_local(grad_placements=[placement if is_by_heads else Partial()])
+    if is_by_heads:
+        placement = Shard(x.ndim - 3)
+    else:
+        placement = Replicate()
+    return x.redistribute(mesh, [placement]).to_local(
+        grad_placements=[placement if is_by_heads else Partial()]
+    )
 
 
-# ---- Validation ------------------------------------------------------------------------------------------------------
+# ---- Validation ----------------------------------------------------------------------------------
 
 
 def check_divides(spec: AttentionSpec, size: int) -> None:
@@ -357,9 +424,18 @@ def check_divides(spec: AttentionSpec, size: int) -> None:
     if size == 1:
         return
     if spec.num_heads % size:
-        raise Refusal("num_heads", "be a multiple of the number of processes", num_heads=spec.num_heads, size=size)
+        raise Refusal(
+            "num_heads",
+            "be a multiple of the number of processes",
+            num_heads=spec.num_heads,
+            size=size,
+        )
     if spec.shared_kv:
-        raise Refusal("shared_kv", "be False to be divided, since the keys are those of another layer", shared_kv=True)
+        raise Refusal(
+            "shared_kv",
+            "be False to be divided, since the keys are those of another layer",
+            shared_kv=True,
+        )
     if spec.fused_qkv:
         raise Refusal(
             "fused_qkv",
@@ -386,10 +462,18 @@ def check_divides(spec: AttentionSpec, size: int) -> None:
 def check_divides_tokens(layer: AttentionLayer) -> None:
     """Refuse a layer whose tokens cannot be divided."""
     if hasattr(layer, "init_cache"):
-        raise Refusal("layer", "be one without a cache for its tokens to be divided", type(layer).__name__)
+        raise Refusal(
+            "layer", "be one without a cache for its tokens to be divided", type(layer).__name__
+        )
     if layer.spec.shared_kv:
-        raise Refusal("shared_kv", "be False to be divided, since the keys are those of another layer", shared_kv=True)
+        raise Refusal(
+            "shared_kv",
+            "be False to be divided, since the keys are those of another layer",
+            shared_kv=True,
+        )
     if layer.spec.rope is not None and layer.spec.rope.depends_on_length:
         raise Refusal(
-            "rope", "not depend on the last position of a call for tokens to be divided", rope=layer.spec.rope
+            "rope",
+            "not depend on the last position of a call for tokens to be divided",
+            rope=layer.spec.rope,
         )

@@ -16,7 +16,9 @@ from mha_torch.arrays import is_distributed
 from mha_torch.features.norms import NormLayer, apply_norm, apply_norm_by_mean
 
 PLACES = "_places"
-"""Marks a hook that only moves tensors to a weight: multiplying by the local weight directly is equivalent."""
+"""Marks a hook that only moves tensors to a weight: multiplying by the local weight directly is
+equivalent.
+"""
 
 
 def local_weight(weight: Tensor) -> Tensor:
@@ -27,7 +29,9 @@ def local_weight(weight: Tensor) -> Tensor:
     if not is_distributed(weight):
         return weight
     distributed: Any = weight
-    placements = [Partial() if placement.is_replicate() else placement for placement in distributed.placements]
+    placements = [
+        Partial() if placement.is_replicate() else placement for placement in distributed.placements
+    ]
     return distributed.to_local(grad_placements=placements)
 
 
@@ -56,11 +60,16 @@ class WidthShard:
     def local(self, weight: Float[Tensor, " width"]) -> Float[Tensor, " width"]:
         """Return the features of local heads of a distributed weight."""
         if not is_distributed(weight):
-            raise Refusal("a norm over the width", "be divided with its layer by mha_torch.parallel.plan", "not")
+            raise Refusal(
+                "a norm over the width",
+                "be divided with its layer by mha_torch.parallel.plan",
+                "not",
+            )
         own = local_weight(weight)
         if self.num_heads % self.mesh.size() == 0:
             return own
-        return own.unflatten(0, (self.num_heads, -1))[self.heads].flatten()  # whole, so that it can be trained
+        # Whole, so that it can be trained.
+        return own.unflatten(0, (self.num_heads, -1))[self.heads].flatten()
 
     def mean(self, x: Float[Tensor, "*tokens width"]) -> Float[Tensor, "*tokens 1"]:
         """Return the mean over the width of all heads."""
@@ -94,8 +103,13 @@ class ShardedNorm(NormLayer):
 
     def forward(self, x: Float[Tensor, "*tokens H"]) -> Float[Tensor, "*tokens H"]:
         """Return x, normalized."""
-        of_process = local_weight if self.width is None else self.width.local
-        weight, bias = (None if held is None else of_process(held) for held in (self.weight, self.bias))
+        if self.width is None:
+            of_process = local_weight
+        else:
+            of_process = self.width.local
+        weight, bias = (
+            None if held is None else of_process(held) for held in (self.weight, self.bias)
+        )
         if self.width is None:
             return apply_norm(x, self.norm, weight, bias)
         return apply_norm_by_mean(x, self.norm, weight, bias, self.width.mean)

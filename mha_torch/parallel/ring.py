@@ -1,10 +1,11 @@
 """Ring attention: tokens are divided over ranks, keys and values circulate, queries stay.
 
-Each rank merges the partial results for its queries by their log-sum-exp. With causality, ranks first exchange halves,
-so that rank i of n works on halves i and 2 n - 1 - i and all have equal work (zigzag). Fully masked blocks are skipped,
-and a window ends the ring early.
+Each rank merges the partial results for its queries by their log-sum-exp. With causality, ranks
+first exchange halves, so that rank i of n works on halves i and 2 n - 1 - i and all have equal work
+(zigzag). Fully masked blocks are skipped, and a window ends the ring early.
 
-Source: Ring Attention, arXiv:2310.01889; zigzag order as in Llama 3, arXiv:2407.21783, section 3.3.2.
+Source: Ring Attention, arXiv:2310.01889; zigzag order as in Llama 3, arXiv:2407.21783, section
+3.3.2.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ _SCORES = 2**24
 
 @dataclass(frozen=True)
 class RingAttention:
-    """Kernel of layers whose tokens are divided over the ranks of a group, in equal parts and in order.
+    """Kernel of layers whose tokens are divided over the ranks of a group, in equal parts and in
+    order.
 
     Attributes:
         group: process group.
@@ -61,12 +63,14 @@ class RingAttention:
     def find_padding(
         self, mask: Mask, batch_size: int, seq_len: int, device: torch.device
     ) -> tuple[Mask, Bool[Tensor, "B S"] | None]:
-        """Return the mask, and which local tokens are padding; lengths are those of whole sequences."""
+        """Return the mask, and which local tokens are padding; lengths are those of whole
+        sequences.
+        """
         lengths = mask.key_padding_lengths
         if lengths is None:
             return mask, None
-        # `check` compares them with the whole sequence, after it has compared the parts of all ranks: if
-        # uneven parts were an error on one rank only, the others would wait for it.
+        # `check` compares them with the whole sequence, after it has compared the parts of all
+        # ranks: if uneven parts were an error on one rank only, the others would wait for it.
         check_lengths("key_padding_lengths", lengths, batch_size, sys.maxsize)
         local_lengths = as_lengths(lengths) - self.rank * seq_len
         return mask, padding_after(local_lengths, seq_len, device)
@@ -78,12 +82,18 @@ class RingAttention:
         check_parts(query, key, self)
         if mask.key_padding_lengths is not None:
             seq_len_k = self.num_parts * key.shape[2]
-            check_lengths("key_padding_lengths", mask.key_padding_lengths, query.shape[0], seq_len_k)
+            check_lengths(
+                "key_padding_lengths", mask.key_padding_lengths, query.shape[0], seq_len_k
+            )
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores
+    ) -> Tensor:
         """Return the context of local tokens."""
         lengths = mask.key_padding_lengths
-        mask = replace(mask, key_padding_lengths=None if lengths is None else as_lengths(lengths).cpu())
+        mask = replace(
+            mask, key_padding_lengths=None if lengths is None else as_lengths(lengths).cpu()
+        )
         ring = _Ring(self, mask, scores.spec, query.shape[2], key.shape[2])
         learned = (scores.learned.get("sinks"), scores.learned.get("relative_bias"))
         return _Attention.apply(ring, query, key, value, *learned)  # pyright: ignore
@@ -102,42 +112,45 @@ def ring_attention(
 ) -> Float[Tensor, "B N T Hv"]:
     """Attention of split heads over the tokens of all ranks.
 
-    Parts are in order and of equal length: rank r of n has queries r T to (r + 1) T. All ranks of the group must call
-    it, also in the backward pass. Second derivatives are not supported.
+    Parts are in order and of equal length: rank r of n has queries r T to (r + 1) T. All ranks of
+    the group must call it, also in the backward pass. Second derivatives are not supported.
 
     Args:
         query: queries of local tokens, (B, N, T, H).
         key, value: (B, K, S, H) and (B, K, S, Hv); query head n uses key/value head n // (N // K).
         group: process group.
-        spec: layer of these heads: its scale, window or chunks, soft cap and ALiBi; default: the scale 1 / sqrt(H).
+        spec: layer of these heads: its scale, window or chunks, soft cap and ALiBi; default: the
+            scale 1 / sqrt(H).
         is_causal: hide keys after the query's own position in the whole sequence.
         key_padding_lengths: number of real keys of each whole sequence, (B,), equal on all ranks.
         learned: weights of the layer that change scores, `sinks` and `relative_bias`, see `Scores`.
 
     Returns:
-        Context of local tokens, (B, N, T, Hv), in the dtype of query. The gradients of `learned` are also of local
-        tokens: their sum over ranks is that of the whole sequence.
+        Context of local tokens, (B, N, T, Hv), in the dtype of query. The gradients of `learned`
+        are also of local tokens: their sum over ranks is that of the whole sequence.
 
     Raises:
         TypeError: if an input is not floating point, or the dtypes differ.
-        ValueError: if the shapes do not fit, a length lies outside the whole sequence, or parts on CPUs differ in
-            length.
+        ValueError: if the shapes do not fit, a length lies outside the whole sequence, or parts on
+            CPUs differ in length.
 
     Source: Ring Attention, arXiv:2310.01889.
     """
     rules = BareHeads(query.shape[3]) if spec is None else spec
-    kernel, mask = RingAttention.over(group), Mask(None, is_causal, key_padding_lengths).within(rules)
+    kernel = RingAttention.over(group)
+    mask = Mask(None, is_causal, key_padding_lengths).within(rules)
     scores = Scores(rules, learned={} if learned is None else learned)
     kernel.check(query, key, value, mask, scores)
     return kernel(query, key, value, mask, scores)
 
 
-# ---- Division and masks ----------------------------------------------------------------------------------------------
+# ---- Division and masks --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Ring:
-    """Division of whole sequences and masks between their parts. All positions are those in the whole sequence.
+    """Division of whole sequences and masks between their parts. All positions are those in the
+    whole sequence.
 
     Attributes:
         tokens: division of the tokens.
@@ -156,13 +169,19 @@ class _Ring:
     def is_zigzag(self) -> bool:
         """True if ranks exchange halves: if only causality makes the work of the parts unequal."""
         is_even = self.seq_len_q == self.seq_len_k and self.seq_len_q % 2 == 0
-        return self.tokens.num_parts > 1 and self.hidden.is_causal and self.hidden.span is None and is_even
+        return (
+            self.tokens.num_parts > 1
+            and self.hidden.is_causal
+            and self.hidden.span is None
+            and is_even
+        )
 
     def pieces(self, rank: int, seq_len: int) -> list[range]:
         """Return the positions that a rank works on, as ranges."""
         if not self.is_zigzag:
             return [range(rank * seq_len, (rank + 1) * seq_len)]
-        half, last = seq_len // 2, 2 * self.tokens.num_parts - 1
+        half = seq_len // 2
+        last = 2 * self.tokens.num_parts - 1
         return [range(place * half, (place + 1) * half) for place in (rank, last - rank)]
 
     def steps(self) -> int:
@@ -193,14 +212,19 @@ class _Ring:
 
     def sees(self, rows: range, keys: range) -> bool:
         """Return whether any of some rows attends to any of some keys."""
-        ends = [self.seen(range(row, row + 1)) for row in (rows[0], rows[-1])] if len(rows) and len(keys) else []
+        if len(rows) and len(keys):
+            ends = [self.seen(range(row, row + 1)) for row in (rows[0], rows[-1])]
+        else:
+            ends = []
         if not ends:
             return False
         (first, _), (_, stop) = ends  # both are monotonic
         return bool(((first < keys.stop) & (stop > keys.start)).any())
 
     def mask(self, rows: range, keys: range, device: torch.device) -> Tensor | None:
-        """Return the mask of some rows and keys, (B or 1, 1, rows, keys); None if nothing is hidden."""
+        """Return the mask of some rows and keys, (B or 1, 1, rows, keys); None if nothing is
+        hidden.
+        """
         first, stop = (x.to(device) for x in self.seen(rows))
         if bool(((first <= keys.start) & (stop >= keys.stop)).all()):
             return None
@@ -208,14 +232,17 @@ class _Ring:
         return ((places >= stop[..., None]) | (places < first[..., None]))[:, None]
 
 
-# ---- Transfers -------------------------------------------------------------------------------------------------------
+# ---- Transfers -----------------------------------------------------------------------------------
 
 
 class _Transfer:
     """Tensors in transit between ranks."""
 
     def __init__(
-        self, tokens: RingAttention, sent: Sequence[tuple[Tensor, int]], received: Iterable[tuple[Tensor, int]]
+        self,
+        tokens: RingAttention,
+        sent: Sequence[tuple[Tensor, int]],
+        received: Iterable[tuple[Tensor, int]],
     ):
         operations, self.tensors = [], []
         self.sent = [x.contiguous() for x, _ in sent]  # kept until they are sent
@@ -224,7 +251,10 @@ class _Transfer:
         for like, rank in received:
             self.tensors.append(torch.empty_like(like, memory_format=torch.contiguous_format))
             operations.append(self._operation(dist.irecv, self.tensors[-1], tokens, rank))
-        self.works = dist.batch_isend_irecv(operations) if operations else []
+        if operations:
+            self.works = dist.batch_isend_irecv(operations)
+        else:
+            self.works = []
 
     @staticmethod
     def _operation(which: Any, x: Tensor, tokens: RingAttention, rank: int) -> dist.P2POp:
@@ -239,61 +269,97 @@ class _Transfer:
 
 def _send_next(ring: _Ring, tensors: Sequence[Tensor], by: int = 1) -> _Transfer:
     """Send to the rank this many positions ahead, and receive from the one as far behind."""
-    rank, size = ring.tokens.rank, ring.tokens.num_parts
-    ahead, behind = (rank + by) % size, (rank - by) % size
+    rank = ring.tokens.rank
+    size = ring.tokens.num_parts
+    ahead = (rank + by) % size
+    behind = (rank - by) % size
     return _Transfer(ring.tokens, [(x, ahead) for x in tensors], [(x, behind) for x in tensors])
 
 
 def _to_zigzag(ring: _Ring, tensors: Sequence[Tensor], *, back: bool = False) -> list[Tensor]:
     """Move halves of (…, T, ·) from sequence order to zigzag order, or back."""
-    rank, size = ring.tokens.rank, ring.tokens.num_parts
+    rank = ring.tokens.rank
+    size = ring.tokens.num_parts
 
-    def home(place: int) -> int:
+    def rank_in_order(place: int) -> int:
+        return place // 2
+
+    def rank_in_zigzag(place: int) -> int:
         return min(place, 2 * size - 1 - place)
 
-    in_order, in_zigzag = (2 * rank, 2 * rank + 1), (rank, 2 * size - 1 - rank)
-    held, wanted = (in_zigzag, in_order) if back else (in_order, in_zigzag)
-    to, whence = (lambda place: place // 2, home) if back else (home, lambda place: place // 2)
+    in_order = (2 * rank, 2 * rank + 1)
+    in_zigzag = (rank, 2 * size - 1 - rank)
+    if back:
+        held = in_zigzag
+        wanted = in_order
+        to = rank_in_order
+        whence = rank_in_zigzag
+    else:
+        held = in_order
+        wanted = in_zigzag
+        to = rank_in_zigzag
+        whence = rank_in_order
     halves = {place: [x.chunk(2, dim=-2)[i] for x in tensors] for i, place in enumerate(held)}
     sent = [(x, to(place)) for place in held if to(place) != rank for x in halves[place]]
-    received = [(x, whence(place)) for place in wanted if whence(place) != rank for x in halves[held[0]]]
+    received = [
+        (x, whence(place)) for place in wanted if whence(place) != rank for x in halves[held[0]]
+    ]
     come = iter(_Transfer(ring.tokens, sent, received).wait())
-    found = [halves[place] if whence(place) == rank else [next(come) for _ in tensors] for place in wanted]
+    found = [
+        halves[place] if whence(place) == rank else [next(come) for _ in tensors]
+        for place in wanted
+    ]
     return [torch.cat(pair, dim=-2) for pair in zip(*found, strict=True)]
 
 
-# ---- Ring ------------------------------------------------------------------------------------------------------------
+# ---- Ring ----------------------------------------------------------------------------------------
 
 
 class _Attention(torch.autograd.Function):
-    """Forward returns the context and log-sum-exp of each row; backward uses those of the whole row."""
+    """Forward returns the context and log-sum-exp of each row; backward uses those of the whole
+    row.
+    """
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, ring: _Ring, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, table: Tensor | None
+        ctx: Any,
+        ring: _Ring,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        table: Tensor | None,
     ) -> Tensor:
         dtype = query.dtype
         if ring.is_zigzag:
             query, key, value = _to_zigzag(ring, [query, key, value])
         nonfinite_rows = nonfinite_tokens(query)
         query = zero_where(query, nonfinite_rows)
-        context = torch.zeros((*query.shape[:3], value.shape[3]), dtype=at_least_float32(query).dtype)
+        context = torch.zeros(
+            (*query.shape[:3], value.shape[3]), dtype=at_least_float32(query).dtype
+        )
         context = context.to(query.device)
         lse = torch.full_like(context[..., :1], -torch.inf)
-        held, steps = [key, value], ring.steps()
+        held = [key, value]
+        steps = ring.steps()
         for step in range(steps + 1):
-            moved = _send_next(ring, held) if step < steps else None
+            if step < steps:
+                moved = _send_next(ring, held)
+            else:
+                moved = None
             for part in _parts(ring, query, held, ring.source(step)):
                 own, own_lse, wrong = _attended(part, table, ring.spec)
                 rows = part.rows
                 before = context[:, :, rows], lse[:, :, rows]
                 context[:, :, rows], lse[:, :, rows] = _joined(*before, own, own_lse)
                 nonfinite_rows[:, :, rows] |= wrong
-            held = held if moved is None else moved.wait()
+            if moved is not None:
+                held = moved.wait()
         has_key = ~torch.isneginf(lse)
         if sinks is not None:
             total = torch.logaddexp(lse, at_least_float32(sinks)[:, None, None])
-            context, lse = context * (lse - total).exp(), torch.where(has_key, total, lse)
+            context = context * (lse - total).exp()
+            lse = torch.where(has_key, total, lse)
         ctx.ring = ring
         ctx.save_for_backward(query, key, value, sinks, table, context, lse)
         found = context.masked_fill(nonfinite_rows & has_key, torch.nan)
@@ -311,12 +377,20 @@ class _Attention(torch.autograd.Function):
         # Rows whose output was not used get no gradient, even if they are not finite.
         reduced = torch.where(cotangent == 0, 0.0, cotangent * context).sum(dim=-1, keepdim=True)
         grads = [torch.zeros_like(at_least_float32(x)) for x in (query, key, value)]
-        grad_table = None if table is None else torch.zeros_like(at_least_float32(table))
-        held, steps = [key, value], ring.steps()
+        if table is None:
+            grad_table = None
+        else:
+            grad_table = torch.zeros_like(at_least_float32(table))
+        held = [key, value]
+        steps = ring.steps()
         for step in range(steps + 1):
-            moved = _send_next(ring, held) if step < steps else None
+            if step < steps:
+                moved = _send_next(ring, held)
+            else:
+                moved = None
             for part in _parts(ring, query, held, ring.source(step)):
-                rows, keys = part.rows, part.keys
+                rows = part.rows
+                keys = part.keys
                 of_rows = (x[:, :, rows] for x in (lse, cotangent, reduced))
                 *own, own_table = _block_backward(part, table, ring.spec, *of_rows)
                 for grad, which, found in zip(grads, (rows, keys, keys), own, strict=True):
@@ -333,9 +407,16 @@ class _Attention(torch.autograd.Function):
         grad_sinks = None
         if sinks is not None:
             lost = (at_least_float32(sinks)[:, None, None] - lse).exp() * reduced
-            grad_sinks = -lost.masked_fill(torch.isneginf(lse), 0.0).sum(dim=(0, 2, 3)).to(sinks.dtype)
+            grad_sinks = (
+                -lost.masked_fill(torch.isneginf(lse), 0.0).sum(dim=(0, 2, 3)).to(sinks.dtype)
+            )
         of_inputs = [grad.to(x.dtype) for grad, x in zip(grads, (query, key, value), strict=True)]
-        return None, *of_inputs, grad_sinks, None if table is None or grad_table is None else grad_table.to(table.dtype)
+        return (
+            None,
+            *of_inputs,
+            grad_sinks,
+            None if table is None or grad_table is None else grad_table.to(table.dtype),
+        )
 
 
 class _Part(NamedTuple):
@@ -358,7 +439,9 @@ class _Part(NamedTuple):
 
 
 def _parts(ring: _Ring, query: Tensor, held: Sequence[Tensor], source: int) -> Iterator[_Part]:
-    """Yield the blocks of a visiting part that are not fully masked, with a limited number of scores each."""
+    """Yield the blocks of a visiting part that are not fully masked, with a limited number of
+    scores each.
+    """
     key, value = held
     first_row = 0
     for rows in ring.pieces(ring.tokens.rank, query.shape[2]):
@@ -378,22 +461,35 @@ def _parts(ring: _Ring, query: Tensor, held: Sequence[Tensor], source: int) -> I
         first_row += len(rows)
 
 
-def _scores(part: _Part, query: Tensor, key: Tensor, table: Tensor | None, spec: AttentionSpec | BareHeads) -> Tensor:
+def _scores(
+    part: _Part, query: Tensor, key: Tensor, table: Tensor | None, spec: AttentionSpec | BareHeads
+) -> Tensor:
     q_offset = torch.tensor([part.offset], device=query.device)
-    learned = {} if table is None else {"relative_bias": table}
+    if table is None:
+        learned = {}
+    else:
+        learned = {"relative_bias": table}
     scores = attention_scores(query, key, None, spec, q_offset, learned)
-    return scores if part.mask is None else scores.masked_fill(part.mask, -torch.inf)
+    if part.mask is None:
+        return scores
+    return scores.masked_fill(part.mask, -torch.inf)
 
 
 def _finite(part: _Part) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return q, k, v in at least float32, with non-finite keys and values as 0, and flags of these."""
+    """Return q, k, v in at least float32, with non-finite keys and values as 0, and flags of
+    these.
+    """
     wrong = nonfinite_tokens(part.key) | nonfinite_tokens(part.value)
     key, value = (zero_where(at_least_float32(x), wrong) for x in (part.key, part.value))
     return at_least_float32(part.query), key, value, wrong
 
 
-def _attended(part: _Part, table: Tensor | None, spec: AttentionSpec | BareHeads) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the context over the keys of a part, its log-sum-exp, and flags of rows that attend to non-finite keys."""
+def _attended(
+    part: _Part, table: Tensor | None, spec: AttentionSpec | BareHeads
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the context over the keys of a part, its log-sum-exp, and flags of rows that attend to
+    non-finite keys.
+    """
     query, key, value, wrong = _finite(part)
     scores = _scores(part, query, key, table, spec)
     lse = scores.logsumexp(dim=-1, keepdim=True)
@@ -410,7 +506,8 @@ def _block_backward(
     cotangent: Tensor,
     reduced: Tensor,
 ) -> list[Any]:
-    """Return gradients of query, key, value and relative bias from the log-sum-exp and context of whole rows.
+    """Return gradients of query, key, value and relative bias from the log-sum-exp and context of
+    whole rows.
 
     Softmax backward with P = exp(score - log) of the whole row: dS = P * (dP - sum(dO * O)).
     """
@@ -437,7 +534,7 @@ def _joined(context: Tensor, lse: Tensor, own: Tensor, own_lse: Tensor) -> tuple
     return context * (lse - known).exp() + own * (own_lse - known).exp(), total
 
 
-# ---- Validation ------------------------------------------------------------------------------------------------------
+# ---- Validation ----------------------------------------------------------------------------------
 
 
 def check_parts(query: Tensor, key: Tensor, tokens: RingAttention) -> None:
@@ -455,7 +552,9 @@ def check_parts(query: Tensor, key: Tensor, tokens: RingAttention) -> None:
     for index, what in enumerate(("sequences", "queries", "keys")):
         counts = [int(found[rank][index]) for rank in range(tokens.num_parts)]
         if len({*counts}) > 1:
-            raise Refusal(what, "be as many on each process where tokens are divided", {what: counts})
+            raise Refusal(
+                what, "be as many on each process where tokens are divided", {what: counts}
+            )
 
 
 def check_known_to_ring(mask: Mask, scores: Scores) -> None:
@@ -466,14 +565,25 @@ def check_known_to_ring(mask: Mask, scores: Scores) -> None:
         if given is not None:
             raise Refusal(
                 name,
-                "be None where tokens are divided; causality, lengths, windows and chunks hold for whole sequences",
-                {f"{name}.shape": tuple(given.shape)} if isinstance(given, Tensor) else type(given).__name__,
+                "be None where tokens are divided; "
+                "causality, lengths, windows and chunks hold for whole sequences",
+                {f"{name}.shape": tuple(given.shape)}
+                if isinstance(given, Tensor)
+                else type(given).__name__,
             )
     spec = scores.spec
     if isinstance(spec.relative_bias, GridBias):
-        raise Refusal("relative_bias", "be one of distances where tokens are divided", relative_bias=spec.relative_bias)
+        raise Refusal(
+            "relative_bias",
+            "be one of distances where tokens are divided",
+            relative_bias=spec.relative_bias,
+        )
     if spec.relative_products is not None:
         rule = "be None where tokens are divided"
         raise Refusal("relative_products", rule, relative_products=spec.relative_products)
     if scores.dropout or scores.dropout_keep is not None:
-        raise Refusal("dropout", "be 0 where tokens are divided (eval() switches it off)", dropout=scores.dropout)
+        raise Refusal(
+            "dropout",
+            "be 0 where tokens are divided (eval() switches it off)",
+            dropout=scores.dropout,
+        )
