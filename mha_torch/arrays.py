@@ -19,6 +19,13 @@ def at_least_float32(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     return x.to(torch.float32)
 
 
+def values_at_hand(x: Tensor) -> Any:
+    """Return `x.tolist()`, or None if values are unavailable or reading them waits for a device."""
+    if x.device.type != "cpu":
+        return None
+    return values_of(x)
+
+
 def values_of(x: Tensor) -> Any:
     """Return `x.tolist()`, or None if values are unavailable (compiling, meta, fake, vmap)."""
     if is_graph():

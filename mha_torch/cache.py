@@ -16,7 +16,7 @@ from torch import Tensor
 from mha_spec import Refusal, WrongType
 from mha_spec.rules import check_holds_new
 from mha_spec.span import span_of
-from mha_torch.arrays import values_of
+from mha_torch.arrays import is_transformed, values_at_hand
 from mha_torch.checks import (
     check_count,
     check_device,
@@ -139,11 +139,11 @@ class Cache:
         """
         check_not_written_over(self)
         batch_size = self.lengths.shape[0]
-        held = values_of(self.lengths)
+        held = values_at_hand(self.lengths)
         if isinstance(lengths, int):
             lengths = [lengths] * batch_size
         check_lengths("lengths", lengths, batch_size, self.capacity)
-        kept = values_of(torch.as_tensor(lengths))
+        kept = values_at_hand(torch.as_tensor(lengths))
         if (
             held is not None
             and kept is not None
@@ -281,38 +281,52 @@ def append_checked(
     added = seq_len if new_lengths is None else new_lengths
     if seq_len == 0:
         return cache.with_slots(cache.slots.values(), cache.lengths + added)
-    if lengths is None and not (torch.compiler.is_compiling() and new_lengths is None):
+    if lengths is None:
+        if not torch.compiler.is_compiling() and is_transformed():
+            return _append_transformed(cache, new, added)
         return _append_unknown(cache, new, added)
-    held = [_writable(x) for x in cache.slots.values()]
+    written = [_writable(x) for x in cache.slots.values()]
     if lengths and new_lengths is None and min(lengths) == max(lengths):
-        for x, y in zip(held, new, strict=True):
+        for x, y in zip(written, new, strict=True):
             x[:, :, lengths[0] : lengths[0] + seq_len] = y
-        return cache.with_slots(held, cache.lengths + added)
+        return cache.with_slots(written, cache.lengths + added)
     token = torch.arange(seq_len, device=device)
     if new_lengths is None:
         # Both are (B, T).
         rows = torch.arange(batch_size, device=device)[:, None]
         slots = cache.lengths[:, None] + token
-        if lengths is None:  # in a compiled graph: a full sequence rewrites its own contents
-            fits = has_room(cache, seq_len, seq_len)
-            slots = slots.clamp(max=cache.capacity - 1)
-            added = added * fits.to(cache.lengths.dtype)
-            old = (x[rows, :, slots].transpose(1, 2) for x in held)
-            new = tuple(
-                torch.where(fits[:, None, None, None], y, x) for x, y in zip(old, new, strict=True)
-            )
-        for x, y in zip(held, new, strict=True):
+        for x, y in zip(written, new, strict=True):
             x[rows, :, slots] = y.transpose(1, 2)
     else:
         rows, real = torch.nonzero(token < new_lengths[:, None], as_tuple=True)
         slots = cache.lengths[rows] + real
-        for x, y in zip(held, new, strict=True):
+        for x, y in zip(written, new, strict=True):
             x[rows, :, slots] = y[rows, :, real]
-    return cache.with_slots(held, cache.lengths + added)
+    return cache.with_slots(written, cache.lengths + added)
 
 
 def _append_unknown(cache: CacheT, new: tuple[Tensor, ...], added: Tensor | int) -> CacheT:
-    """Append without reading lengths: each slot keeps its token or gets a new one."""
+    """Append without reading lengths; a sequence without enough free slots stays as it is."""
+    device = new[0].device
+    # More tokens than slots are padding, or do not fit.
+    num_written = min(new[0].shape[2], cache.capacity)
+    added = torch.where(has_room(cache, new[0].shape[2], added), added, 0).to(cache.lengths.dtype)
+    token = torch.arange(num_written, device=device)
+    is_new = (token < added[:, None])[:, :, None, None]  # (B, T, 1, 1)
+    # Tokens that are not appended write back what other slots contain: all slots differ.
+    rows = torch.arange(new[0].shape[0], device=device)[:, None]
+    slots = (cache.lengths[:, None] + token) % cache.capacity
+    written = [_writable(x) for x in cache.slots.values()]
+    for x, y in zip(written, new, strict=True):
+        appended = y[:, :, :num_written].transpose(1, 2)
+        x[rows, :, slots] = torch.where(is_new, appended, x[rows, :, slots])
+    return cache.with_slots(written, cache.lengths + added)
+
+
+def _append_transformed(cache: CacheT, new: tuple[Tensor, ...], added: Tensor | int) -> CacheT:
+    """Append without reading lengths or writing in place, which `torch.func.vmap` does not allow:
+    each slot keeps its token or gets a new one.
+    """
     seq_len = new[0].shape[2]
     device = new[0].device
     added = torch.where(has_room(cache, seq_len, added), added, 0).to(cache.lengths.dtype)
@@ -393,7 +407,7 @@ def without_new(cache: CacheT, seq_len: int, new_lengths: Tensor | Sequence[int]
     """
     added = [seq_len] * cache.lengths.shape[0] if new_lengths is None else new_lengths
     known = check_lengths("new_lengths", added, cache.lengths.shape[0], seq_len)
-    lengths = values_of(cache.lengths)
+    lengths = values_at_hand(cache.lengths)
     if known is not None and lengths is not None:
         check_holds_new(lengths, known)
     new = as_lengths(added, cache.lengths.device).to(cache.lengths.dtype)

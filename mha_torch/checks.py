@@ -18,7 +18,7 @@ from mha_spec.features.rope import position_shapes
 from mha_spec.heads import BareHeads
 from mha_spec.hints import NEW_CACHE, WRITTEN_OVER, missing_axes
 from mha_spec.rules import as_count, check_head_groups
-from mha_torch.arrays import is_autocast_on, is_distributed, values_of
+from mha_torch.arrays import is_autocast_on, is_distributed, values_at_hand
 
 _ALL_DTYPES = [dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)]
 _FLOATING = [dtype for dtype in _ALL_DTYPES if dtype.is_floating_point]
@@ -100,7 +100,7 @@ def check_lengths(
         if array.is_floating_point() or array.is_complex() or array.dtype == torch.bool:
             raise WrongType(name, "be integers", {f"{name}.dtype": array.dtype})
         shape = tuple(array.shape)
-        values = values_of(array)
+        values = values_at_hand(array)
     if len(shape) != 1 or (batch_size is not None and shape[0] != batch_size):
         if batch_size is None:
             expected = "(B,)"

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mha_spec import Refusal, RelativeBias
-from mha_torch.arrays import at_least_float32, values_of, without_autocast
+from mha_torch.arrays import at_least_float32, values_at_hand, without_autocast
 from mha_torch.features.alibi import alibi_bias
 from mha_torch.features.relative_bias import relative_position_bias
 from mha_torch.heads import repeat_kv_heads
@@ -300,7 +300,7 @@ def known_lengths(query: Tensor, mask: Mask) -> list[int] | None:
         return None
     if isinstance(lengths, (list, tuple)):
         return list(lengths)
-    return values_of(torch.as_tensor(lengths))
+    return values_at_hand(torch.as_tensor(lengths))
 
 
 def concat(contexts: Sequence[Tensor], *, along_tokens: bool = False) -> Tensor:

@@ -128,22 +128,21 @@ def attention(seq_len, spec, arrays=(), *, backward=False, **keywords):
 
 CAUSAL = {"is_causal": True}
 WINDOW, CHUNK = {"window_size": 512}, {"chunk_size": 512}
-LENGTHS_READ = {"sync": 1}  # to check their range, which also shows whether there is padding
 
-# Neither masks nor scores: spec, names of arrays, keywords; kernel; reads of values outside of graphs.
+# Neither masks nor scores: spec, names of arrays, keywords; kernel.
 WITHOUT_MASK = {
-    "full": (({}, (), {}), "SDPA", {}),
-    "causal": (({}, (), CAUSAL), "SDPA", {}),
-    "lengths": (({}, ("key_padding_lengths",), {}), "FlexAttention", LENGTHS_READ),
-    "causal-lengths": (({}, ("key_padding_lengths",), CAUSAL), "FlexAttention", LENGTHS_READ),
-    "segments": (({}, ("segment_ids",), CAUSAL), "FlexAttention", {}),
-    "window": ((WINDOW, (), CAUSAL), "FlexAttention", {}),
-    "window-both-ways": ((WINDOW, (), {}), "FlexAttention", {}),
-    "window-lengths": ((WINDOW, ("key_padding_lengths",), CAUSAL), "FlexAttention", LENGTHS_READ),
-    "chunk": ((CHUNK, (), CAUSAL), "FlexAttention", {}),
-    "alibi": (({"alibi": Alibi()}, (), CAUSAL), "FlexAttention", {}),
-    "soft-cap": (({"soft_cap": 5.0}, (), CAUSAL), "FlexAttention", {}),
-    "sinks": (({"sinks": True}, ("sinks",), CAUSAL), "FlexAttention", {}),
+    "full": (({}, (), {}), "SDPA"),
+    "causal": (({}, (), CAUSAL), "SDPA"),
+    "lengths": (({}, ("key_padding_lengths",), {}), "FlexAttention"),
+    "causal-lengths": (({}, ("key_padding_lengths",), CAUSAL), "FlexAttention"),
+    "segments": (({}, ("segment_ids",), CAUSAL), "FlexAttention"),
+    "window": ((WINDOW, (), CAUSAL), "FlexAttention"),
+    "window-both-ways": ((WINDOW, (), {}), "FlexAttention"),
+    "window-lengths": ((WINDOW, ("key_padding_lengths",), CAUSAL), "FlexAttention"),
+    "chunk": ((CHUNK, (), CAUSAL), "FlexAttention"),
+    "alibi": (({"alibi": Alibi()}, (), CAUSAL), "FlexAttention"),
+    "soft-cap": (({"soft_cap": 5.0}, (), CAUSAL), "FlexAttention"),
+    "sinks": (({"sinks": True}, ("sinks",), CAUSAL), "FlexAttention"),
 }
 
 
@@ -152,19 +151,19 @@ WITHOUT_MASK = {
 @pytest.mark.parametrize("is_graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("name", WITHOUT_MASK)
 def test_large_calls_store_no_mask_or_scores(count, name, is_graph, backward):
-    """Calls over 4096 tokens run one kernel without masks, scores or float64, and read no value but
-    lengths, outside of graphs.
+    """Calls over 4096 tokens run one kernel without masks, scores or float64, and read no
+    value, not even lengths.
     """
-    (spec, arrays, keywords), kernel, reads = WITHOUT_MASK[name]
+    (spec, arrays, keywords), kernel = WITHOUT_MASK[name]
     found = count(attention(LARGE, spec, arrays, backward=backward, **keywords), LARGE**2, is_graph=is_graph)
-    assert found == {kernel: 1, **({} if is_graph else reads)}
+    assert found == {kernel: 1}
 
 
 @pytest.mark.parametrize("name", ["full", "causal", "sinks"])
 def test_small_calls_without_mask_use_sdpa(count, name):
     """Small full and causal calls, and calls with sinks, run one SDPA kernel without a mask."""
-    (spec, arrays, keywords), _, reads = WITHOUT_MASK[name]
-    assert count(attention(SMALL, spec, arrays, **keywords), SMALL**2) == {"SDPA": 1, **reads}
+    (spec, arrays, keywords), _ = WITHOUT_MASK[name]
+    assert count(attention(SMALL, spec, arrays, **keywords), SMALL**2) == {"SDPA": 1}
 
 
 # Calls that make masks or scores, with the reason and all counts; `square` is the number of tensors of T x S.
@@ -176,7 +175,7 @@ WITH_MASK = {
         SMALL,
         ({}, ("key_padding_lengths",), {}),
         {},
-        {"SDPA": 1, "mask": 1, "square": 3, **LENGTHS_READ},
+        {"SDPA": 1, "mask": 1, "square": 3},
     ),
     "window": (SMALLER, SMALL, (WINDOW, (), CAUSAL), {}, {"SDPA": 1, "mask": 1, "square": 4}),
     "segments": (SMALLER, SMALL, ({}, ("segment_ids",), CAUSAL), {}, {"SDPA": 1, "mask": 1, "square": 5}),

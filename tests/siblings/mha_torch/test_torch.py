@@ -168,6 +168,31 @@ def test_vmap_over_cached_step_matches_batch(new_lengths):
         torch.testing.assert_close(found.flatten(0, 1), held)
 
 
+@pytest.mark.parametrize("new_lengths", [None, [1, 0, 3]], ids=["all", "ragged"])
+@torch.no_grad()
+def test_unknown_lengths_are_written_in_place(monkeypatch, new_lengths):
+    """If no length is at hand, as on an accelerator, steps write into the storage of the cache, with the outputs and
+    contents of known lengths; the last step, without enough free slots, returns NaN and changes nothing.
+    """
+    layer, x = module("MultiHeadAttentionWithCache", rope=Rope(100.0)), tokens(3, 3, 16)
+    _, cache = layer(tokens(3, 2, 16, seed=2), layer.init_cache(3, 6), new_lengths=[0, 1, 2])
+    expected, expected_cache = layer(x, cache.copy(), new_lengths=new_lengths)
+    for holder in (mha_torch.cache, mha_torch.checks, mha_torch.kernels.sdpa):
+        monkeypatch.setattr(holder, "values_at_hand", lambda x: None)
+    storage = cache.keys.data_ptr()
+    output, after = layer(x, cache, new_lengths=new_lengths)
+    torch.testing.assert_close(output, expected)
+    for name in ("keys", "values", "lengths"):
+        assert torch.equal(getattr(after, name), getattr(expected_cache, name))
+    assert after.keys.data_ptr() == storage
+    full = layer(tokens(3, 5, 16), layer.init_cache(3, 6))[1]
+    contents = full.copy()
+    output, after = layer(x, full)
+    assert output.isnan().all()
+    assert torch.equal(after.keys, contents.keys)
+    assert after.lengths.tolist() == [5, 5, 5]
+
+
 @torch.no_grad()
 def test_mapped_overflow_yields_nan():
     """Under vmap, a step without enough free slots returns NaN and keeps its cache; the other one
