@@ -35,7 +35,7 @@ from mha_spec.serialization import from_json, to_json
 from mha_spec.span import Span, span_of
 
 SIZES = ("d_model", "num_heads", "num_kv_heads", "head_dim", "d_in", "d_kv", "value_head_dim")
-REACHES = ("window_size", "chunk_size")
+SPANS = ("window_size", "chunk_size")
 FLAGS = ("out_bias", "out_proj", "fused_qkv", "shared_kv", "sinks")
 RATES = ("dropout", "output_dropout")
 FACTORS = ("clip_qkv", "scale", "soft_cap")
@@ -145,10 +145,10 @@ class AttentionSpec(Record):
     _positional: ClassVar[tuple[str, ...]] = SIZES[:2]
 
     def __post_init__(self) -> None:
-        for names, rule in ((SIZES + REACHES, as_count), (FLAGS, as_boolean), (RATES, as_rate)):
+        for names, rule in ((SIZES + SPANS, as_count), (FLAGS, as_boolean), (RATES, as_rate)):
             for name in names:
                 value = getattr(self, name)
-                if value is not None or name not in SIZES[2:] + REACHES:
+                if value is not None or name not in SIZES[2:] + SPANS:
                     object.__setattr__(self, name, rule(name, value))
         check_is_record("rope", self.rope, Rope)
         check_is_record("gate", self.gate, Gate)
@@ -244,7 +244,7 @@ class AttentionSpec(Record):
         check_is_record("relative_bias", self.relative_bias, RelativeBias, GridBias)
         if self.relative_bias is None:
             return
-        for name in REACHES if isinstance(self.relative_bias, GridBias) else ():
+        for name in SPANS if isinstance(self.relative_bias, GridBias) else ():
             if getattr(self, name) is not None:
                 raise Refusal(
                     name,
@@ -285,7 +285,7 @@ class AttentionSpec(Record):
         for name in NORMS:
             check_is_record(name, getattr(self, name), Norm)
         if self.qk_norm is not None and self.qk_norm.after_rope and self.rope is None:
-            raise Refusal("qk_norm", "come with RoPE to come after it", after_rope=True, rope=None)
+            raise Refusal("qk_norm.after_rope", "be False without rope", after_rope=True, rope=None)
         if self.v_norm is not None and self.v_norm.after_rope:
             raise Refusal("v_norm", "not come after RoPE, which rotates no values", after_rope=True)
         if self.context_norm is not None and self.context_norm.over != "width":
@@ -424,14 +424,14 @@ class AttentionSpec(Record):
 
     def _latent_projections(self, latent: Latent) -> dict[str, Projection]:
         q_bias, kv_bias, _ = self.qkv_biases
-        found = {"q_proj": Projection((self.q_width,), self.d_in, q_bias)}
+        projections = {"q_proj": Projection((self.q_width,), self.d_in, q_bias)}
         if latent.q_rank is not None:
-            found = {"q_a_proj": Projection((latent.q_rank,), self.d_in, q_bias)}
-            found["q_b_proj"] = Projection((self.q_width,), latent.q_rank, False)
-        found["kv_a_proj"] = Projection((latent.width,), self.d_in, kv_bias)
+            projections = {"q_a_proj": Projection((latent.q_rank,), self.d_in, q_bias)}
+            projections["q_b_proj"] = Projection((self.q_width,), latent.q_rank, False)
+        projections["kv_a_proj"] = Projection((latent.width,), self.d_in, kv_bias)
         own_features = self.head_dim - latent.rope_dim + self.value_head_dim
         return {
-            **found,
+            **projections,
             "kv_b_proj": Projection((self.num_heads * own_features,), latent.kv_rank, False),
         }
 
@@ -468,26 +468,28 @@ class AttentionSpec(Record):
     @property
     def projections(self) -> dict[str, Projection]:
         """Projections of the layer by name, in the order of the data flow."""
-        held = self.qkv_projections
+        projections = self.qkv_projections
         if self.fused_qkv:
-            widths = tuple(projection.d_out for projection in held.values())
-            held = {"qkv_proj": Projection(widths, self.d_in, any(self.qkv_biases))}
-        return {**held, **self._output_projections}
+            widths = tuple(projection.d_out for projection in projections.values())
+            projections = {"qkv_proj": Projection(widths, self.d_in, any(self.qkv_biases))}
+        return {**projections, **self._output_projections}
 
     @property
     def _output_projections(self) -> dict[str, Projection]:
         """Return out_proj and gate_proj. New weights of gate_proj are drawn last."""
         if self.out_proj:
-            found = {"out_proj": Projection((self.d_model,), self.context_width, self.out_bias)}
+            projections = {
+                "out_proj": Projection((self.d_model,), self.context_width, self.out_bias)
+            }
         else:
-            found = {}
+            projections = {}
         if self.gate is not None:
             if self.gate.per_head:
                 width = self.num_heads
             else:
                 width = self.context_width
-            found["gate_proj"] = Projection((width,), self.d_in, self.gate.bias)
-        return found
+            projections["gate_proj"] = Projection((width,), self.d_in, self.gate.bias)
+        return projections
 
     @cached_property
     def norms(self) -> dict[str, Norm]:
@@ -609,11 +611,14 @@ def spec_from(
         if name not in known_names:
             raise unknown_argument(name, known_names)
     if isinstance(spec, AttentionSpec):
-        if given := ({} if num_heads is None else {"num_heads": num_heads}) | dict(fields):
+        superfluous = dict(fields)
+        if num_heads is not None:
+            superfluous = {"num_heads": num_heads} | superfluous
+        if superfluous:
             raise Refusal(
-                " and ".join(given),
+                " and ".join(superfluous),
                 "be left out with a spec",
-                given,
+                superfluous,
                 hint="spec.replace changes fields",
             )
         return spec

@@ -12,11 +12,11 @@ from typing import Any, Self
 
 import numpy as np
 
-MOST = 500
+MAX_LENGTH = 500
 """Maximum length of a message in characters. Long parts are shortened in the middle."""
 
 
-MOST_REMEDIES = 3
+MAX_REMEDIES = 3
 """Maximum number of alternatives in a message."""
 
 
@@ -83,13 +83,13 @@ class Refusal(ValueError):
         advice = [_alternatives(_each(self.remedy)), self.hint]
         parts = [_escape(part) for part in (self.where, self.argument, self.rule, *got, *advice)]
         text = ""
-        for most in range(MOST, 0, -20):
-            where, argument, rule, *rest = (_cut(part, most) for part in parts)
+        for length in range(MAX_LENGTH, 0, -20):
+            where, argument, rule, *rest = (_cut(part, length) for part in parts)
             values = _listed(rest[: len(got)])
             advised = " ".join(filter(None, rest[len(got) :]))
             text = f"{where}{': ' * bool(where)}{argument} must {rule}"
             text += f"{', got ' * bool(values)}{values}{'; ' * bool(advised)}{advised}"
-            if len(text) <= MOST:
+            if len(text) <= MAX_LENGTH:
                 break
         return text
 
@@ -209,7 +209,7 @@ def _each(remedy: Remedy) -> Sequence[Mapping[str, Any]]:
 
 def _alternatives(remedies: Sequence[Mapping[str, Any]]) -> str:
     shown = [
-        " with ".join(_setting(*item) for item in each.items()) for each in remedies[:MOST_REMEDIES]
+        " with ".join(_setting(*item) for item in each.items()) for each in remedies[:MAX_REMEDIES]
     ]
     more = len(remedies) - len(shown)
     return " or ".join(shown) + (f" (or {more} more)" if more else "")
@@ -231,7 +231,7 @@ def _escape(text: str) -> str:
     )
 
 
-def _cut(text: str, most: int) -> str:
-    if len(text) <= most:
+def _cut(text: str, length: int) -> str:
+    if len(text) <= length:
         return text
-    return f"{text[: most // 2]}…{text[-(most // 2) :]}"
+    return f"{text[: length // 2]}…{text[-(length // 2) :]}"

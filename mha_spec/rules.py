@@ -162,7 +162,7 @@ def check_holds_new(lengths: Sequence[int], added: Sequence[int]) -> None:
 
 
 def merged_shapes(
-    name: str, shape: tuple[int, ...], axes: tuple[int, ...], kept: str, *, is_exact: bool
+    name: str, shape: tuple[int, ...], axes: tuple[int, ...], other_axes: str, *, is_exact: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shape to broadcast an array to, and the one to reshape it to, with one batch axis.
 
@@ -170,10 +170,10 @@ def merged_shapes(
         name: name of the argument, for the error.
         shape: shape of the array, batch axes first.
         axes: batch axes of the query.
-        kept: letters of the other axes.
+        other_axes: letters of the other axes.
         is_exact: require the batch axes of the query; by default they need only broadcast.
     """
-    letters = kept.split()
+    letters = other_axes.split()
     first = max(len(shape) - len(letters), 0)
     own = shape[:first]
     rest = shape[first:]

@@ -19,13 +19,14 @@ OF_QUERIES: dict[str, int] = dict.fromkeys(
 OF_QUERIES["context_norm"] = ROWS
 OF_QUERIES |= dict.fromkeys(("out_proj", "relative_bias", *SIDES), COLUMNS)
 OF_KEYS: dict[str, int] = dict.fromkeys(("k_proj", "v_proj", "k_norm", "v_norm"), ROWS)
-"""Weights with a part for each query head, or for each key/value head, and the axis of these parts.
+"""Axis of query heads, or of key/value heads, in each weight.
+
 With latents, each query head has its own keys and values.
 """
 
 
-class Held(NamedTuple):
-    """Local heads of a rank, by their indices in the whole layer.
+class LocalHeads(NamedTuple):
+    """Indices of a rank's heads in the whole layer.
 
     Attributes:
         queries: consecutive query heads.
@@ -36,7 +37,7 @@ class Held(NamedTuple):
     keys: list[int]
 
 
-def local_heads(spec: AttentionSpec, size: int, rank: int) -> Held:
+def local_heads(spec: AttentionSpec, size: int, rank: int) -> LocalHeads:
     """Return the heads of one of `size` ranks; `size` divides the number of query heads.
 
     With fewer key/value heads than ranks, several ranks share one. If neither number divides the
@@ -46,7 +47,7 @@ def local_heads(spec: AttentionSpec, size: int, rank: int) -> Held:
     count = spec.num_heads // size
     group = spec.num_heads // spec.num_kv_heads
     queries = range(rank * count, (rank + 1) * count)
-    return Held(queries, [first // group for first in queries[:: gcd(count, group)]])
+    return LocalHeads(queries, [first // group for first in queries[:: gcd(count, group)]])
 
 
 def axis_of_heads(name: str, spec: AttentionSpec) -> int | None:

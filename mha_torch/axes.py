@@ -40,7 +40,8 @@ def with_one_batch_axis(attend: Attend) -> Attend:
         if segments is not None:
             kinds = zip(segments, "TS", strict=True)
             segments = tuple(
-                _merge("segment_ids", ids, axes, kept, is_exact=True) for ids, kept in kinds
+                _merge("segment_ids", ids, axes, token_axis, is_exact=True)
+                for ids, token_axis in kinds
             )
         hidden = _merge("mask", mask.mask, axes)
         mask = replace(mask, mask=hidden, key_padding_lengths=lengths, segment_ids=segments)
@@ -66,12 +67,12 @@ def with_one_batch_axis(attend: Attend) -> Attend:
 
 
 def _merge(
-    name: str, x: Any, axes: tuple[int, ...], kept: str = "N T S", *, is_exact: bool = False
+    name: str, x: Any, axes: tuple[int, ...], other_axes: str = "N T S", *, is_exact: bool = False
 ) -> Any:
     """Return x with one batch axis, of size 1 if all sequences share it."""
     if not isinstance(x, Tensor):
         return x  # the layer will reject it
-    whole, merged = merged_shapes(name, tuple(x.shape), axes, kept, is_exact=is_exact)
+    whole, merged = merged_shapes(name, tuple(x.shape), axes, other_axes, is_exact=is_exact)
     return x.expand(whole).reshape(merged)
 
 

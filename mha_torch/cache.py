@@ -139,17 +139,18 @@ class Cache:
         """
         check_not_written_over(self)
         batch_size = self.lengths.shape[0]
-        held = values_at_hand(self.lengths)
+        cached_lengths = values_at_hand(self.lengths)
         if isinstance(lengths, int):
             lengths = [lengths] * batch_size
         check_lengths("lengths", lengths, batch_size, self.capacity)
-        kept = values_at_hand(torch.as_tensor(lengths))
+        requested_lengths = values_at_hand(torch.as_tensor(lengths))
         if (
-            held is not None
-            and kept is not None
-            and any(new > old for new, old in zip(kept, held, strict=True))
+            cached_lengths is not None
+            and requested_lengths is not None
+            and any(new > old for new, old in zip(requested_lengths, cached_lengths, strict=True))
         ):
-            raise Refusal("lengths", "not exceed those of the cache", f"lengths={kept} and {held}")
+            rule = "not exceed those of the cache"
+            raise Refusal("lengths", rule, f"lengths={requested_lengths} and {cached_lengths}")
         new_lengths = torch.minimum(
             as_lengths(lengths, self.lengths.device).to(self.lengths.dtype), self.lengths
         )

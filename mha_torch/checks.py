@@ -220,7 +220,8 @@ def check_shared_kv(
     queries.
     """
     if key is None or value is None:
-        raise Refusal(" and ".join(names), "be those of another layer with shared_kv", "None")
+        rule = "be given with shared_kv: those of another layer"
+        raise Refusal(" and ".join(names), rule, "None")
     check_floating(names[0], key, rank=4)
     for name, x, width in zip(
         names, (key, value), (spec.head_dim, spec.value_head_dim), strict=True
@@ -304,13 +305,12 @@ def check_normed(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | No
     shapes = norm.shapes(x.shape[1] if norm.per_head else 1, x.shape[-1])
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is None:
-            found = None
+            parameter_shape = None
         else:
-            found = tuple(parameter.shape)
-        if found != shapes.get(name):
-            raise Refusal(
-                name, f"have shape {shapes.get(name)} for {norm}", {f"{name}.shape": found}
-            )
+            parameter_shape = tuple(parameter.shape)
+        if parameter_shape != shapes.get(name):
+            rule = f"have shape {shapes.get(name)} for {norm}"
+            raise Refusal(name, rule, {f"{name}.shape": parameter_shape})
 
 
 def check_latents(name: str, latents: Tensor, latent: Latent) -> None:

@@ -228,7 +228,8 @@ def check_shared_kv(
 ) -> None:
     """Refuse anything but keys (B, K, S, H) and values (B, K, S, Hv) of another layer for these queries."""
     if key is None or value is None:
-        raise Refusal(" and ".join(names), "be those of another layer with shared_kv", "None")
+        rule = "be given with shared_kv: those of another layer"
+        raise Refusal(" and ".join(names), rule, "None")
     check_floating(names[0], key, rank=4)
     for name, x, width in zip(
         names, (key, value), (padded_features("k_proj", spec), padded_features("v_proj", spec)), strict=True

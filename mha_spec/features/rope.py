@@ -23,7 +23,7 @@ CHOICES = {
     "rotated": ("first", "last"),
     "pairs": ("half", "interleaved"),
     "section_order": ("contiguous", "interleaved"),
-    "section_frequencies": ("shared", "own", "dealt"),
+    "section_frequencies": ("shared", "own", "strided"),
 }
 
 
@@ -49,8 +49,8 @@ class Rope(Record):
             pairs.
         section_frequencies: series of the frequencies of sections. `shared` (Qwen2-VL's text): pair
             i has frequency i of one series, regardless of its axis. `own` (Qwen2-VL's images): pair
-            j of an axis with n pairs has theta ** (-j / n). `dealt` (Pixtral): pair j of axis a has
-            frequency j * axes + a of one series.
+            j of an axis with n pairs has theta ** (-j / n). `strided` (Pixtral): pair j of axis a
+            has frequency j * axes + a of one series.
 
     Raises:
         TypeError: if theta is not a number, scaling not a scaling, rotary_dim or a section not an
@@ -70,7 +70,7 @@ class Rope(Record):
     pairs: Literal["half", "interleaved"] = "half"
     sections: tuple[int, ...] | None = None
     section_order: Literal["contiguous", "interleaved"] = "contiguous"
-    section_frequencies: Literal["shared", "own", "dealt"] = "shared"
+    section_frequencies: Literal["shared", "own", "strided"] = "shared"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "theta", as_factor("theta", self.theta))
@@ -111,7 +111,7 @@ class Rope(Record):
 
     def _check_section_frequencies(self) -> None:
         if self.sections is None or (
-            self.section_frequencies == "dealt" and len(set(self.sections)) > 1
+            self.section_frequencies == "strided" and len(set(self.sections)) > 1
         ):
             if self.sections is None:
                 rule = "be given"
@@ -234,12 +234,12 @@ def check_rotated(head_dim: int, rope: Rope) -> None:
     if sum(rope.sections) != count // 2:
         raise Refusal("sections", f"be {count // 2} rotated pairs in all", sections=rope.sections)
     axes = _axes(count // 2, rope.sections, rope.section_order)
-    held = tuple(axes.count(axis) for axis in range(len(rope.sections)))
-    if held != rope.sections:
+    available = tuple(axes.count(axis) for axis in range(len(rope.sections)))
+    if available != rope.sections:
         raise Refusal(
             "interleaved sections",
-            f"find their pairs among {count // 2}",
-            f"sections={rope.sections}, which would have {held}",
+            f"fit {count // 2} pairs",
+            f"sections={rope.sections}, which would have {available}",
         )
 
 

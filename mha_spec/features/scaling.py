@@ -1,7 +1,7 @@
 """Scalings of RoPE's frequencies for contexts longer than those of pre-training.
 
-All are float32 and round each step, in the order of Hugging Face's transformers, with which the
-models were released. Results in float64 would differ by up to 35 units in the last place if terms
+They compute in float32, in the order of operations of Hugging Face's transformers, to reproduce
+released models. Results in float64 would differ by up to 35 units in the last place if terms
 cancel. Powers are rounded once.
 """
 
@@ -199,14 +199,14 @@ class Llama3Scaling(Scaling):
         return (self.factor,)
 
     def frequencies(self, theta: float, features: int, length: int) -> np.ndarray:
-        kept = unscaled_frequencies(theta, features // 2, features)
-        wavelengths = 1.0 / kept * (2 * math.pi)
+        unscaled = unscaled_frequencies(theta, features // 2, features)
+        wavelengths = 1.0 / unscaled * (2 * math.pi)
         turns = 1.0 / wavelengths * self.original_length  # in the original context
         share = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        between = (1.0 - share) * kept / self.factor + share * kept
+        between = (1.0 - share) * unscaled / self.factor + share * unscaled
         often = wavelengths < self.original_length / self.high_freq_factor
         seldom = wavelengths > self.original_length / self.low_freq_factor
-        return np.where(seldom, kept / self.factor, np.where(often, kept, between))
+        return np.where(seldom, unscaled / self.factor, np.where(often, unscaled, between))
 
     def check(self, theta: float, features: int) -> None:
         super().check(theta, features)
@@ -294,11 +294,14 @@ class YarnScaling(Scaling):
 
     def frequencies(self, theta: float, features: int, length: int) -> np.ndarray:
         low, high = self.ramp(theta, features)
-        kept = 1.0 - np.clip(
+        unscaled_share = 1.0 - np.clip(
             (np.arange(features // 2, dtype=np.float32) - low) / (high - low), 0.0, 1.0
         )
         divisors = powers(theta, exponents(features // 2, features))
-        return 1.0 / (self.factor * divisors) * (1.0 - kept) + 1.0 / divisors * kept
+        return (
+            1.0 / (self.factor * divisors) * (1.0 - unscaled_share)
+            + 1.0 / divisors * unscaled_share
+        )
 
     def ramp(self, theta: float, features: int) -> tuple[float, float]:
         """Return the last pair that is not scaled and the first that is fully scaled."""

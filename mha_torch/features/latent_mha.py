@@ -141,22 +141,22 @@ class MultiHeadLatentAttention(AttentionLayer):
         """Return the weight of kv_b_proj; None if kv_b_proj was replaced, hooked or biased and must
         be called.
         """
-        held = self.kv_b_proj
+        kv_b_proj = self.kv_b_proj
         is_plain = (
-            type(held) is nn.Linear
-            and held.bias is None
-            and "forward" not in vars(held)
-            and not hooks_of(held)
+            type(kv_b_proj) is nn.Linear
+            and kv_b_proj.bias is None
+            and "forward" not in vars(kv_b_proj)
+            and not hooks_of(kv_b_proj)
         )
-        if is_plain and not is_distributed(held.weight):
-            return held.weight
+        if is_plain and not is_distributed(kv_b_proj.weight):
+            return kv_b_proj.weight
         return None
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
     """Return the hooks that run when a module is called."""
-    found = (
+    registries = (
         *(module._forward_hooks, module._forward_pre_hooks),
         *(module._backward_hooks, module._backward_pre_hooks),
     )
-    return [hook for each in found for hook in each.values()]
+    return [hook for registry in registries for hook in registry.values()]

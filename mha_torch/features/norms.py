@@ -89,10 +89,10 @@ class NormLayer(nn.Module):
         self.norm = norm
         for name in ("weight", "bias"):
             if name in shapes:
-                held = torch.empty(shapes[name], device=device, dtype=dtype)
+                parameter = torch.empty(shapes[name], device=device, dtype=dtype)
             else:
-                held = None
-            self.register_parameter(name, None if held is None else nn.Parameter(held))
+                parameter = None
+            self.register_parameter(name, None if parameter is None else nn.Parameter(parameter))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -50,15 +50,15 @@ def relative_position_products(
         axes = "bnth,cnh->bntc"
     else:
         axes = "bnth,ch->bntc"
-    found = []
+    products = []
     with without_autocast(query.device.type):
         if relative_keys is not None:
             by_bucket = torch.einsum(axes, at_least_float32(query), at_least_float32(relative_keys))
-            found.append(by_bucket.gather(3, buckets))
+            products.append(by_bucket.gather(3, buckets))
         if relative_queries is not None:
             keys = at_least_float32(repeat_kv_heads(key, query.shape[1]))
             by_bucket = torch.einsum(axes, keys, at_least_float32(relative_queries))
-            found.append(by_bucket.gather(3, buckets.mT).mT)
-    if len(found) == 1:
-        return found[0]
-    return found[0] + found[1]
+            products.append(by_bucket.gather(3, buckets.mT).mT)
+    if len(products) == 1:
+        return products[0]
+    return products[0] + products[1]

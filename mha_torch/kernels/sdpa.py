@@ -27,7 +27,7 @@ _QUERIES_WITH_BIAS = 128
 _FEW_QUERIES = 32
 """Maximum number of queries of a decoding step."""
 
-_OTHERS = {
+_NOT_CUDNN = {
     SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
     SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
     SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
@@ -169,15 +169,15 @@ def _kernels_for(query: Tensor, attn_mask: Tensor | None) -> AbstractContextMana
     if not query.is_cuda or (attn_mask is None and query.shape[2] > _FEW_QUERIES):
         return nullcontext()
     if torch.compiler.is_compiling():
-        return sdpa_kernel([*_OTHERS])
+        return sdpa_kernel([*_NOT_CUDNN])
     return _without_cudnn()
 
 
 @contextmanager
 def _without_cudnn() -> Iterator[None]:
     with _SWITCHES:
-        others = [kernel for kernel, is_allowed in _OTHERS.items() if is_allowed()]
-        with sdpa_kernel(others) if others else nullcontext():
+        allowed = [kernel for kernel, is_allowed in _NOT_CUDNN.items() if is_allowed()]
+        with sdpa_kernel(allowed) if allowed else nullcontext():
             yield
 
 
@@ -325,9 +325,7 @@ def check_context_parallel(
     if kernel is _KERNEL or "_context_parallel" not in getattr(kernel, "__module__", ""):
         return
     if positions is None and scores.spec.has_positions:
-        rule = (
-            "be given under context_parallel, among its buffers: a process has a part of the tokens"
-        )
+        rule = "be a buffer of context_parallel: a process has a part of the tokens"
         raise Refusal("positions", rule, positions=None)
     named = {
         "need_weights": need_weights or None,
@@ -341,9 +339,10 @@ def check_context_parallel(
         "relative_products": scores.spec.relative_products,
         "soft_cap": scores.spec.soft_cap,
     }
-    if given := [name for name, value in named.items() if value is not None]:
+    unsupported = [name for name, value in named.items() if value is not None]
+    if unsupported:
         raise Refusal(
-            given[0],
+            unsupported[0],
             "be None under context_parallel, whose ring knows causality only",
             hint="mha_torch.parallel.shard(layer, mesh, tokens=…) takes lengths, windows, chunks, "
             "sinks and "

@@ -30,7 +30,7 @@ from mha_torch.features.norms import NormLayer
 from mha_torch.masks import Mask
 from mha_torch.mha import AttentionLayer
 from mha_torch.parallel.local import PLACES, ShardedNorm, WidthShard, local_weight
-from mha_torch.parallel.ring import RingAttention, check_known_to_ring
+from mha_torch.parallel.ring import RingAttention, check_ring_supports
 from mha_torch.scores import Scores
 
 # ---- Functions -----------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ def _divide_tokens(layer: AttentionLayer, kernel: RingAttention) -> None:
         if named.get("need_weights"):
             rule = "be False where tokens are divided, which stores no weights"
             raise Refusal("need_weights", rule, need_weights=True)
-        check_known_to_ring(Mask(named.get("mask")), layer.scores(named.get("bias")))
+        check_ring_supports(Mask(named.get("mask")), layer.scores(named.get("bias")))
         if isinstance(x, Tensor) and layer.spec.has_positions and named.get("positions") is None:
             places = kernel.positions(x.shape[-2], x.device)
             named = named | {"positions": places if x.ndim > 2 else places[0]}
@@ -139,41 +139,45 @@ def plan(layer: AttentionLayer) -> dict[str, ParallelStyle]:
     if not isinstance(layer, AttentionLayer):
         raise WrongType("layer", "be an attention module of mha_torch", type(layer).__name__)
     spec = layer.spec
-    found = dict[str, ParallelStyle]({"": _Layer()})
+    styles = dict[str, ParallelStyle]({"": _Layer()})
     for name in spec.projections:
         if name in ("q_proj", "q_b_proj", "kv_b_proj", "gate_proj"):
-            found[name] = _OfQueries()
+            styles[name] = _OfQueries()
         elif name in ("k_proj", "v_proj"):
-            found[name] = _OfKeys(spec)
+            styles[name] = _OfKeys(spec)
         elif name in ("q_a_proj", "kv_a_proj"):
-            found[name] = _Shared()
-    found |= {name: _OfNorm(spec, name) for name in spec.norms}
-    return found | ({"out_proj": RowwiseParallel()} if spec.out_proj else {})
+            styles[name] = _Shared()
+    styles |= {name: _OfNorm(spec, name) for name in spec.norms}
+    if spec.out_proj:
+        styles["out_proj"] = RowwiseParallel()
+    return styles
 
 
 # ---- Local layers --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, repr=False)
-class _OwnSpec(AttentionSpec):
+class _LocalSpec(AttentionSpec):
     """Local specification of a layer with ALiBi, whose slopes depend on the number of all heads."""
 
     _: KW_ONLY
-    own_slopes: tuple[float, ...] = ()
+    local_slopes: tuple[float, ...] = ()
 
     @cached_property
     def alibi_slopes(self) -> tuple[float, ...] | None:
-        return self.own_slopes
+        return self.local_slopes
 
 
 def _spec_of(spec: AttentionSpec, size: int, rank: int) -> AttentionSpec:
     """Return the specification of one of `size` ranks."""
     queries, keys = local_heads(spec, size, rank)
-    own: dict[str, Any] = {"num_heads": len(queries), "num_kv_heads": len(keys)}
+    local_sizes: dict[str, Any] = {"num_heads": len(queries), "num_kv_heads": len(keys)}
     if spec.alibi_slopes is None:
-        return replace(spec, **own)
-    held = {field.name: getattr(spec, field.name) for field in fields(spec)}
-    return _OwnSpec(**held | own, own_slopes=spec.alibi_slopes[queries.start : queries.stop])
+        return replace(spec, **local_sizes)
+    whole_fields = {field.name: getattr(spec, field.name) for field in fields(spec)}
+    return _LocalSpec(
+        **whole_fields | local_sizes, local_slopes=spec.alibi_slopes[queries.start : queries.stop]
+    )
 
 
 def _heads_of_norm(spec: AttentionSpec, name: str) -> int:
@@ -184,8 +188,12 @@ def _heads_of_norm(spec: AttentionSpec, name: str) -> int:
 
 def _width_of(spec: AttentionSpec, name: str, mesh: DeviceMesh) -> WidthShard:
     """Return a rank's part of the width of a norm."""
-    held = [local_heads(spec, mesh.size(), rank) for rank in range(mesh.get_local_rank() + 1)]
-    *others, own = [list(each.queries) if name in OF_QUERIES else each.keys for each in held]
+    heads_of_ranks = [
+        local_heads(spec, mesh.size(), rank) for rank in range(mesh.get_local_rank() + 1)
+    ]
+    *others, own = [
+        list(local.queries) if name in OF_QUERIES else local.keys for local in heads_of_ranks
+    ]
     before = {head for heads in others for head in heads}
     counted = [place for place, head in enumerate(own) if head not in {*before, *own[:place]}]
     return WidthShard(mesh, own, counted, _heads_of_norm(spec, name))
@@ -207,12 +215,16 @@ class _Sharded(AttentionLayer):
 
     def _kv_b(self) -> Tensor | None:
         """Return the local part of the weight of kv_b_proj; None if kv_b_proj must be called."""
-        held = self.kv_b_proj
-        hooks = hooks_of(held)
-        is_plain = type(held) is nn.Linear and held.bias is None and "forward" not in vars(held)
+        kv_b_proj = self.kv_b_proj
+        hooks = hooks_of(kv_b_proj)
+        is_plain = (
+            type(kv_b_proj) is nn.Linear
+            and kv_b_proj.bias is None
+            and "forward" not in vars(kv_b_proj)
+        )
         is_placed = bool(hooks) and all(hasattr(hook, PLACES) for hook in hooks)
         if is_plain and is_placed:
-            return local_weight(held.weight)
+            return local_weight(kv_b_proj.weight)
         return None
 
 
@@ -383,10 +395,10 @@ def _distribute(
     module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement, source: int | None
 ) -> None:
     """Distribute a parameter over the mesh."""
-    held = getattr(module, name)
-    if held is not None:
-        placed = distribute_tensor(held, mesh, [placement], src_data_rank=source)
-        module.register_parameter(name, nn.Parameter(placed, requires_grad=held.requires_grad))
+    parameter = getattr(module, name)
+    if parameter is not None:
+        placed = distribute_tensor(parameter, mesh, [placement], src_data_rank=source)
+        module.register_parameter(name, nn.Parameter(placed, requires_grad=parameter.requires_grad))
 
 
 def _entered(x: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -108,7 +108,8 @@ class ShardedNorm(NormLayer):
         else:
             of_process = self.width.local
         weight, bias = (
-            None if held is None else of_process(held) for held in (self.weight, self.bias)
+            None if parameter is None else of_process(parameter)
+            for parameter in (self.weight, self.bias)
         )
         if self.width is None:
             return apply_norm(x, self.norm, weight, bias)

@@ -77,7 +77,7 @@ class RingAttention:
 
     def check(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> None:
         """Refuse arguments that do not fit; lengths are those of whole sequences."""
-        check_known_to_ring(mask, scores)
+        check_ring_supports(mask, scores)
         check_attention(query, key, value, mask, scores)
         check_parts(query, key, self)
         if mask.key_padding_lengths is not None:
@@ -205,7 +205,7 @@ class _Ring:
         """Return the rank whose keys are local after this many steps."""
         return (self.tokens.rank - step) % self.tokens.num_parts
 
-    def seen(self, rows: range) -> tuple[Tensor, Tensor]:
+    def visible_keys(self, rows: range) -> tuple[Tensor, Tensor]:
         """Return the first key of each row and the one after its last, (B or 1, rows)."""
         hidden = replace(self.hidden, q_offset=torch.tensor([rows.start]))
         return hidden.key_range(len(rows), self.tokens.num_parts * self.seq_len_k)
@@ -213,7 +213,7 @@ class _Ring:
     def sees(self, rows: range, keys: range) -> bool:
         """Return whether any of some rows attends to any of some keys."""
         if len(rows) and len(keys):
-            ends = [self.seen(range(row, row + 1)) for row in (rows[0], rows[-1])]
+            ends = [self.visible_keys(range(row, row + 1)) for row in (rows[0], rows[-1])]
         else:
             ends = []
         if not ends:
@@ -225,7 +225,7 @@ class _Ring:
         """Return the mask of some rows and keys, (B or 1, 1, rows, keys); None if nothing is
         hidden.
         """
-        first, stop = (x.to(device) for x in self.seen(rows))
+        first, stop = (x.to(device) for x in self.visible_keys(rows))
         if bool(((first <= keys.start) & (stop >= keys.stop)).all()):
             return None
         places = torch.arange(keys.start, keys.stop, device=device)
@@ -277,7 +277,7 @@ def _send_next(ring: _Ring, tensors: Sequence[Tensor], by: int = 1) -> _Transfer
 
 
 def _to_zigzag(ring: _Ring, tensors: Sequence[Tensor], *, back: bool = False) -> list[Tensor]:
-    """Move halves of (…, T, ·) from sequence order to zigzag order, or back."""
+    """Move halves of (…, T, ·) from sequence order target_rank zigzag order, or back."""
     rank = ring.tokens.rank
     size = ring.tokens.num_parts
 
@@ -290,26 +290,30 @@ def _to_zigzag(ring: _Ring, tensors: Sequence[Tensor], *, back: bool = False) ->
     in_order = (2 * rank, 2 * rank + 1)
     in_zigzag = (rank, 2 * size - 1 - rank)
     if back:
-        held = in_zigzag
-        wanted = in_order
-        to = rank_in_order
-        whence = rank_in_zigzag
+        own_places = in_zigzag
+        wanted_places = in_order
+        target_rank = rank_in_order
+        source_rank = rank_in_zigzag
     else:
-        held = in_order
-        wanted = in_zigzag
-        to = rank_in_zigzag
-        whence = rank_in_order
-    halves = {place: [x.chunk(2, dim=-2)[i] for x in tensors] for i, place in enumerate(held)}
-    sent = [(x, to(place)) for place in held if to(place) != rank for x in halves[place]]
-    received = [
-        (x, whence(place)) for place in wanted if whence(place) != rank for x in halves[held[0]]
+        own_places = in_order
+        wanted_places = in_zigzag
+        target_rank = rank_in_zigzag
+        source_rank = rank_in_order
+    halves = {place: [x.chunk(2, dim=-2)[i] for x in tensors] for i, place in enumerate(own_places)}
+    sent = []
+    for place in own_places:
+        if target_rank(place) != rank:
+            sent += [(x, target_rank(place)) for x in halves[place]]
+    received = []
+    for place in wanted_places:
+        if source_rank(place) != rank:
+            received += [(x, source_rank(place)) for x in halves[own_places[0]]]
+    arriving = iter(_Transfer(ring.tokens, sent, received).wait())
+    wanted_halves = [
+        halves[place] if source_rank(place) == rank else [next(arriving) for _ in tensors]
+        for place in wanted_places
     ]
-    come = iter(_Transfer(ring.tokens, sent, received).wait())
-    found = [
-        halves[place] if whence(place) == rank else [next(come) for _ in tensors]
-        for place in wanted
-    ]
-    return [torch.cat(pair, dim=-2) for pair in zip(*found, strict=True)]
+    return [torch.cat(pair, dim=-2) for pair in zip(*wanted_halves, strict=True)]
 
 
 # ---- Ring ----------------------------------------------------------------------------------------
@@ -340,21 +344,21 @@ class _Attention(torch.autograd.Function):
         )
         context = context.to(query.device)
         lse = torch.full_like(context[..., :1], -torch.inf)
-        held = [key, value]
+        visiting = [key, value]
         steps = ring.steps()
         for step in range(steps + 1):
             if step < steps:
-                moved = _send_next(ring, held)
+                moved = _send_next(ring, visiting)
             else:
                 moved = None
-            for part in _parts(ring, query, held, ring.source(step)):
+            for part in _parts(ring, query, visiting, ring.source(step)):
                 own, own_lse, wrong = _attended(part, table, ring.spec)
                 rows = part.rows
                 before = context[:, :, rows], lse[:, :, rows]
                 context[:, :, rows], lse[:, :, rows] = _joined(*before, own, own_lse)
                 nonfinite_rows[:, :, rows] |= wrong
             if moved is not None:
-                held = moved.wait()
+                visiting = moved.wait()
         has_key = ~torch.isneginf(lse)
         if sinks is not None:
             total = torch.logaddexp(lse, at_least_float32(sinks)[:, None, None])
@@ -362,8 +366,10 @@ class _Attention(torch.autograd.Function):
             lse = torch.where(has_key, total, lse)
         ctx.ring = ring
         ctx.save_for_backward(query, key, value, sinks, table, context, lse)
-        found = context.masked_fill(nonfinite_rows & has_key, torch.nan)
-        return (_to_zigzag(ring, [found], back=True)[0] if ring.is_zigzag else found).to(dtype)
+        output = context.masked_fill(nonfinite_rows & has_key, torch.nan)
+        if ring.is_zigzag:
+            (output,) = _to_zigzag(ring, [output], back=True)
+        return output.to(dtype)
 
     @staticmethod
     @once_differentiable
@@ -381,24 +387,24 @@ class _Attention(torch.autograd.Function):
             grad_table = None
         else:
             grad_table = torch.zeros_like(at_least_float32(table))
-        held = [key, value]
+        visiting = [key, value]
         steps = ring.steps()
         for step in range(steps + 1):
             if step < steps:
-                moved = _send_next(ring, held)
+                moved = _send_next(ring, visiting)
             else:
                 moved = None
-            for part in _parts(ring, query, held, ring.source(step)):
+            for part in _parts(ring, query, visiting, ring.source(step)):
                 rows = part.rows
                 keys = part.keys
                 of_rows = (x[:, :, rows] for x in (lse, cotangent, reduced))
                 *own, own_table = _block_backward(part, table, ring.spec, *of_rows)
-                for grad, which, found in zip(grads, (rows, keys, keys), own, strict=True):
-                    grad[:, :, which] += found
+                for grad, tokens, own_grad in zip(grads, (rows, keys, keys), own, strict=True):
+                    grad[:, :, tokens] += own_grad
                 if grad_table is not None and own_table is not None:
                     grad_table += own_table
             if moved is not None:
-                held = moved.wait()
+                visiting = moved.wait()
                 grads[1:] = _send_next(ring, grads[1:]).wait()
         if steps:  # the received gradient is of keys this many positions behind
             grads[1:] = _send_next(ring, grads[1:], -steps).wait()
@@ -438,11 +444,13 @@ class _Part(NamedTuple):
     offset: int
 
 
-def _parts(ring: _Ring, query: Tensor, held: Sequence[Tensor], source: int) -> Iterator[_Part]:
+def _parts(
+    ring: _Ring, query: Tensor, key_and_value: Sequence[Tensor], source: int
+) -> Iterator[_Part]:
     """Yield the blocks of a visiting part that are not fully masked, with a limited number of
     scores each.
     """
-    key, value = held
+    key, value = key_and_value
     first_row = 0
     for rows in ring.pieces(ring.tokens.rank, query.shape[2]):
         first_key = 0
@@ -493,7 +501,7 @@ def _attended(
     query, key, value, wrong = _finite(part)
     scores = _scores(part, query, key, table, spec)
     lse = scores.logsumexp(dim=-1, keepdim=True)
-    context = attention_context((scores - _known(lse)).exp(), value)
+    context = attention_context((scores - _finite_lse(lse)).exp(), value)
     marked = wrong[..., 0].repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     return context, lse, attends_to_any(marked, query.shape[2], Mask(part.mask))
 
@@ -516,13 +524,14 @@ def _block_backward(
     leaves += [] if table is None else [table.detach().requires_grad_()]
     with torch.enable_grad():
         scores = _scores(part, leaves[0], leaves[1], leaves[3] if table is not None else None, spec)
-        weights = (scores - _known(lse)).exp()
-        found = (attention_context(weights, leaves[2]), weights.sum(dim=-1, keepdim=True))
-    grads = torch.autograd.grad(found, leaves, (cotangent, -reduced))
+        weights = (scores - _finite_lse(lse)).exp()
+        context = attention_context(weights, leaves[2])
+        sums = weights.sum(dim=-1, keepdim=True)
+    grads = torch.autograd.grad((context, sums), leaves, (cotangent, -reduced))
     return [*grads, *([None] if table is None else [])]
 
 
-def _known(lse: Tensor) -> Tensor:
+def _finite_lse(lse: Tensor) -> Tensor:
     """Return the log-sum-exp, with 0 for fully masked rows, whose weights are then exp(-inf)."""
     return lse.masked_fill(torch.isneginf(lse), 0.0)
 
@@ -530,7 +539,7 @@ def _known(lse: Tensor) -> Tensor:
 def _joined(context: Tensor, lse: Tensor, own: Tensor, own_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Merge two contexts of the same rows by their log-sum-exp."""
     total = torch.logaddexp(lse, own_lse)
-    known = _known(total)
+    known = _finite_lse(total)
     return context * (lse - known).exp() + own * (own_lse - known).exp(), total
 
 
@@ -543,33 +552,33 @@ def check_parts(query: Tensor, key: Tensor, tokens: RingAttention) -> None:
         return
     own = torch.tensor([query.shape[0], query.shape[2], key.shape[2]])
     others = [rank for rank in range(tokens.num_parts) if rank != tokens.rank]
-    found = {rank: torch.empty_like(own) for rank in others} | {tokens.rank: own}
+    counts_of_rank = {rank: torch.empty_like(own) for rank in others} | {tokens.rank: own}
     whole = {rank: dist.get_global_rank(tokens.group, rank) for rank in others}
     works = [dist.isend(own, whole[rank], tokens.group) for rank in others]
-    works += [dist.irecv(found[rank], whole[rank], tokens.group) for rank in others]
+    works += [dist.irecv(counts_of_rank[rank], whole[rank], tokens.group) for rank in others]
     for work in filter(None, works):
         work.wait()
     for index, what in enumerate(("sequences", "queries", "keys")):
-        counts = [int(found[rank][index]) for rank in range(tokens.num_parts)]
+        counts = [int(counts_of_rank[rank][index]) for rank in range(tokens.num_parts)]
         if len({*counts}) > 1:
             raise Refusal(
                 what, "be as many on each process where tokens are divided", {what: counts}
             )
 
 
-def check_known_to_ring(mask: Mask, scores: Scores) -> None:
+def check_ring_supports(mask: Mask, scores: Scores) -> None:
     """Refuse dropout, and masks and biases, whose columns would have to circulate with the keys."""
     unknown = mask.fields_beyond("is_causal", "key_padding_lengths", "span")
     named = {name: getattr(mask, name) for name in unknown} | {"bias": scores.bias}
-    for name, given in named.items():
-        if given is not None:
+    for name, value in named.items():
+        if value is not None:
             raise Refusal(
                 name,
                 "be None where tokens are divided; "
                 "causality, lengths, windows and chunks hold for whole sequences",
-                {f"{name}.shape": tuple(given.shape)}
-                if isinstance(given, Tensor)
-                else type(given).__name__,
+                {f"{name}.shape": tuple(value.shape)}
+                if isinstance(value, Tensor)
+                else type(value).__name__,
             )
     spec = scores.spec
     if isinstance(spec.relative_bias, GridBias):

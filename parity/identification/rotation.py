@@ -144,7 +144,7 @@ def _on_axes(candidates: list[Rope], layout: dict[str, Any], head_dim: int) -> I
     orders = ("contiguous", "interleaved")
     forms = [("shared", order, sections) for order in orders for sections in told]
     forms += [("own", order, sections) for order in orders for sections in equal]
-    forms += [("dealt", "contiguous", sections) for sections in equal]  # dealt ones have one series
+    forms += [("strided", "contiguous", sections) for sections in equal]  # strided ones have one series
     for base in dict.fromkeys((*(rope.replace(sections=None) for rope in candidates), *map(Rope, BASES))):
         for series, order, sections in dict.fromkeys(forms):
             own = {"sections": sections, "section_order": order, "section_frequencies": series}

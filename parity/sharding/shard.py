@@ -15,7 +15,7 @@ import numpy as np
 from mha_spec import AttentionSpec, Refusal, WrongType, shares
 from mha_spec.attention import NORMS, check_spec
 from mha_spec.rules import as_count
-from mha_spec.shares import OF_KEYS, Held, axis_of_heads
+from mha_spec.shares import OF_KEYS, LocalHeads, axis_of_heads
 from parity.core.weights import Weights, check_weights
 
 
@@ -51,7 +51,7 @@ class ShardPlan:
         return self.tensor * self.context
 
 
-def local_heads(spec: AttentionSpec, plan: ShardPlan, rank: int) -> Held:
+def local_heads(spec: AttentionSpec, plan: ShardPlan, rank: int) -> LocalHeads:
     """Return the heads of a rank, see `mha_spec.shares`.
 
     Raises:
@@ -222,7 +222,7 @@ def _by_heads(name: str, weight: np.ndarray, spec: AttentionSpec) -> np.ndarray:
     return np.moveaxis(heads, axis, 0)
 
 
-def _heads_in(name: str, spec: AttentionSpec, held: Held) -> list[int]:
+def _heads_in(name: str, spec: AttentionSpec, held: LocalHeads) -> list[int]:
     """Return the heads of a weight that a rank has."""
     if axis_of_heads(name, spec) is None:
         return [0]

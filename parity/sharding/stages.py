@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mha_spec import AttentionSpec, Refusal
-from mha_spec.shares import Held
+from mha_spec.shares import LocalHeads
 from parity.core.arrays import to_numpy
 from parity.core.stages import STAGES, stage_named
 from parity.sharding.shard import ShardPlan, local_heads
@@ -54,7 +54,7 @@ def unshard_stages(
     return {name: joined(name) for name in names}
 
 
-def part_of(name: str, stage: np.ndarray, spec: AttentionSpec, held: Held) -> np.ndarray:
+def part_of(name: str, stage: np.ndarray, spec: AttentionSpec, held: LocalHeads) -> np.ndarray:
     """Return a rank's part of a stage of the whole layer: its heads; all of stages without heads."""
     axis, heads, count = _place(name, spec, held)
     if axis is None:
@@ -65,7 +65,7 @@ def part_of(name: str, stage: np.ndarray, spec: AttentionSpec, held: Held) -> np
     return stage[:, heads]
 
 
-def _place(name: str, spec: AttentionSpec, held: Held) -> tuple[int | None, list[int], int]:
+def _place(name: str, spec: AttentionSpec, held: LocalHeads) -> tuple[int | None, list[int], int]:
     """Return the axis of heads in a stage, the heads of a rank, and their number."""
     stage = stage_named(name)
     if stage.is_gradient or stage.kind not in STAGES:
@@ -79,7 +79,9 @@ def _place(name: str, spec: AttentionSpec, held: Held) -> tuple[int | None, list
     return (2 if is_wide else None), queries, spec.num_heads
 
 
-def _joined(name: str, parts: list[np.ndarray], spec: AttentionSpec, held: list[Held], summed: bool) -> np.ndarray:
+def _joined(
+    name: str, parts: list[np.ndarray], spec: AttentionSpec, held: list[LocalHeads], summed: bool
+) -> np.ndarray:
     axis, _, count = _place(name, spec, held[0])
     if axis is None:
         if stage_named(name).quantity == "output" and not summed:

@@ -31,7 +31,7 @@ TOWERS = {
         *("PixtralVisionConfig", "PixtralVisionModel"),
         {**SIZES, "image_size": 64, "patch_size": 8},
         {"pixel_values": (1, 3, 32, 48)},
-        OWN.replace(section_frequencies="dealt"),
+        OWN.replace(section_frequencies="strided"),
     ),
     "llama4": (
         *("Llama4VisionConfig", "Llama4VisionModel"),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mha_spec import AttentionSpec, Refusal, WrongType
-from mha_spec.refusal import MOST
+from mha_spec.refusal import MAX_LENGTH
 
 
 def test_message_has_argument_and_values():
@@ -80,13 +80,13 @@ def test_flags_replace_names_in_each_field():
 @pytest.mark.parametrize("field", ["argument", "rule", "got", "text", "hint", "where"])
 def test_long_part_loses_its_middle(field):
     """A part of 300,000 characters keeps its ends, other parts stay whole, and
-    the message has at most MOST characters.
+    the message has at most MAX_LENGTH characters.
     """
     long = "<" + "x" * 300_000 + ">"
     parts = {"argument": "the argument", "rule": "be short", "where": "place", "hint": "advice"} | {field: long}
     got = {"got": {"value": parts.get("got", 7)}, "text": parts.get("text", "")}["text" if field == "text" else "got"]
     text = str(Refusal(parts["argument"], parts["rule"], got, where=parts["where"], hint=parts["hint"]))
-    assert len(text) <= MOST
+    assert len(text) <= MAX_LENGTH
     assert "<x" in text
     assert "x>" in text
     assert all(part in text for part in parts.values() if part is not long)

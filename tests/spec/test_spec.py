@@ -319,7 +319,7 @@ LATENT = {"d_model": 8, "num_heads": 2, "latent": Latent(6, 2)}
         ({"d_model": 8, "num_heads": 2, "v_norm": True}, refuses_type("v_norm", v_norm=True)),
         (
             {"d_model": 8, "num_heads": 2, "qk_norm": Norm(after_rope=True)},
-            refuses("qk_norm", after_rope=True, rope=None),
+            refuses("qk_norm.after_rope", after_rope=True, rope=None),
         ),
         (
             {"d_model": 8, "num_heads": 2, "v_norm": Norm(after_rope=True)},
@@ -730,7 +730,7 @@ ROPES = [
     Rope(scaling=LONGROPE, rotary_dim=np.int64(4)),
     Rope(scaling=ProportionalScaling(0.25, 2.0)),
     Rope(sections=[2, 1, 1], section_order="interleaved"),
-    Rope(sections=(2, 2), section_frequencies="dealt"),
+    Rope(sections=(2, 2), section_frequencies="strided"),
 ]
 
 
@@ -784,7 +784,7 @@ def test_json_of_invalid_scaling_raises(scaling, refusal):
         (lambda: Rope(section_order="x"), refuses("section_order", section_order="x")),
         (lambda: Rope(section_frequencies="x"), refuses("section_frequencies", section_frequencies="x")),
         (lambda: Rope(section_frequencies="own"), refuses("sections", sections=None)),
-        (lambda: Rope(sections=(3, 1), section_frequencies="dealt"), refuses("sections", sections=(3, 1))),
+        (lambda: Rope(sections=(3, 1), section_frequencies="strided"), refuses("sections", sections=(3, 1))),
         (
             lambda: Rope(scaling=LinearScaling(4.0), sections=(2, 2), section_frequencies="own"),
             refuses("scaling", scaling=LinearScaling(4.0)),
@@ -1078,7 +1078,7 @@ def test_cases_cover_all_attention_features():
                 "sections": lambda rope: rope.sections and rope.section_order == "contiguous",
                 "interleaved sections": lambda rope: rope.sections and rope.section_order == "interleaved",
                 "a series for each axis": lambda rope: rope.section_frequencies == "own",
-                "a series that is dealt": lambda rope: rope.section_frequencies == "dealt",
+                "a series that is strided": lambda rope: rope.section_frequencies == "strided",
                 **{kind: lambda rope, kind=kind: rope.scaling and rope.scaling.kind == kind for kind in SCALINGS},
             }.items()
         },

@@ -385,8 +385,8 @@ ROPES = [
         seq_len=9,
     ),
     Case(
-        "rope-sections-dealt",
-        _rotating(Rope(100.0, sections=(4, 4), section_frequencies="dealt"), head_dim=16),
+        "rope-sections-strided",
+        _rotating(Rope(100.0, sections=(4, 4), section_frequencies="strided"), head_dim=16),
         "rows and columns that alternate in one series of frequencies",
         seq_len=9,
     ),

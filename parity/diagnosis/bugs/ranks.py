@@ -10,7 +10,7 @@ import numpy as np
 
 from mha_spec import AttentionSpec
 from mha_spec.attention import NORMS
-from mha_spec.shares import OUT_BIAS, Held
+from mha_spec.shares import OUT_BIAS, LocalHeads
 from parity.core.problem import Problem
 from parity.core.reference import Arithmetic, Layer
 from parity.core.reference.backward import Backward
@@ -53,7 +53,7 @@ class SharedProblem:
         """The number of ranks."""
         return max(self.plan.tensor, self.tokens)
 
-    def held(self, rank: int) -> Held:
+    def held(self, rank: int) -> LocalHeads:
         """The heads of a rank."""
         return local_heads(self.problem.spec, self.plan, rank)
 

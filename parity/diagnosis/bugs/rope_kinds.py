@@ -224,10 +224,10 @@ def on_several_axes(case: Case) -> Iterator[Bug]:
         fix=f"set section_order to {rope.section_order!r}",
     )
 
-    for series in ("shared", "own", "dealt"):
+    for series in ("shared", "own", "strided"):
         if series == rope.section_frequencies or rope.scaling is not None:
             continue
-        if series == "dealt" and len(set(rope.sections)) > 1:
+        if series == "strided" and len(set(rope.sections)) > 1:
             continue
         yield of_axes(
             f"rope-sections-{series}",

@@ -244,10 +244,12 @@ def test_sections_use_positions_of_own_axis(sibling, rng, order):
 
 @sample(jax=1)
 @pytest.mark.parametrize("order", ["contiguous", "interleaved"])
-@pytest.mark.parametrize(("series", "exponents"), [("own", [0, 1 / 2, 0, 1 / 2]), ("dealt", [0, 1 / 2, 1 / 4, 3 / 4])])
+@pytest.mark.parametrize(
+    ("series", "exponents"), [("own", [0, 1 / 2, 0, 1 / 2]), ("strided", [0, 1 / 2, 1 / 4, 3 / 4])]
+)
 def test_section_frequencies_match_series(sibling, rng, series, exponents, order):
     """With sections, the frequencies of an axis are its own series or
-    dealt out from a common one.
+    strided from a common one.
     """
     rope = Rope(81.0, sections=(2, 2), section_order=order, section_frequencies=series)
     axes = {"contiguous": [0, 0, 1, 1], "interleaved": [0, 1, 0, 1]}[order]

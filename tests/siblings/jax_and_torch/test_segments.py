@@ -17,7 +17,7 @@ from mha_spec import AttentionSpec, Rope
 from mha_spec.heads import BareHeads
 from mha_torch.kernels import flex
 from mha_torch.masks import Mask
-from mha_torch.parallel.ring import check_known_to_ring
+from mha_torch.parallel.ring import check_ring_supports
 from mha_torch.scores import Scores
 
 pytestmark = [
@@ -215,4 +215,4 @@ def test_compiled_torch_layer_accepts_ids():
 def test_ring_rejects_segments():
     """A ring raises an error for segments."""
     with refuses("segment_ids"):
-        check_known_to_ring(Mask(is_causal=True, segment_ids=torch.from_numpy(PACKED)), Scores(BareHeads(4)))
+        check_ring_supports(Mask(is_causal=True, segment_ids=torch.from_numpy(PACKED)), Scores(BareHeads(4)))

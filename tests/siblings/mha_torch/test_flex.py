@@ -327,7 +327,9 @@ def test_cudnn_gets_no_mask_or_step(cudnn, monkeypatch):
         attend(query, x, x, **options)
         assert cudnn.pop() == is_on
         assert torch.backends.cuda.cudnn_sdp_enabled()
-    monkeypatch.setattr(sdpa, "_OTHERS", dict.fromkeys(sdpa._OTHERS, lambda: False))  # the user allows no other kernel
+    monkeypatch.setattr(
+        sdpa, "_NOT_CUDNN", dict.fromkeys(sdpa._NOT_CUDNN, lambda: False)
+    )  # the user allows no other kernel
     attend(one, x, x)
     assert cudnn.pop()
 

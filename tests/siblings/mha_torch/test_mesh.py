@@ -8,7 +8,7 @@ from helpers.samples import sample
 
 from mha_spec import AttentionSpec, Norm, Rope
 from mha_torch.masks import Mask
-from mha_torch.parallel.ring import check_known_to_ring
+from mha_torch.parallel.ring import check_ring_supports
 from mha_torch.scores import Scores
 from parity import CASES, random_case, run_cases
 from parity.backends import torch_mesh
@@ -89,7 +89,7 @@ def test_ring_rejects_relative_products():
     """A ring raises an error for relative products, and their case is skipped with the reason."""
     scores = Scores(CASES["relative-products"].spec)
     with refuses("relative_products", relative_products=...):
-        check_known_to_ring(Mask(), scores)
+        check_ring_supports(Mask(), scores)
     told = torch_mesh.why_skipped(CASES["relative-products"], "float32", MeshPlan(sequence=3))
     assert told == "relative products are computed for whole sequences only"
 

@@ -138,7 +138,7 @@ KINDS = {
     "by length": parity.Rope(scaling=DynamicScaling(4.0, 6)),
     "sections": parity.Rope(100.0, sections=(3, 2, 1), section_order="interleaved"),
     "sections of their own": parity.Rope(100.0, sections=(2, 2, 2), section_frequencies="own", pairs="interleaved"),
-    "sections that are dealt": parity.Rope(100.0, sections=(2, 2, 2), section_frequencies="dealt"),
+    "sections that are strided": parity.Rope(100.0, sections=(2, 2, 2), section_frequencies="strided"),
 }
 
 
