@@ -86,7 +86,7 @@ class Axes:
 
     def batch_axes(self, shape: Any) -> tuple[int, ...]:
         """Return the sizes of the axes before the named ones."""
-        return tuple(shape[: len(shape) - len(self.names)])
+        return tuple(shape)[: len(shape) - len(self.names)]
 
     def in_words(self) -> str:
         """Return the axes as an error names them."""
@@ -103,14 +103,16 @@ class ArrayRule:
     """What annotations demand of one argument.
 
     Attributes:
-        array_type: type of the array.
+        array_types: types of the array.
+        other_types: types of what it may be instead, which is checked by hand.
         kind: kind of its dtype.
-        dtypes: dtypes of this kind.
+        dtypes: dtypes of this kind, or their names.
         alternatives: axes, one of which it must have.
-        accepts_others: whether it may also be something that is not an array, which is checked by hand.
+        accepts_others: whether it may also be something of no such type, which is checked by hand.
     """
 
-    array_type: type
+    array_types: tuple[type, ...]
+    other_types: tuple[type, ...]
     kind: str
     dtypes: frozenset[Any]
     alternatives: tuple[Axes, ...]
@@ -125,16 +127,17 @@ class ArrayRule:
             first_with_axis: size of each compared axis so far, and the name and shape of the argument that has it;
                 gains those of this argument.
         """
-        if not isinstance(x, self.array_type):
-            if self.accepts_others:
+        if not isinstance(x, self.array_types):
+            if self.accepts_others or isinstance(x, self.other_types):
                 return
-            raise WrongType(name, f"be a {self.array_type.__name__}", type(x).__name__)
+            names = [accepted.__name__ for accepted in self.array_types + self.other_types]
+            raise WrongType(name, f"be a {' or '.join(names)}", type(x).__name__)
         shape = x.shape
         axes = self._axes_of(shape, first_with_axis)
         if axes is None:
             in_words = " or ".join(axes.in_words() for axes in self.alternatives)
             raise Refusal(name, f"have axes {in_words}", {f"{name}.shape": tuple(shape)})
-        if x.dtype not in self.dtypes:
+        if x.dtype not in self.dtypes and getattr(x.dtype, "name", None) not in self.dtypes:
             raise WrongType(name, f"be {self.kind}", {f"{name}.dtype": x.dtype}, hint=HINTS.get(name, ""))
         if axes.compares_batch:
             self._compare_batch(name, axes, shape, first_with_axis)
@@ -197,7 +200,7 @@ def checking(dtypes: Dtypes) -> Callable[[Function], Function]:
                     rules[name].check(name, x, first_with_axis)
             return function(*arguments, **keywords)
 
-        check_and_call.is_checked = True  # pyright: ignore[reportFunctionMemberAccess]
+        check_and_call.is_checked = True  # pyright: ignore[reportAttributeAccessIssue]
         return check_and_call  # pyright: ignore[reportReturnType]
 
     return checked
@@ -214,12 +217,15 @@ def _rules_of(parameters: Mapping[str, inspect.Parameter], dtypes: Dtypes) -> di
     shared_names = [name for name, number in uses.items() if number > 1]
     rules = {}
     for name, alternatives in axes_of.items():
-        array = arrays_of[name][0]
-        kind = _kind_of(array.dtypes)
+        arrays = arrays_of[name]
+        kind = _kind_of(arrays[0].dtypes)
+        array_types = tuple(dict.fromkeys(array.array_type for array in arrays))
         options = get_args(parameters[name].annotation)
-        accepts_others = any(option not in arrays_of[name] and option is not type(None) for option in options)
-        compared = tuple(axes.comparing(shared_names) for axes in alternatives)
-        rules[name] = ArrayRule(array.array_type, kind, frozenset(dtypes[kind]), compared, accepts_others)
+        others = [option for option in options if option not in arrays and option is not type(None)]
+        other_types = tuple(option for option in others if isinstance(option, type))
+        accepts_others = len(other_types) < len(others)
+        compared = tuple(dict.fromkeys(axes.comparing(shared_names) for axes in alternatives))
+        rules[name] = ArrayRule(array_types, other_types, kind, frozenset(dtypes[kind]), compared, accepts_others)
     return rules
 
 
