@@ -15,6 +15,7 @@ from ttnn import Tensor
 
 from mha_spec import AttentionSpec, Refusal
 from mha_tt.checks import check_weights
+from mha_tt.features.rope import Rotation
 from mha_tt.kernels import Kernel, fused
 from mha_tt.masks import DeviceMask, Mask
 from mha_tt.mha import FunctionalLayer, attention_layer
@@ -30,7 +31,7 @@ def multi_head_attention(
     *,
     bias: Float[np.ndarray | Tensor, "*#scores"] | None = None,
     need_weights: bool = False,
-    positions: Int[np.ndarray, "*axes #B T"] | None = None,
+    positions: Int[np.ndarray, "*axes #B T"] | Rotation | None = None,
     training: bool = False,
     dropout_keep: Bool[np.ndarray, "*#scores"] | None = None,
     seed: int = 0,

@@ -241,7 +241,7 @@ class AttentionLayer:
         return self.weights if self.project == MethodType(AttentionLayer.project, self) else None
 
     def _with_kept(
-        self, seq_len: int, mask: Mask, positions: np.ndarray | None
+        self, seq_len: int, mask: Mask, positions: np.ndarray | Rotation | None
     ) -> tuple[Mask, np.ndarray | Rotation | None]:
         """Return mask and positions of self-attention; causal masks and default rotations are cached between calls."""
         if mask.is_causal and mask.has_only("is_causal"):
@@ -290,7 +290,7 @@ class MultiHeadAttention(AttentionLayer):
         *,
         bias: Float[np.ndarray | Tensor, "*#scores"] | None = None,
         need_weights: bool = False,
-        positions: Int[np.ndarray, "*axes #B T"] | None = None,
+        positions: Int[np.ndarray, "*axes #B T"] | Rotation | None = None,
         mask: Bool[np.ndarray, "*#scores"] | DeviceMask | None = None,
         is_causal: bool = False,
         key_padding_lengths: Int[np.ndarray, "*B"] | Sequence[int] | None = None,
@@ -308,7 +308,7 @@ class MultiHeadAttention(AttentionLayer):
                 values.
             need_weights: also return the attention weights; uses the plain path.
             positions: position of each token, (B or 1, T), or with sections (axes, B or 1, T), on the host; default: 0,
-                1, ….
+                1, …. A `Rotation` of them is uploaded once for many calls.
             mask, is_causal, key_padding_lengths, segment_ids: hide keys, see `Mask`.
 
         Returns:
@@ -342,7 +342,7 @@ class MultiHeadSelfAttention(AttentionLayer):
         x: Float[Tensor, "*B T d_in"],
         *,
         bias: Float[np.ndarray | Tensor, "*#scores"] | None = None,
-        positions: Int[np.ndarray, "*axes #B T"] | None = None,
+        positions: Int[np.ndarray, "*axes #B T"] | Rotation | None = None,
         mask: Bool[np.ndarray, "*#scores"] | DeviceMask | None = None,
         is_causal: bool = False,
         key_padding_lengths: Int[np.ndarray, "*B"] | Sequence[int] | None = None,
