@@ -104,7 +104,7 @@ class ArrayRule:
 
     Attributes:
         array_types: types of the array.
-        other_types: types of what it may be instead, which is checked by hand.
+        other_types: types of other accepted arguments, which are checked by hand.
         kind: kind of its dtype.
         dtypes: dtypes of this kind, or their names.
         alternatives: axes, one of which it must have.

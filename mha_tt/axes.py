@@ -58,7 +58,7 @@ def _merge(name: str, x: Any, axes: tuple[int, ...], kept: str = "N T S", *, is_
     """Return x with one batch axis, of size 1 if all sequences share it."""
     x = x.mask if isinstance(x, DeviceMask) and x.shape[0] != 1 else x
     if not isinstance(x, (np.ndarray, Tensor)):
-        return x  # None, or a mask or rotation for all sequences
+        return x  # None or one for all sequences, or the layer will reject it
     whole, merged = merged_shapes(name, tuple(x.shape), axes, kept, is_exact=is_exact)
     if isinstance(x, np.ndarray):
         return np.broadcast_to(x, whole).reshape(merged)

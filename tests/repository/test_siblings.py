@@ -151,7 +151,7 @@ EXTRA_NAMES = {
         "check_device",  # tensors lie on several devices,
         "as_lengths",  # and lengths are moved to theirs
         "cache_dtype",  # under autocast it differs from the weights' dtype
-        "check_attention",  # of a kernel over processes, too, before its own
+        "check_attention",  # of the kernel over processes
         "MultiHeadLatentAttention.kv_b_proj",  # a type for an attribute that its base sets by name
         *CACHE_PARTS["torch"],
     },

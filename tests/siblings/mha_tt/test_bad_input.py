@@ -87,7 +87,7 @@ def refused(device, function, keywords, refusal):
 
 # ---- Operands that are not tensors on the device ---------------------------------------------------------------------
 
-# tests/siblings/test_annotations.py has those of other types, ranks and kinds.
+# Other types, ranks and kinds are tested in `test_annotations.py`.
 KERNELS = {"": None, " with a kernel": lambda device: mha_tt.fused.attend}
 CALLS = {
     # name: (function, valid keywords)
@@ -515,7 +515,7 @@ def test_dot_products_reject_bad_tiles(device, name, kernel):
 
 
 def test_kernels_have_their_own_arithmetic(device):
-    """Attention of split heads raises an error for an arithmetic beside a kernel."""
+    """Attention of split heads raises an error for an arithmetic in addition to a kernel."""
     keywords = {**SPLIT, "kernel": KERNELS[" with a kernel"], "compute_kernel_config": mha_tt.fast_config}
     refused(device, "scaled_dot_product_attention", keywords, refuses("compute_kernel_config", "a configuration"))
 

@@ -361,12 +361,8 @@ MUTATIONS = {
         "scores",
         stages,
         "relative_position_products",
-        lambda f, q, k, record, *rest, **o: f(
-            q,
-            k,
-            record,
-            *rest,
-            **{**o, "relative_keys": ttnn.concat([o["relative_keys"][:, :, 1:], o["relative_keys"][:, :, :1]], dim=2)},
+        lambda f, q, k, record, of_keys, *rest, **o: f(
+            q, k, record, ttnn.concat([of_keys[:, :, 1:], of_keys[:, :, :1]], dim=2), *rest, **o
         ),
     ),
     "latents not normalised": one(
