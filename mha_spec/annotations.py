@@ -176,17 +176,21 @@ class ArrayRule:
             raise Refusal(name, f"have the batch axes of {other}", shapes)
 
 
-def checking(dtypes: Dtypes) -> Callable[[Function], Function]:
+def checking(dtypes: Dtypes, array_types: Mapping[str, type] | None = None) -> Callable[[Function], Function]:
     """Return the decorator `checked` for the arrays of a framework.
 
     Args:
         dtypes: dtypes of the framework by kind.
+        array_types: types of arrays by name, if jaxtyping must not see them: its caches keep types until the
+            interpreter ends, which some frameworks report as a leak. Annotations with these names must be strings.
     """
+    array_types = {} if array_types is None else array_types
+    stand_ins = {name: type(name, (), {}) for name in array_types}
 
     def checked(function: Function) -> Function:
         """Check the arguments of a public function as its annotations say."""
-        parameters = inspect.signature(function, eval_str=True).parameters
-        rules = _rules_of(parameters, dtypes)
+        parameters = inspect.signature(function, locals=stand_ins, eval_str=True).parameters
+        rules = _rules_of(parameters, dtypes, array_types)
         order = tuple(parameters)
 
         @wraps(function)
@@ -206,7 +210,9 @@ def checking(dtypes: Dtypes) -> Callable[[Function], Function]:
     return checked
 
 
-def _rules_of(parameters: Mapping[str, inspect.Parameter], dtypes: Dtypes) -> dict[str, ArrayRule]:
+def _rules_of(
+    parameters: Mapping[str, inspect.Parameter], dtypes: Dtypes, array_types: Mapping[str, type]
+) -> dict[str, ArrayRule]:
     """Return the rule of each parameter whose annotation is of arrays."""
     arrays_of = {name: _arrays_in(parameter.annotation) for name, parameter in parameters.items()}
     axes_of = {name: [Axes.of(array.dim_str) for array in arrays] for name, arrays in arrays_of.items() if arrays}
@@ -219,13 +225,13 @@ def _rules_of(parameters: Mapping[str, inspect.Parameter], dtypes: Dtypes) -> di
     for name, alternatives in axes_of.items():
         arrays = arrays_of[name]
         kind = _kind_of(arrays[0].dtypes)
-        array_types = tuple(dict.fromkeys(array.array_type for array in arrays))
+        types = dict.fromkeys(array_types.get(array.array_type.__name__, array.array_type) for array in arrays)
         options = get_args(parameters[name].annotation)
         others = [option for option in options if option not in arrays and option is not type(None)]
         other_types = tuple(option for option in others if isinstance(option, type))
         accepts_others = len(other_types) < len(others)
         compared = tuple(dict.fromkeys(axes.comparing(shared_names) for axes in alternatives))
-        rules[name] = ArrayRule(array_types, other_types, kind, frozenset(dtypes[kind]), compared, accepts_others)
+        rules[name] = ArrayRule(tuple(types), other_types, kind, frozenset(dtypes[kind]), compared, accepts_others)
     return rules
 
 

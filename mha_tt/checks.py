@@ -33,7 +33,7 @@ _FLOATING += [np.dtype(code).name for code in np.typecodes["Float"]]
 _INTEGERS = [ttnn.int32, ttnn.uint32, ttnn.uint16, ttnn.uint8]
 _INTEGERS += [np.dtype(code).name for code in np.typecodes["AllInteger"]]
 
-checked = checking({FLOATING: _FLOATING, INTEGERS: _INTEGERS, BOOLEAN: ["bool"]})
+checked = checking({FLOATING: _FLOATING, INTEGERS: _INTEGERS, BOOLEAN: ["bool"]}, {"Tensor": Tensor})
 """Decorator of public functions: their annotations are checks of their arguments."""
 
 
