@@ -40,10 +40,10 @@ class Axes:
     Attributes:
         names: name of each axis after the batch axes; "" for any size.
         may_be_one: names of axes that may be 1 instead.
-        batch: name of any number of axes before them; "" if these may differ between arguments,
-            None if there are none.
+        batch: name of any number of axes before them, with its "*"; "" if these may differ between
+            arguments, None if there are none.
         compared: index from the end and name of each axis that other arguments also have.
-        compares_batch: whether another argument has the same batch axes.
+        compares_batch: whether other arguments also have the batch axes.
     """
 
     names: tuple[str, ...]
@@ -58,9 +58,9 @@ class Axes:
         words = text.split()
         batch = None
         if words and words[0].startswith(("...", "*")):
-            batch = words[0].removeprefix("*")
-            if not batch.isidentifier():
-                batch = ""
+            batch = ""
+            if words[0].removeprefix("*").isidentifier():
+                batch = words[0]
             words = words[1:]
         names = []
         for word in words:
@@ -75,17 +75,7 @@ class Axes:
         for index, name in enumerate(self.names):
             if name in shared_names:
                 compared.append((index - len(self.names), name))
-        return replace(
-            self, compared=tuple(compared), compares_batch=f"*{self.batch}" in shared_names
-        )
-
-    def have_rank(self, rank: int) -> bool:
-        """Return whether an array of this rank may have these axes."""
-        return rank == len(self.names) or (self.batch is not None and rank > len(self.names))
-
-    def batch_axes(self, shape: Any) -> tuple[int, ...]:
-        """Return the sizes of the axes before the named ones."""
-        return tuple(shape[: len(shape) - len(self.names)])
+        return replace(self, compared=tuple(compared), compares_batch=self.batch in shared_names)
 
     def in_words(self) -> str:
         """Return the axes in the words of an error."""
@@ -98,119 +88,140 @@ class Axes:
 
 
 @dataclass(frozen=True)
+class Compared:
+    """The first argument of a call with an axis, or with batch axes.
+
+    Attributes:
+        name: name of the argument.
+        shape: its shape.
+        size: size of the axis; or number of batch axes.
+    """
+
+    name: str
+    shape: Any
+    size: Any
+
+
+@dataclass(frozen=True)
 class ArrayRule:
     """Rule of one argument, from its annotation.
 
     Attributes:
-        array_type: type of the array.
+        array_types: types of the array.
+        other_types: types of other accepted arguments, which are checked by hand.
         kind: kind of its dtype.
-        dtypes: dtypes of this kind.
+        dtypes: dtypes of this kind, or their names.
         alternatives: axes, one of which it must have.
-        accepts_others: whether it may also be something that is not an array, which is checked by
-            hand.
+        accepts_others: whether it may also be something of no such type, which is checked by hand.
     """
 
-    array_type: type
+    array_types: tuple[type, ...]
+    other_types: tuple[type, ...]
     kind: str
     dtypes: frozenset[Any]
     alternatives: tuple[Axes, ...]
     accepts_others: bool
 
-    def check(self, name: str, x: Any, first_with_axis: dict[str, tuple[Any, str, Any]]) -> None:
+    def check(self, name: str, x: Any, first: dict[str, Compared]) -> None:
         """Refuse an argument that breaks the rule, or whose axes differ from those of earlier
         arguments.
 
         Args:
             name: name of the argument.
             x: the argument.
-            first_with_axis: size of each compared axis so far, and the name and shape of the
-                argument that has it; gains those of this argument.
+            first: the first argument with each compared axis; gains this argument.
         """
-        if not isinstance(x, self.array_type):
-            if self.accepts_others:
+        if not isinstance(x, self.array_types):
+            if self.accepts_others or isinstance(x, self.other_types):
                 return
-            raise WrongType(name, f"be a {self.array_type.__name__}", type(x).__name__)
+            names = [accepted.__name__ for accepted in self.array_types + self.other_types]
+            raise WrongType(name, f"have the type {' or '.join(names)}", type(x).__name__)
         shape = x.shape
-        axes = self._axes_of(shape, first_with_axis)
+        axes = self._axes_of(len(shape), first)
         if axes is None:
             in_words = " or ".join(axes.in_words() for axes in self.alternatives)
             raise Refusal(name, f"have axes {in_words}", {f"{name}.shape": tuple(shape)})
-        if x.dtype not in self.dtypes:
-            raise WrongType(
-                name,
-                f"be {self.kind}",
-                {f"{name}.dtype": x.dtype},
-                hint=OF_NUMBERS if name == "mask" else "",
-            )
-        if axes.compares_batch:
-            self._compare_batch(name, axes, shape, first_with_axis)
+        if x.dtype not in self.dtypes and getattr(x.dtype, "name", None) not in self.dtypes:
+            hint = OF_NUMBERS if name == "mask" else ""
+            raise WrongType(name, f"be {self.kind}", {f"{name}.dtype": x.dtype}, hint=hint)
+        if axes.batch is not None and axes.compares_batch:
+            num_batch_axes = len(shape) - len(axes.names)
+            if axes.batch in first:
+                _check_batch(name, shape, num_batch_axes, first[axes.batch])
+            else:
+                first[axes.batch] = Compared(name, shape, num_batch_axes)
         for index, axis in axes.compared:
             size = shape[index]
-            if axis not in first_with_axis:
-                if size != 1 or axis not in axes.may_be_one:
-                    first_with_axis[axis] = (size, name, shape)
+            if size == 1 and axis in axes.may_be_one:
                 continue
-            expected, other, other_shape = first_with_axis[axis]
-            if size != expected and (size != 1 or axis not in axes.may_be_one):
-                shapes = {f"{name}.shape": tuple(shape), f"{other}.shape": tuple(other_shape)}
-                raise Refusal(name, f"have the {axis} of {other}", shapes)
+            if axis not in first:
+                first[axis] = Compared(name, shape, size)
+            elif size != first[axis].size:
+                raise _differs(name, shape, axis, first[axis])
 
-    def _axes_of(
-        self, shape: Any, first_with_axis: Mapping[str, tuple[Any, str, Any]]
-    ) -> Axes | None:
-        """Return the alternative of this shape, if possible with as many batch axes as earlier
+    def _axes_of(self, rank: int, first: Mapping[str, Compared]) -> Axes | None:
+        """Return the alternative of this rank, if possible with as many batch axes as earlier
         arguments.
         """
         fitting = None
         for axes in self.alternatives:
-            if not axes.have_rank(len(shape)):
+            num_batch_axes = rank - len(axes.names)
+            if num_batch_axes < 0 or (num_batch_axes > 0 and axes.batch is None):
                 continue
-            earlier = first_with_axis.get(f"*{axes.batch}")
-            if earlier is None or len(earlier[0]) == len(shape) - len(axes.names):
+            earlier = None if axes.batch is None else first.get(axes.batch)
+            if earlier is None or earlier.size == num_batch_axes:
                 return axes
-            fitting = axes if fitting is None else fitting
+            fitting = axes
         return fitting
 
-    def _compare_batch(
-        self, name: str, axes: Axes, shape: Any, first_with_axis: dict[str, tuple[Any, str, Any]]
-    ) -> None:
-        batch_axes = axes.batch_axes(shape)
-        expected, other, other_shape = first_with_axis.setdefault(
-            f"*{axes.batch}", (batch_axes, name, shape)
-        )
-        # One by one: torch.compile cannot compare tuples of symbolic sizes.
-        is_equal = len(batch_axes) == len(expected) and all(
-            a == b for a, b in zip(batch_axes, expected, strict=True)
-        )
-        if not is_equal:
-            shapes = {f"{name}.shape": tuple(shape), f"{other}.shape": tuple(other_shape)}
-            raise Refusal(name, f"have the batch axes of {other}", shapes)
+
+def _check_batch(name: str, shape: Any, num_batch_axes: int, other: Compared) -> None:
+    """Refuse an array with other batch axes than an earlier argument."""
+    if num_batch_axes != other.size:
+        raise _differs(name, shape, "batch axes", other)
+    # One by one: torch.compile cannot compare tuples of symbolic sizes.
+    for index in range(num_batch_axes):
+        if shape[index] != other.shape[index]:
+            raise _differs(name, shape, "batch axes", other)
 
 
-def checking(dtypes: Dtypes) -> Callable[[Function], Function]:
+def _differs(name: str, shape: Any, axis: str, other: Compared) -> Refusal:
+    """Return the error of an argument whose axis has another size than that of an earlier one."""
+    shapes = {f"{name}.shape": tuple(shape), f"{other.name}.shape": tuple(other.shape)}
+    return Refusal(name, f"have the {axis} of {other.name}", shapes)
+
+
+def checking(
+    dtypes: Dtypes, array_types: Mapping[str, type] | None = None
+) -> Callable[[Function], Function]:
     """Return the decorator `checked` for the arrays of a framework.
 
     Args:
         dtypes: dtypes of the framework by kind.
+        array_types: types of arrays by name, if jaxtyping must not see them: its caches keep types
+            until the interpreter ends, which some frameworks report as a leak. Annotations with
+            these names must be strings.
     """
+    array_types = {} if array_types is None else array_types
+    stand_ins = {name: type(name, (), {}) for name in array_types}
 
     def checked(function: Function) -> Function:
         """Check the arguments of a public function as its annotations say."""
-        parameters = inspect.signature(function, eval_str=True).parameters
-        rules = _rules_of(parameters, dtypes)
+        parameters = inspect.signature(function, locals=stand_ins, eval_str=True).parameters
+        rules = _rules_of(parameters, dtypes, array_types)
         order = tuple(parameters)
 
         @wraps(function)
         def check_and_call(*arguments: Any, **keywords: Any) -> Any:
-            first_with_axis: dict[str, tuple[Any, str, Any]] = {}
+            first: dict[str, Compared] = {}
             for name, x in zip(order, arguments, strict=False):
                 if x is not None and name in rules:
-                    rules[name].check(name, x, first_with_axis)
+                    rules[name].check(name, x, first)
             for name, x in keywords.items():
                 if name not in parameters:
                     raise unknown_argument(name, [known for known in parameters if known != "self"])
                 if x is not None and name in rules:
-                    rules[name].check(name, x, first_with_axis)
+                    rules[name].check(name, x, first)
             return function(*arguments, **keywords)
 
         vars(check_and_call)["is_checked"] = True
@@ -219,7 +230,9 @@ def checking(dtypes: Dtypes) -> Callable[[Function], Function]:
     return checked
 
 
-def _rules_of(parameters: Mapping[str, inspect.Parameter], dtypes: Dtypes) -> dict[str, ArrayRule]:
+def _rules_of(
+    parameters: Mapping[str, inspect.Parameter], dtypes: Dtypes, array_types: Mapping[str, type]
+) -> dict[str, ArrayRule]:
     """Return the rule of each parameter whose annotation is of arrays."""
     arrays_of = {name: _arrays_in(parameter.annotation) for name, parameter in parameters.items()}
     axes_of = {
@@ -230,19 +243,22 @@ def _rules_of(parameters: Mapping[str, inspect.Parameter], dtypes: Dtypes) -> di
     uses = Counter[str]()
     for alternatives in axes_of.values():
         uses.update({name for axes in alternatives for name in axes.names if name})
-        uses.update({f"*{axes.batch}" for axes in alternatives if axes.batch})
+        uses.update({axes.batch for axes in alternatives if axes.batch})
     shared_names = [name for name, number in uses.items() if number > 1]
     rules = {}
     for name, alternatives in axes_of.items():
-        array = arrays_of[name][0]
-        kind = _kind_of(array.dtypes)
-        options = get_args(parameters[name].annotation)
-        accepts_others = any(
-            option not in arrays_of[name] and option is not type(None) for option in options
+        arrays = arrays_of[name]
+        kind = _kind_of(arrays[0].dtypes)
+        types = dict.fromkeys(
+            array_types.get(array.array_type.__name__, array.array_type) for array in arrays
         )
-        compared = tuple(axes.comparing(shared_names) for axes in alternatives)
+        options = get_args(parameters[name].annotation)
+        others = [option for option in options if option not in arrays and option is not type(None)]
+        other_types = tuple(option for option in others if isinstance(option, type))
+        accepts_others = len(other_types) < len(others)
+        compared = tuple(dict.fromkeys(axes.comparing(shared_names) for axes in alternatives))
         rules[name] = ArrayRule(
-            array.array_type, kind, frozenset(dtypes[kind]), compared, accepts_others
+            tuple(types), other_types, kind, frozenset(dtypes[kind]), compared, accepts_others
         )
     return rules
 

@@ -16,7 +16,7 @@ from ttnn import Tensor
 
 from mha_spec import AttentionSpec, Refusal
 from mha_spec.rules import merged_shapes
-from mha_tt.checks import check_tokens
+from mha_tt.checks import check_tiles
 from mha_tt.masks import DeviceMask, Mask
 
 Attend = Callable[..., tuple[Tensor, Tensor | None]]
@@ -27,9 +27,9 @@ def with_one_batch_axis(attend: Attend) -> Attend:
 
     @wraps(attend)
     def attend_any(layer: Any, query: Tensor, key: Any, value: Any, mask: Mask, **options: Any) -> Any:
-        if not isinstance(query, Tensor) or len(query.shape) == 3:
+        if len(query.shape) == 3:
             return attend(layer, query, key, value, mask, **options)
-        check_tokens("query", query)
+        check_tiles("query", query)
         axes, keep = tuple(query.shape)[:-2], getattr(layer, "dropout_keep", None)
         if keep is not None:
             layer = replace(layer, dropout_keep=_merge("dropout_keep", keep, axes))
@@ -58,7 +58,7 @@ def _merge(name: str, x: Any, axes: tuple[int, ...], kept: str = "N T S", *, is_
     """Return x with one batch axis, of size 1 if all sequences share it."""
     x = x.mask if isinstance(x, DeviceMask) and x.shape[0] != 1 else x
     if not isinstance(x, (np.ndarray, Tensor)):
-        return x  # the layer will reject it
+        return x  # None or one for all sequences, or the layer will reject it
     whole, merged = merged_shapes(name, tuple(x.shape), axes, kept, is_exact=is_exact)
     if isinstance(x, np.ndarray):
         return np.broadcast_to(x, whole).reshape(merged)

@@ -22,10 +22,10 @@ from mha_tt.arrays import as_dtype
 from mha_tt.checks import (
     check_count,
     check_dtype,
-    check_floating,
     check_is_cache,
     check_lengths,
     check_not_written_over,
+    check_tiles,
 )
 from mha_tt.decode.places import DecodePositions
 from mha_tt.decode.slots import extended, one_core_each, sequences, write_tokens
@@ -387,7 +387,7 @@ def check_cache(
 ) -> None:
     """Refuse cached keys and values (B, K, S, H) to which new ones (B, K, T, H) cannot be appended."""
     for name, x, new in zip(names, (cache_k, cache_v), (key, value), strict=True):
-        check_floating(name, x, rank=4)
+        check_tiles(name, x)
         expected = (key.shape[0], key.shape[1], cache_k.shape[2], new.shape[3])
         if tuple(x.shape) != expected:
             raise Refusal(name, f"have shape (B, K, S, H) = {expected}", {f"{name}.shape": tuple(x.shape)})
@@ -397,7 +397,7 @@ def check_cache(
 
 def check_cached_input(x: Tensor, cache: Cache) -> None:
     """Refuse new tokens (B, T, d_in) whose batch size is not that of the cache."""
-    check_floating("x", x, rank=3)
+    check_tiles("x", x)
     dtype = next(iter(cache.slots.values())).dtype
     if (x.dtype == ttnn.float32) != (dtype == ttnn.float32):
         raise WrongType("x", "be float32 if the cache is", {"x.dtype": x.dtype, "dtype": dtype})
@@ -410,12 +410,9 @@ def check_appended(cache: KVCache, key: Tensor, value: Tensor, new_lengths: np.n
     check_is_cache(cache, KVCache)
     if cache.pages is not None:
         raise WrongType("cache", "be a KVCache without pages", type(cache).__name__, hint="a module takes it")
-    check_floating("key", key, rank=4)
-    check_floating("value", value, rank=4)
+    check_tiles("key", key)
+    check_tiles("value", value)
     check_cache(cache.keys, cache.values, key, value)
-    if tuple(key.shape)[:3] != tuple(value.shape)[:3]:
-        rule = "have the shape of key but for its features"
-        raise Refusal("value", rule, {"value.shape": tuple(value.shape), "key.shape": tuple(key.shape)})
     if value.dtype != key.dtype:
         raise WrongType("value", "have the dtype of key", {"value.dtype": value.dtype, "key.dtype": key.dtype})
     check_room(cache, key.shape[2], new_lengths)

@@ -31,7 +31,14 @@ from mha_tt.cache import (
     without_new,
     write_rows,
 )
-from mha_tt.checks import check_is_cache, check_layer_positions, check_mask, check_weights, check_width
+from mha_tt.checks import (
+    check_broadcasts,
+    check_is_cache,
+    check_layer_positions,
+    check_weights,
+    check_width,
+    checked,
+)
 from mha_tt.decode.pages import paged
 from mha_tt.decode.slots import first_slots
 from mha_tt.decode.step import decode_step, project_new_tokens
@@ -54,9 +61,9 @@ def multi_head_attention_with_cache(
     cache: KVCache,
     *,
     new_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
-    mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
-    bias: Float[np.ndarray, "..."] | Tensor | None = None,
-    positions: Int[np.ndarray, "... #B T"] | None = None,
+    mask: Bool[np.ndarray, "*#scores"] | DeviceMask | None = None,
+    bias: Float[np.ndarray | Tensor, "*#scores"] | None = None,
+    positions: Int[np.ndarray, "*axes #B T"] | None = None,
     kernel: Kernel = fused.attend,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> tuple[Float[Tensor, "B T E"], KVCache]:
@@ -98,7 +105,8 @@ def cached_layer(
     batch_size, seq_len, _ = x.shape
     scores = layer.scores(bias)
     scores_shape = (batch_size, spec.num_heads, seq_len, cache.capacity)
-    check_mask(mask, scores_shape)
+    if mask is not None:
+        check_broadcasts("mask", tuple(mask.shape), scores_shape)
     scores.check_arguments(scores_shape, x)
     check_layer_positions(positions, batch_size, seq_len, spec)
     _check_is_of(cache, spec)
@@ -106,8 +114,7 @@ def cached_layer(
     before = without_new(cache, seq_len, new_lengths) if spec.shared_kv else cache
     check_room(before, seq_len, new_lengths)
 
-    if not spec.has_positions:
-        positions = None  # ignored ones must not rule out the step kernel
+    positions = positions if spec.has_positions else None  # ignored ones must not rule out the step kernel
     if kv_b is not None:
         scores = replace(scores, spec=spec.absorbed)
     visible = Mask(mask, is_causal=True, span=spec.span)
@@ -292,15 +299,16 @@ class MultiHeadAttentionWithCache(AttentionLayer):
         cache = init_cache(batch_size, spec.num_kv_heads, capacity, dtype=dtype, device=device, **widths)
         return cache if page_size is None else paged(cache, page_size)
 
+    @checked
     def __call__(
         self,
         x: Float[Tensor, "B T d_in"],
         cache: KVCache,
         *,
         new_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
-        mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
-        bias: Float[np.ndarray, "..."] | Tensor | None = None,
-        positions: Int[np.ndarray, "... #B T"] | None = None,
+        mask: Bool[np.ndarray, "*#scores"] | DeviceMask | None = None,
+        bias: Float[np.ndarray | Tensor, "*#scores"] | None = None,
+        positions: Int[np.ndarray, "*axes #B T"] | None = None,
     ) -> tuple[Float[Tensor, "B T E"], KVCache]:
         """Append new tokens to the cache; each attends to all tokens up to itself.
 

@@ -10,11 +10,12 @@ import ttnn
 from ttnn import Tensor
 
 from mha_spec import AttentionSpec, GridBias, Norm, Refusal, Rope, WrongType
+from mha_spec.annotations import BOOLEAN, FLOATING, INTEGERS, checking
 from mha_spec.attention import check_spec
 from mha_spec.features.norm import check_norm
 from mha_spec.features.rope import position_shapes
 from mha_spec.heads import BareHeads
-from mha_spec.hints import NEW_CACHE, OF_NUMBERS, WRITTEN_OVER, missing_axes
+from mha_spec.hints import NEW_CACHE, WRITTEN_OVER, missing_axes
 from mha_spec.rules import as_count, check_head_groups
 from mha_tt.layout import (
     TAKEN,
@@ -27,6 +28,15 @@ from mha_tt.layout import (
     score_weight_shape,
     weight_dtype,
 )
+
+# NumPy's dtypes by name: another package adds its bfloat16.
+_FLOATING = [ttnn.bfloat16, ttnn.bfloat8_b, ttnn.bfloat4_b, ttnn.float32, "bfloat16"]
+_FLOATING += [np.dtype(code).name for code in np.typecodes["Float"]]
+_INTEGERS = [ttnn.int32, ttnn.uint32, ttnn.uint16, ttnn.uint8]
+_INTEGERS += [np.dtype(code).name for code in np.typecodes["AllInteger"]]
+
+checked = checking({FLOATING: _FLOATING, INTEGERS: _INTEGERS, BOOLEAN: ["bool"]}, {"Tensor": Tensor})
+"""Decorator of public functions: their annotations are checks of their arguments."""
 
 
 def check_count(name: str, value: object, minimum: int = 1) -> None:
@@ -53,22 +63,20 @@ def check_dtype(name: str, dtype: object) -> None:
         raise WrongType(name, "be ttnn.bfloat16, ttnn.bfloat8_b or ttnn.float32", {name: dtype})
 
 
-def check_floating(name: str, x: Tensor, rank: int) -> None:
-    """Refuse an array of another rank, or one that is not floating point."""
+def check_tiles(name: str, x: Tensor) -> None:
+    """Refuse a tensor on the host, in another dtype than those of operations, or in rows."""
     check_on_device(name, x)
-    if len(x.shape) != rank:
-        raise Refusal(name, f"have {rank} axes", {f"{name}.shape": tuple(x.shape)})
     check_dtype(f"{name}.dtype", x.dtype)
     if x.layout != ttnn.TILE_LAYOUT:
         raise WrongType(name, "be in tiles (mha_tt.upload)", {f"{name}.layout": x.layout})
 
 
-def check_tokens(name: str, x: Tensor) -> None:
-    """Refuse anything but floating-point tokens (…, T, d_in)."""
+def check_floating(name: str, x: Tensor, rank: int) -> None:
+    """Refuse an array of another rank, or one that is not floating point."""
     check_array(name, x)
-    if len(x.shape) < 2:
-        raise Refusal(name, "have at least 2 axes", {f"{name}.shape": tuple(x.shape)})
-    check_floating(name, x, rank=len(x.shape))
+    if len(x.shape) != rank:
+        raise Refusal(name, f"have {rank} axes", {f"{name}.shape": tuple(x.shape)})
+    check_tiles(name, x)
 
 
 def check_broadcasts(name: str, shape: tuple[int, ...], scores_shape: tuple[int, ...]) -> None:
@@ -160,7 +168,7 @@ def check_names(argument: str, weights: Mapping[str, Tensor], names: Collection[
 
 
 def check_weight(name: str, weight: Tensor, shape: tuple[int, ...]) -> None:
-    """Refuse a weight that is not a floating-point tensor of this process, or has another shape."""
+    """Refuse a weight that is not floating point, or has another shape."""
     check_floating(name, weight, rank=len(shape))
     if tuple(weight.shape) != shape:
         raise Refusal(name, f"have shape {shape}", {f"{name}.shape": tuple(weight.shape)})
@@ -182,7 +190,7 @@ def check_layer_inputs(
     spec: AttentionSpec,
 ) -> None:
     """Refuse layer inputs (B, T, d_in) and (B, S, d_kv) that do not fit each other or the layer."""
-    check_floating("query", query, rank=3)
+    check_tiles("query", query)
     check_width("query", query, spec.d_in)
     if key is None and value is not None:
         raise Refusal("value", "come with a key", "key=None and a value")
@@ -199,18 +207,10 @@ def check_layer_inputs(
     for name, x in (("key", key), ("value", value)):
         if x is None:
             continue
-        check_floating(name, x, rank=3)
+        check_tiles(name, x)
         check_width(name, x, spec.d_kv)
         if x.dtype != query.dtype:
             raise WrongType(name, "have the dtype of query", {f"{name}.dtype": x.dtype, "query.dtype": query.dtype})
-        if x.shape[0] != query.shape[0]:
-            raise Refusal(
-                name, "have the batch size of query", {f"{name}.shape[0]": x.shape[0], "query.shape[0]": query.shape[0]}
-            )
-    if key is not None and value is not None and key.shape[1] != value.shape[1]:
-        raise Refusal(
-            "value", "have as many tokens as key", {"value.shape[1]": value.shape[1], "key.shape[1]": key.shape[1]}
-        )
 
 
 def check_width(name: str, x: Tensor, width: int) -> None:
@@ -292,10 +292,9 @@ def check_layer_positions(positions: object, batch_size: int, seq_len: int, spec
 
 
 def check_normed(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None) -> None:
-    """Refuse features that cannot be normalized, or parameters that do not fit the norm."""
+    """Refuse parameters that do not fit the norm."""
     check_on_device("x", x)
-    if x.dtype not in (ttnn.float32, ttnn.bfloat16, ttnn.bfloat8_b):
-        raise WrongType("x", "be floating point", {"x.dtype": x.dtype})
+    check_dtype("x.dtype", x.dtype)
     check_norm(norm)
     width = x.shape[-1]
     shapes = norm.shapes(x.shape[1] if norm.per_head else 1, width)
@@ -308,7 +307,7 @@ def check_normed(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | No
 
 def check_latents(name: str, latents: Tensor, spec: AttentionSpec) -> None:
     """Refuse anything but latents (B, 1, S, kv_rank + rope_dim)."""
-    check_floating(name, latents, rank=4)
+    check_tiles(name, latents)
     width = padded_features("kv_a_proj", spec)
     if (latents.shape[1], latents.shape[3]) != (1, width):
         shape = tuple(latents.shape)
@@ -317,34 +316,22 @@ def check_latents(name: str, latents: Tensor, spec: AttentionSpec) -> None:
 
 def check_latent_heads(name: str, x: Tensor, spec: AttentionSpec, features: int) -> None:
     """Refuse anything but heads (B, N, T, features)."""
-    check_floating(name, x, rank=4)
+    check_tiles(name, x)
     if (x.shape[1], x.shape[3]) != (spec.num_heads, features):
         shape = tuple(x.shape)
         raise Refusal(name, f"have shape (B, {spec.num_heads}, T, {features})", {f"{name}.shape": shape})
 
 
 def check_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Refuse split heads, q (B, N, T, H), k and v (B, K, S, ·), that do not fit each other."""
+    """Refuse split heads of several dtypes or devices."""
     for name, x in (("query", query), ("key", key), ("value", value)):
-        check_floating(name, x, rank=4)
+        check_tiles(name, x)
         if (x.dtype == ttnn.float32) != (query.dtype == ttnn.float32):  # a cache may be narrower
             raise WrongType(name, "be float32 if query is", {f"{name}.dtype": x.dtype, "query.dtype": query.dtype})
-    if tuple(key.shape)[:3] != tuple(value.shape)[:3]:
-        raise Refusal(
-            "value",
-            "have the shape of key but for its features",
-            {"value.shape": tuple(value.shape), "key.shape": tuple(key.shape)},
-        )
 
 
 def check_scored(query: Tensor, key: Tensor, spec: AttentionSpec | BareHeads) -> None:
-    """Refuse queries (B, N, T, H) and keys (B, K, S, H) that do not fit each other or the layer."""
-    if (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3]):
-        raise Refusal(
-            "key",
-            "have the batch size and head_dim of query",
-            {"key.shape": tuple(key.shape), "query.shape": tuple(query.shape)},
-        )
+    """Refuse queries (B, N, T, H) and keys (B, K, S, H) whose heads do not fit each other or the layer."""
     check_head_groups(query.shape[1], key.shape[1])
     check_heads_of_spec(query, query.shape[1], spec)
 
@@ -354,33 +341,19 @@ def check_heads_of_spec(query: Tensor, num_heads: int, spec: AttentionSpec | Bar
     if isinstance(spec, BareHeads):
         return
     check_spec(spec)
-    if num_heads != spec.num_heads or query.shape[3] < spec.head_dim:
+    widths = (spec.head_dim, padded_head_dim(spec.head_dim), padded_features("q_proj", spec))
+    # Queries that absorb kv_b_proj have two parts, each padded.
+    is_absorbed = spec.num_kv_heads == 1 and spec.value_head_dim < spec.head_dim <= query.shape[3]
+    if num_heads != spec.num_heads or not (query.shape[3] in widths or is_absorbed):
         shape = f"({spec.num_heads}, {spec.head_dim} or padded)"
         rule = f"have the heads of the spec, (N, H) = {shape}"
         raise Refusal("query", rule, {"query.shape": tuple(query.shape)})
 
 
-def check_mask(mask: Any, scores_shape: tuple[int, ...]) -> None:
-    """Refuse a mask that is not boolean or does not broadcast to the scores (B, N, T, S)."""
-    if mask is None:
-        return
-    if not isinstance(mask, np.ndarray) and not hasattr(mask, "additive"):  # a DeviceMask
-        raise WrongType("mask", "be a NumPy array or a DeviceMask", type(mask).__name__)
-    if isinstance(mask, np.ndarray) and mask.dtype != np.bool_:
-        raise WrongType("mask", "be boolean (True = masked)", {"mask.dtype": mask.dtype}, hint=OF_NUMBERS)
-    check_broadcasts("mask", tuple(mask.shape), scores_shape)
-
-
-def check_bias(bias: np.ndarray | Tensor | None, scores_shape: tuple[int, ...], query: Tensor) -> None:
+def check_bias(bias: np.ndarray | Tensor, scores_shape: tuple[int, ...], query: Tensor) -> None:
     """Refuse a bias that does not fit the queries, or does not broadcast to the scores (B, N, T, S)."""
-    if bias is None:
-        return
-    if isinstance(bias, np.ndarray):  # rounded to the dtype of the device when it is uploaded
-        if bias.dtype.kind != "f" and bias.dtype.name != "bfloat16":
-            raise WrongType("bias", "be floating point", {"bias.dtype": bias.dtype})
-    else:
-        check_array("bias", bias)
-        check_floating("bias", bias, rank=len(bias.shape))
+    if isinstance(bias, Tensor):  # an array is rounded to the dtype of the device when it is uploaded
+        check_tiles("bias", bias)
         # A block format rounds a row by its largest element: queries in blocks may have a bias in bfloat16.
         is_finer = (bias.dtype, query.dtype) == (ttnn.bfloat16, ttnn.bfloat8_b)
         if bias.dtype != query.dtype and not is_finer:
@@ -394,51 +367,13 @@ def check_grid(relative_bias: GridBias, scores_shape: tuple[int, ...]) -> None:
         raise Refusal("tokens", f"be at most the {relative_bias.num_tokens} of the grid", {"(T, S)": scores_shape[2:]})
 
 
-def check_sinks(sinks: Tensor | None, num_heads: int) -> None:
-    """Refuse sinks that are not one number per head."""
-    if sinks is None:
-        return
-    check_floating("sinks", sinks, rank=4)
-    if tuple(sinks.shape) != (1, num_heads, 1, 1):
-        raise Refusal("sinks", f"have shape (1, N, 1, 1) = (1, {num_heads}, 1, 1)", {"sinks.shape": tuple(sinks.shape)})
-
-
-def check_keep(keep: np.ndarray | None, scores_shape: tuple[int, ...]) -> None:
-    """Refuse a dropout mask that is not boolean or does not broadcast to the scores (B, N, T, S)."""
-    if keep is None:
-        return
-    if not isinstance(keep, np.ndarray):
-        raise WrongType("keep", "be a NumPy array", type(keep).__name__)
-    if keep.dtype != np.bool_:
-        raise WrongType("keep", "be boolean (True = kept)", {"keep.dtype": keep.dtype})
-    check_broadcasts("keep", keep.shape, scores_shape)
-
-
-def check_weighed(attn_weights: Tensor, value: Tensor) -> None:
-    """Refuse attention weights (B, N, T, S) and values (B, K, S, Hv) that do not fit each other."""
-    check_floating("attn_weights", attn_weights, rank=4)
-    check_floating("value", value, rank=4)
-    if (attn_weights.shape[0], attn_weights.shape[3]) != (value.shape[0], value.shape[2]):
-        raise Refusal(
-            "value",
-            "have the batch size and the keys of attn_weights",
-            {"value.shape": tuple(value.shape), "attn_weights.shape": tuple(attn_weights.shape)},
-        )
-    check_head_groups(attn_weights.shape[1], value.shape[1])
-
-
-def check_gated(context: Tensor, gate: Tensor) -> None:
-    """Refuse a context (B, N, T, Hv) and a gate that is not (B, T, N * Hv) or (B, T, N)."""
-    check_floating("context", context, rank=4)
-    check_floating("gate", gate, rank=3)
-    batch_size, num_heads, seq_len, head_dim = context.shape
-    widths = (num_heads * head_dim, num_heads)
-    if tuple(gate.shape) not in [(batch_size, seq_len, width) for width in widths]:
-        raise Refusal(
-            "gate",
-            f"have shape (B, T, N * H or N) = ({batch_size}, {seq_len}, {widths[0]} or {widths[1]})",
-            {"gate.shape": tuple(gate.shape)},
-        )
+def check_gate(gate: Tensor, context: Tensor) -> None:
+    """Refuse a gate that has neither a number for each feature of the context (B, N, T, Hv) nor one for each head."""
+    check_tiles("context", context)
+    check_tiles("gate", gate)
+    num_heads, num_features = context.shape[1], context.shape[1] * context.shape[3]
+    if gate.shape[-1] not in (num_heads, num_features):
+        raise Refusal("gate", f"have {num_features} or {num_heads} features", {"gate.shape": tuple(gate.shape)})
 
 
 def check_is_cache(cache: object, kind: type) -> None:

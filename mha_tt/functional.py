@@ -15,6 +15,7 @@ from ttnn import Tensor
 
 from mha_spec import AttentionSpec, Refusal
 from mha_tt.checks import check_weights
+from mha_tt.features.rope import Rotation
 from mha_tt.kernels import Kernel, fused
 from mha_tt.masks import DeviceMask, Mask
 from mha_tt.mha import FunctionalLayer, attention_layer
@@ -22,25 +23,25 @@ from mha_tt.stages import drop
 
 
 def multi_head_attention(
-    query: Float[Tensor, "B T d_in"],
+    query: Float[Tensor, "*B T d_in"],
     weights: Mapping[str, Tensor],
     spec: AttentionSpec,
-    key: Float[Tensor, "B S d_kv"] | None = None,
-    value: Float[Tensor, "B S d_kv"] | None = None,
+    key: Float[Tensor, "*B S d_kv"] | Float[Tensor, "*B K S H"] | None = None,
+    value: Float[Tensor, "*B S d_kv"] | Float[Tensor, "*B K S Hv"] | None = None,
     *,
-    bias: Float[np.ndarray, "..."] | Tensor | None = None,
+    bias: Float[np.ndarray | Tensor, "*#scores"] | None = None,
     need_weights: bool = False,
-    positions: Int[np.ndarray, "... #B T"] | None = None,
+    positions: Int[np.ndarray, "*axes T"] | Rotation | None = None,
     training: bool = False,
-    dropout_keep: Bool[np.ndarray, "B N T S"] | None = None,
+    dropout_keep: Bool[np.ndarray, "*#scores"] | None = None,
     seed: int = 0,
     kernel: Kernel = fused.attend,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
-    mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
+    mask: Bool[np.ndarray, "*#scores"] | DeviceMask | None = None,
     is_causal: bool = False,
-    key_padding_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
-    segment_ids: Int[np.ndarray, "B T"] | tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B S"]] | None = None,
-) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B N T S"] | None]:
+    key_padding_lengths: Int[np.ndarray, "*B"] | Sequence[int] | None = None,
+    segment_ids: Int[np.ndarray, "*B T"] | tuple[Int[np.ndarray, "*B T"], Int[np.ndarray, "*B S"]] | None = None,
+) -> tuple[Float[Tensor, "*B T E"], Float[Tensor, "*B N T S"] | None]:
     """Functional multi-head attention: project, split heads, attend, combine heads, project.
 
     Results, errors and other arguments are those of `MultiHeadAttention`.

@@ -11,7 +11,7 @@ from ttnn import Tensor
 
 from mha_spec import Refusal
 from mha_spec.rules import check_head_groups
-from mha_tt.checks import check_count, check_floating
+from mha_tt.checks import check_count, check_tiles
 from mha_tt.device import zeros
 from mha_tt.layout import TILE, TILE_NBYTES, round_up
 
@@ -22,7 +22,7 @@ def split_heads(x: Float[Tensor, "B T NH"], num_heads: int) -> Float[Tensor, "B 
     Raises:
         ValueError: if the width is not a multiple of num_heads.
     """
-    check_floating("x", x, rank=3)
+    check_tiles("x", x)
     check_count("num_heads", num_heads)
     width = x.shape[2]
     if width % num_heads:
@@ -46,7 +46,7 @@ def split_checked(x: Float[Tensor, "B T NH"], num_heads: int) -> Float[Tensor, "
 
 def combine_heads(x: Float[Tensor, "B N T H"]) -> Float[Tensor, "B T NH"]:
     """Concatenate heads: the inverse of `split_heads`."""
-    check_floating("x", x, rank=4)
+    check_tiles("x", x)
     return combine_checked(x)
 
 
@@ -70,7 +70,7 @@ def repeat_kv_heads(x: Float[Tensor, "B K S H"], num_heads: int) -> Float[Tensor
 
     Source: grouped-query attention, arXiv:2305.13245, section 2.2.
     """
-    check_floating("x", x, rank=4)
+    check_tiles("x", x)
     check_head_groups(num_heads, x.shape[1])
     repeats = num_heads // x.shape[1]
     return x if repeats == 1 else ttnn.repeat_interleave(x, repeats, dim=1)  # repeat_interleave, not tile

@@ -17,7 +17,7 @@ from mha_spec.heads import BareHeads
 from mha_spec.rules import as_boolean
 from mha_spec.span import Span, span_of
 from mha_tt.arrays import as_dtype
-from mha_tt.checks import check_count, check_integers, check_lengths, check_mask
+from mha_tt.checks import check_broadcasts, check_count, check_integers, check_lengths, checked
 from mha_tt.device import upload
 from mha_tt.mask_arrays import create_sliding_window_mask
 
@@ -81,7 +81,8 @@ class DeviceMask:
         window_size: maximum number of keys per query in a sliding-window mask; otherwise None.
     """
 
-    def __init__(self, mask: Bool[np.ndarray, "..."], *, device: ttnn.MeshDevice) -> None:
+    @checked
+    def __init__(self, mask: Bool[np.ndarray, "*#scores"], *, device: ttnn.MeshDevice) -> None:
         """Initialize a mask for a device.
 
         Args:
@@ -94,7 +95,7 @@ class DeviceMask:
         """
         if not isinstance(mask, np.ndarray):
             raise WrongType("mask", "be a NumPy array", type(mask).__name__)
-        check_mask(mask, mask.shape)
+        check_broadcasts("mask", mask.shape, mask.shape)
         self.mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
         self.device = device
         self.is_causal, self.window_size = _known(self.mask)
@@ -214,7 +215,7 @@ class Mask:
         q_offset: position of the first query among the keys, for all sequences or each, (1,) or (B,); default: 0.
     """
 
-    mask: Bool[np.ndarray, "..."] | DeviceMask | None = None
+    mask: Bool[np.ndarray, "*#scores"] | DeviceMask | None = None
     is_causal: bool = False
     key_padding_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None
     segment_ids: Int[np.ndarray, "B T"] | tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B S"]] | None = None
@@ -224,7 +225,8 @@ class Mask:
     def check(self, scores_shape: tuple[int, ...]) -> None:
         """Refuse a mask that does not fit the scores (B, N, T, S). `find_padding` checks lengths."""
         as_boolean("is_causal", self.is_causal)
-        check_mask(self.mask, scores_shape)
+        if self.mask is not None:
+            check_broadcasts("mask", tuple(self.mask.shape), scores_shape)
         if self.segments is not None:
             _check_segments(self.segments, scores_shape[0], *scores_shape[2:])
 
@@ -246,7 +248,7 @@ class Mask:
         """Return the mask with the attention span of a layer."""
         return self if spec.span is None else replace(self, span=spec.span)
 
-    def with_bias(self, bias: Float[np.ndarray, "..."] | Tensor | None) -> Mask:
+    def with_bias(self, bias: Float[np.ndarray | Tensor, "*#scores"] | None) -> Mask:
         """Fold biases of -inf into the mask, so that rows of -inf count as fully masked."""
         if not isinstance(bias, np.ndarray):  # a bias on the device is not read back
             return self
@@ -298,7 +300,7 @@ class Mask:
 
 
 def block_of(
-    x: Float[np.ndarray, "..."] | Bool[np.ndarray, "..."] | DeviceMask | Tensor | None, rows: slice, keys: slice
+    x: Float[np.ndarray | Tensor, "..."] | Bool[np.ndarray, "..."] | DeviceMask | None, rows: slice, keys: slice
 ) -> Any:
     """Return the block of some queries and keys of an array that broadcasts to the scores."""
     if x is None:

@@ -23,7 +23,7 @@ from mha_spec import AttentionSpec, Refusal, WrongType
 from mha_spec.attention import check_spec, spec_from
 from mha_tt import stages
 from mha_tt.axes import with_one_batch_axis
-from mha_tt.checks import check_dtype, check_input_dtype, check_layer_inputs, check_tokens
+from mha_tt.checks import check_dtype, check_input_dtype, check_layer_inputs, check_tiles, checked
 from mha_tt.decode.places import PreparedWeights
 from mha_tt.device import accurate_config, describe_config
 from mha_tt.features.rope import Rotation, rotation_of
@@ -85,7 +85,7 @@ class FunctionalLayer:
     spec: AttentionSpec
     kernel: Kernel = fused.attend
     training: bool = False
-    dropout_keep: Bool[np.ndarray, "B N T S"] | None = None
+    dropout_keep: Bool[np.ndarray, "*#scores"] | None = None
     seed: int = 0
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None
     kept: PreparedWeights | None = None
@@ -98,7 +98,7 @@ class FunctionalLayer:
         """Apply the projection or norm `name`."""
         return project_with(self.weights, self.spec, compute_kernel_config=self.compute_kernel_config)(name, x)
 
-    def scores(self, bias: Float[np.ndarray, "..."] | Tensor | None) -> Scores:
+    def scores(self, bias: Float[np.ndarray | Tensor, "*#scores"] | None) -> Scores:
         """Return the scores of a call: bias, learned weights, and dropout in training."""
         learned = {name: self.weights[name] for name in self.spec.score_shapes}
         dropout = self.spec.dropout if self.training else 0.0
@@ -223,7 +223,7 @@ class AttentionLayer:
             output = all_reduce(output, self.heads)
         return output
 
-    def scores(self, bias: Float[np.ndarray, "..."] | Tensor | None) -> Scores:
+    def scores(self, bias: Float[np.ndarray | Tensor, "*#scores"] | None) -> Scores:
         """Return the scores of a call: bias, learned weights, and dropout in training."""
         learned = {name: self.weights[name] for name in self.spec.score_shapes}
         dropout = self.spec.dropout if self.training else 0.0
@@ -241,7 +241,7 @@ class AttentionLayer:
         return self.weights if self.project == MethodType(AttentionLayer.project, self) else None
 
     def _with_kept(
-        self, seq_len: int, mask: Mask, positions: np.ndarray | None
+        self, seq_len: int, mask: Mask, positions: np.ndarray | Rotation | None
     ) -> tuple[Mask, np.ndarray | Rotation | None]:
         """Return mask and positions of self-attention; causal masks and default rotations are cached between calls."""
         if mask.is_causal and mask.has_only("is_causal"):
@@ -256,7 +256,7 @@ class AttentionLayer:
 
     def check_input(self, name: str, x: Tensor) -> None:
         """Refuse an input of a wrong rank or dtype, and random dropout that ttnn does not support."""
-        check_tokens(name, x)
+        check_tiles(name, x)
         check_input_dtype(name, x, self.dtype)
         if self._drops and self.heads is not None:
             raise Refusal(
@@ -285,20 +285,21 @@ class MultiHeadAttention(AttentionLayer):
     alone, for sequences of modules. Sizes are fields of the specification: `layer.spec.num_heads`.
     """
 
+    @checked
     def __call__(
         self,
-        query: Float[Tensor, "B T d_in"],
-        key: Float[Tensor, "B S d_kv"] | None = None,
-        value: Float[Tensor, "B S d_kv"] | None = None,
+        query: Float[Tensor, "*B T d_in"],
+        key: Float[Tensor, "*B S d_kv"] | Float[Tensor, "*B K S H"] | None = None,
+        value: Float[Tensor, "*B S d_kv"] | Float[Tensor, "*B K S Hv"] | None = None,
         *,
-        bias: Float[np.ndarray, "..."] | Tensor | None = None,
+        bias: Float[np.ndarray | Tensor, "*#scores"] | None = None,
         need_weights: bool = False,
-        positions: Int[np.ndarray, "... #B T"] | None = None,
-        mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
+        positions: Int[np.ndarray, "*axes T"] | Rotation | None = None,
+        mask: Bool[np.ndarray, "*#scores"] | DeviceMask | None = None,
         is_causal: bool = False,
-        key_padding_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
-        segment_ids: Int[np.ndarray, "B T"] | tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B S"]] | None = None,
-    ) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B N T S"] | None]:
+        key_padding_lengths: Int[np.ndarray, "*B"] | Sequence[int] | None = None,
+        segment_ids: Int[np.ndarray, "*B T"] | tuple[Int[np.ndarray, "*B T"], Int[np.ndarray, "*B S"]] | None = None,
+    ) -> tuple[Float[Tensor, "*B T E"], Float[Tensor, "*B N T S"] | None]:
         """Attend from each query token to the key tokens.
 
         Args:
@@ -311,7 +312,7 @@ class MultiHeadAttention(AttentionLayer):
                 values.
             need_weights: also return the attention weights; uses the plain path.
             positions: position of each token, (B or 1, T), or with sections (axes, B or 1, T), on the host; default: 0,
-                1, ….
+                1, …. A `Rotation` of them is uploaded once for many calls.
             mask, is_causal, key_padding_lengths, segment_ids: hide keys, see `Mask`.
 
         Returns:
@@ -339,17 +340,18 @@ class MultiHeadSelfAttention(AttentionLayer):
 
     _is_self_attention = True
 
+    @checked
     def __call__(
         self,
-        x: Float[Tensor, "B T d_in"],
+        x: Float[Tensor, "*B T d_in"],
         *,
-        bias: Float[np.ndarray, "..."] | Tensor | None = None,
-        positions: Int[np.ndarray, "... #B T"] | None = None,
-        mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
+        bias: Float[np.ndarray | Tensor, "*#scores"] | None = None,
+        positions: Int[np.ndarray, "*axes T"] | Rotation | None = None,
+        mask: Bool[np.ndarray, "*#scores"] | DeviceMask | None = None,
         is_causal: bool = False,
-        key_padding_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
-        segment_ids: Int[np.ndarray, "B T"] | tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B S"]] | None = None,
-    ) -> Float[Tensor, "B T E"]:
+        key_padding_lengths: Int[np.ndarray, "*B"] | Sequence[int] | None = None,
+        segment_ids: Int[np.ndarray, "*B T"] | tuple[Int[np.ndarray, "*B T"], Int[np.ndarray, "*B S"]] | None = None,
+    ) -> Float[Tensor, "*B T E"]:
         """Attend from each token to the tokens of its own sequence.
 
         Errors and other arguments are those of `MultiHeadAttention`, with x as query, key and value.

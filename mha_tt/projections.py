@@ -13,7 +13,7 @@ from ttnn import Tensor
 from mha_spec import AttentionSpec, Refusal
 from mha_spec.attention import check_spec
 from mha_tt.arrays import as_dtype, at_least_float32
-from mha_tt.checks import check_features, check_gated
+from mha_tt.checks import check_features, check_gate
 from mha_tt.device import zeros
 from mha_tt.features.latent import expand_latents, project_latents
 from mha_tt.features.rope import Rotation, positions_and_rotation
@@ -26,10 +26,10 @@ from mha_tt.weights import Project
 def project_qkv(
     project: Project,
     query: Float[Tensor, "B T d_in"],
-    key: Float[Tensor, "B S d_kv"],
-    value: Float[Tensor, "B S d_kv"],
+    key: Float[Tensor, "B S d_kv"] | Float[Tensor, "B K S H"],
+    value: Float[Tensor, "B S d_kv"] | Float[Tensor, "B K S Hv"],
     spec: AttentionSpec,
-    positions: Int[np.ndarray, "... #B T"] | Rotation | None = None,
+    positions: Int[np.ndarray, "*axes #B T"] | Rotation | None = None,
 ) -> tuple[Float[Tensor, "B N T H"], Float[Tensor, "B K S H"], Float[Tensor, "B K S Hv"]]:
     """Project and clip the inputs, split heads, apply norms and RoPE, and scale queries by the temperature.
 
@@ -108,7 +108,7 @@ def apply_gate(context: Float[Tensor, "B N T Hv"], gate: Float[Tensor, "B T G"])
 
     Source: Gated Attention for Large Language Models, arXiv:2505.06708.
     """
-    check_gated(context, gate)
+    check_gate(gate, context)
     if 0 in tuple(context.shape):
         return context
     gate = ttnn.sigmoid_accurate(at_least_float32(split_heads(gate, context.shape[1])))

@@ -14,7 +14,7 @@ from mha_spec import AttentionSpec, GridBias
 from mha_spec.heads import BareHeads
 from mha_spec.rules import as_rate
 from mha_tt.arrays import as_dtype
-from mha_tt.checks import check_bias, check_grid, check_keep, check_score_weights
+from mha_tt.checks import check_bias, check_broadcasts, check_grid, check_score_weights
 from mha_tt.device import upload
 from mha_tt.masks import block_of
 
@@ -39,10 +39,10 @@ class Scores:
     """
 
     spec: AttentionSpec | BareHeads
-    bias: Float[np.ndarray, "..."] | Tensor | None = None
+    bias: Float[np.ndarray | Tensor, "*#scores"] | None = None
     learned: Mapping[str, Float[Tensor, "..."]] = field(default_factory=dict)
     dropout: float = 0.0
-    dropout_keep: Bool[np.ndarray, "..."] | None = None
+    dropout_keep: Bool[np.ndarray, "*#scores"] | None = None
     seed: int = 0
 
     def check_arguments(self, scores_shape: tuple[int, ...], query: Tensor) -> None:
@@ -50,7 +50,7 @@ class Scores:
         if self.bias is not None:
             check_bias(self.bias, scores_shape, query)
         if self.dropout_keep is not None:
-            check_keep(self.dropout_keep, scores_shape)
+            check_broadcasts("dropout_keep", tuple(self.dropout_keep.shape), scores_shape)
         if isinstance(self.spec.relative_bias, GridBias):
             check_grid(self.spec.relative_bias, scores_shape)
 

@@ -22,15 +22,14 @@ from mha_spec.rules import as_rate
 from mha_tt.arrays import as_dtype, at_least_float32, nan_where
 from mha_tt.checks import (
     check_bias,
-    check_floating,
+    check_broadcasts,
     check_grid,
     check_heads,
-    check_keep,
-    check_mask,
+    check_names,
     check_score_weights,
     check_scored,
-    check_sinks,
-    check_weighed,
+    check_tiles,
+    check_weight,
 )
 from mha_tt.device import accurate_config, upload, zeros
 from mha_tt.features.alibi import alibi_bias
@@ -46,9 +45,9 @@ from mha_tt.scores import Scores, bias_on_device
 def attention_scores(
     query: Float[Tensor, "B N T H"],
     key: Float[Tensor, "B K S H"],
-    bias: Float[np.ndarray, "..."] | Tensor | None = None,
+    bias: Float[np.ndarray | Tensor, "*#scores"] | None = None,
     spec: AttentionSpec | BareHeads | None = None,
-    q_offset: Int[np.ndarray, " B"] | None = None,
+    q_offset: Int[np.ndarray, " #B"] | None = None,
     learned: Mapping[str, Float[Tensor, "..."]] | None = None,
     *,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
@@ -69,13 +68,15 @@ def attention_scores(
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1; the soft cap: Gemma 2, arXiv:2408.00118, section 2.
     """
-    check_floating("query", query, rank=4)
-    check_floating("key", key, rank=4)
+    check_tiles("query", query)
+    check_tiles("key", key)
     rules = BareHeads(query.shape[3]) if spec is None else spec
     learned = {} if learned is None else learned
     check_scored(query, key, rules)
     scores_shape = (*tuple(query.shape)[:3], key.shape[2])
-    check_bias(bias, scores_shape, query)
+    if bias is not None:
+        check_bias(bias, scores_shape, query)
+    check_names("learned", learned, rules.score_shapes)
     # Sinks are part of the softmax.
     tables = {name: table for name, table in learned.items() if name != "sinks"}
     table_shapes = {name: shape for name, shape in rules.score_shapes.items() if name != "sinks"}
@@ -113,8 +114,8 @@ def attention_scores(
 
 def masked_softmax(
     scores: Float[Tensor, "B N T S"],
-    mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
-    sinks: Float[Tensor, "..."] | None = None,
+    mask: Bool[np.ndarray, "*#scores"] | DeviceMask | None = None,
+    sinks: Float[Tensor, "1 N 1 1"] | None = None,
     *,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> Float[Tensor, "B N T S"]:
@@ -124,9 +125,11 @@ def masked_softmax(
 
     Source: the sinks: gpt-oss model card, arXiv:2508.10925, section 2.
     """
-    check_floating("scores", scores, rank=4)
-    check_mask(mask, tuple(scores.shape))
-    check_sinks(sinks, scores.shape[1])
+    check_tiles("scores", scores)
+    if mask is not None:
+        check_broadcasts("mask", tuple(mask.shape), tuple(scores.shape))
+    if sinks is not None:
+        check_weight("sinks", sinks, (1, scores.shape[1], 1, 1))
     scores, mask = at_least_float32(scores), on_device(mask, scores.device())
     if mask is not None:
         scores = ttnn.where(mask.hidden, MASKED, scores)
@@ -152,7 +155,8 @@ def attention_context(
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> Float[Tensor, "B N T Hv"]:
     """Return the weighted sum of values, accumulated in at least float32, in the dtype of value."""
-    check_weighed(attn_weights, value)
+    check_tiles("attn_weights", attn_weights)
+    check_tiles("value", value)
     return ttnn.matmul(
         attn_weights,
         repeat_kv_heads(value, attn_weights.shape[1]),
@@ -164,7 +168,7 @@ def attention_context(
 def apply_dropout(
     attn_weights: Float[Tensor, "B N T S"],
     rate: float,
-    keep: Bool[np.ndarray, "B N T S"] | None = None,
+    keep: Bool[np.ndarray, "*#scores"] | None = None,
     *,
     seed: int = 0,
 ) -> Float[Tensor, "B N T S"]:
@@ -176,8 +180,8 @@ def apply_dropout(
         TypeError: if a draw is needed and the weights are not bfloat16.
     """
     rate = as_rate("dropout", rate)
-    check_keep(keep, tuple(attn_weights.shape))
     if keep is not None:
+        check_broadcasts("keep", keep.shape, tuple(attn_weights.shape))
         kept = keep.reshape((1,) * (4 - keep.ndim) + keep.shape) / (1.0 - rate)
         return ttnn.multiply(attn_weights, upload(kept, device=attn_weights.device(), dtype=ttnn.float32))
     return drop("attn_weights", attn_weights, rate, seed)
@@ -201,15 +205,15 @@ def scaled_dot_product_attention(
     value: Float[Tensor, "B K S Hv"],
     spec: AttentionSpec | BareHeads | None = None,
     *,
-    bias: Float[np.ndarray, "..."] | Tensor | None = None,
+    bias: Float[np.ndarray | Tensor, "*#scores"] | None = None,
     learned: Mapping[str, Float[Tensor, "..."]] | None = None,
     need_weights: bool = False,
     dropout: float = 0.0,
-    dropout_keep: Bool[np.ndarray, "B N T S"] | None = None,
+    dropout_keep: Bool[np.ndarray, "*#scores"] | None = None,
     seed: int = 0,
     kernel: Kernel | None = None,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
-    mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
+    mask: Bool[np.ndarray, "*#scores"] | DeviceMask | None = None,
     is_causal: bool = False,
     key_padding_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
     segment_ids: Int[np.ndarray, "B T"] | tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B S"]] | None = None,
@@ -233,7 +237,7 @@ def scaled_dot_product_attention(
 
     Raises:
         TypeError: if an input is not floating point, the dtypes differ, or the mask is not boolean.
-        ValueError: if the shapes do not fit, or a kernel is to return attention weights or another arithmetic.
+        ValueError: if the shapes do not fit, or need_weights or another arithmetic accompanies a kernel.
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """

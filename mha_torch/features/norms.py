@@ -17,7 +17,7 @@ def apply_norm(
     x: Float[Tensor, "*tokens H"],
     norm: Norm,
     weight: Float[Tensor, "..."] | None = None,
-    bias: Float[Tensor, "*#scores"] | None = None,
+    bias: Float[Tensor, "..."] | None = None,
 ) -> Float[Tensor, "*tokens H"]:
     """Return x / sqrt(mean(x²) + eps) * weight + bias; a layer norm first subtracts the mean.
 

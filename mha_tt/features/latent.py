@@ -18,7 +18,7 @@ from mha_spec import AttentionSpec, Latent, Refusal
 from mha_spec.attention import check_latent
 from mha_tt.arrays import as_dtype, at_least_float32
 from mha_tt.cache import Cache, append_checked, check_cache, check_room, mark_written_over, num_added
-from mha_tt.checks import check_count, check_dtype, check_floating, check_is_cache, check_latent_heads, check_latents
+from mha_tt.checks import check_count, check_dtype, check_is_cache, check_latent_heads, check_latents, check_tiles
 from mha_tt.device import accurate_config, zeros
 from mha_tt.features.rope import Rotation, positions_and_rotation
 from mha_tt.features.temperature import apply_temperature
@@ -53,7 +53,7 @@ def project_latents(
     project: Project,
     x: Float[Tensor, "B T d_in"],
     spec: AttentionSpec,
-    positions: Int[np.ndarray, "... #B T"] | Rotation | None = None,
+    positions: Int[np.ndarray, "*axes #B T"] | Rotation | None = None,
 ) -> tuple[Float[Tensor, "B N T H"], Float[Tensor, "B 1 T W"]]:
     """Project the input of a layer with latents to queries and latents.
 
@@ -162,7 +162,7 @@ def weights_of_heads(kv_b: Float[Tensor, "kv_rank N*(H+Hv)"], spec: AttentionSpe
         ValueError: if the layer has no latents, or the weight has another shape.
     """
     own_features = _own_features(spec)
-    check_floating("kv_b", kv_b, rank=2)
+    check_tiles("kv_b", kv_b)
     expected = (padded_width("kv_a_norm", spec), padded_width("kv_b_proj", spec))
     if tuple(kv_b.shape) != expected:
         raise Refusal("kv_b", f"have shape {expected}", {"kv_b.shape": tuple(kv_b.shape)})
@@ -342,5 +342,5 @@ def append_to_latent_cache(
 
 def check_latent_cache(cache: LatentCache, latents: Tensor) -> None:
     """Refuse cached latents (B, 1, S, W) to which new ones (B, 1, T, W) cannot be appended."""
-    check_floating("latents", latents, rank=4)
+    check_tiles("latents", latents)
     check_cache(cache.latents, cache.latents, latents, latents, ("cache.latents", "cache.latents"))

@@ -19,7 +19,7 @@ from ttnn import Tensor
 from mha_spec import AttentionSpec
 from mha_spec.attention import check_latent, check_spec, spec_from
 from mha_tt.cache_mha import cached_layer
-from mha_tt.checks import check_floating, check_is_cache, check_weights
+from mha_tt.checks import check_is_cache, check_weights, checked
 from mha_tt.features.latent import HeadWeights, LatentCache, init_latent_cache, weights_of_heads
 from mha_tt.kernels import Kernel, fused
 from mha_tt.masks import DeviceMask
@@ -33,9 +33,9 @@ def multi_head_latent_attention(
     cache: LatentCache,
     *,
     new_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
-    mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
-    bias: Float[np.ndarray, "..."] | Tensor | None = None,
-    positions: Int[np.ndarray, "... #B T"] | None = None,
+    mask: Bool[np.ndarray, "*#scores"] | DeviceMask | None = None,
+    bias: Float[np.ndarray | Tensor, "*#scores"] | None = None,
+    positions: Int[np.ndarray, "*axes #B T"] | None = None,
     absorb: bool | None = None,
     kernel: Kernel = fused.attend,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
@@ -54,7 +54,6 @@ def multi_head_latent_attention(
     check_latent(spec)
     check_weights(weights, spec)
     check_is_cache(cache, LatentCache)
-    check_floating("x", x, rank=3)
     absorb = spec.absorbs(x.shape[1]) if absorb is None else absorb
     return cached_layer(
         FunctionalLayer(weights, spec, kernel, compute_kernel_config=compute_kernel_config),
@@ -117,15 +116,16 @@ class MultiHeadLatentAttention(AttentionLayer):
         dtype = self.dtype if dtype is None else dtype
         return init_latent_cache(batch_size, capacity, latent.kv_rank, latent.rope_dim, dtype=dtype, device=self.device)
 
+    @checked
     def __call__(
         self,
         x: Float[Tensor, "B T d_in"],
         cache: LatentCache,
         *,
         new_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
-        mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
-        bias: Float[np.ndarray, "..."] | Tensor | None = None,
-        positions: Int[np.ndarray, "... #B T"] | None = None,
+        mask: Bool[np.ndarray, "*#scores"] | DeviceMask | None = None,
+        bias: Float[np.ndarray | Tensor, "*#scores"] | None = None,
+        positions: Int[np.ndarray, "*axes #B T"] | None = None,
     ) -> tuple[Float[Tensor, "B T E"], LatentCache]:
         """Append the latents of new tokens to the cache; each attends to all tokens up to itself.
 

@@ -12,14 +12,14 @@ from ttnn import Tensor
 from mha_spec import AttentionSpec, Rope
 from mha_spec.features.rope import check_rope
 from mha_tt.arrays import as_dtype, at_least_float32
-from mha_tt.checks import check_floating, check_head_dim, check_pair_order, check_positions
+from mha_tt.checks import check_head_dim, check_pair_order, check_positions, check_tiles
 from mha_tt.device import upload
 from mha_tt.layout import padded_head_dim
 
 
 def apply_rope(
     x: Float[Tensor, "B heads T H"],
-    positions: Int[np.ndarray, "... #B T"],
+    positions: Int[np.ndarray, "*axes #B T"],
     rope: Rope,
     *,
     head_dim: int | None = None,
@@ -46,7 +46,7 @@ def apply_rope(
 
     Source: RoFormer, arXiv:2104.09864.
     """
-    check_floating("x", x, rank=4)
+    check_tiles("x", x)
     check_rope(rope)
     check_positions(positions, x.shape[0], x.shape[2], rope)
     rope.rotated_features(head_dim or x.shape[3])  # raises if heads cannot be rotated
@@ -62,7 +62,7 @@ class Rotation:
     Angles are computed in float64 on the host: the device's sine does not support angles of thousands.
     """
 
-    positions: Int[np.ndarray, "... #B T"]
+    positions: Int[np.ndarray, "*axes #B T"]
     cos: Float[Tensor, "B 1 T H"]
     sin: Float[Tensor, "B 1 T H"]
 
@@ -101,7 +101,11 @@ class Rotation:
 
 
 def rotation_of(
-    positions: Int[np.ndarray, "... #B T"], spec: AttentionSpec, *, device: ttnn.MeshDevice, side_by_side: bool = False
+    positions: Int[np.ndarray, "*axes #B T"],
+    spec: AttentionSpec,
+    *,
+    device: ttnn.MeshDevice,
+    side_by_side: bool = False,
 ) -> Rotation | None:
     """Return the rotation by positions for the heads of a layer, or for the shared features; None without RoPE."""
     if spec.rope is None:

@@ -10,7 +10,7 @@ from ttnn import Tensor
 from mha_spec import Temperature
 from mha_spec.features.temperature import check_temperature
 from mha_tt.arrays import as_dtype, at_least_float32
-from mha_tt.checks import check_floating, check_positions
+from mha_tt.checks import check_positions, check_tiles
 from mha_tt.device import upload
 
 
@@ -30,7 +30,7 @@ def apply_temperature(
 
     Source: Scalable-Softmax, arXiv:2501.19399, in the form of Llama 4.
     """
-    check_floating("x", x, rank=4)
+    check_tiles("x", x)
     check_temperature(temperature)
     check_positions(positions, x.shape[0], x.shape[2], None)
     lengths = (positions + temperature.first_position) // temperature.length

@@ -23,7 +23,7 @@ from mha_spec.heads import BareHeads
 from mha_spec.rules import check_head_groups
 from mha_tt import stages
 from mha_tt.arrays import as_dtype, at_least_float32
-from mha_tt.checks import check_floating, check_heads_of_spec, check_lengths, check_names, check_sinks
+from mha_tt.checks import check_floating, check_heads_of_spec, check_lengths, check_names, check_weight
 from mha_tt.device import accurate_config, upload_integers, with_bfloat16_sums, zeros
 from mha_tt.layout import TILE, round_up
 from mha_tt.masks import MASKED, DeviceMask, Mask, zero_masked_rows
@@ -169,8 +169,8 @@ def attend_to_cache(
     learned = {} if learned is None else learned
     check_names("learned", learned, rules.score_shapes)
     sinks = learned.get("sinks")
-    if not isinstance(sinks, list):
-        check_sinks(sinks, query.shape[2])
+    if sinks is not None and not isinstance(sinks, list):
+        check_weight("sinks", sinks, (1, query.shape[2], 1, 1))
     options: Any = {"page_table": page_table, "learned": learned, "compute_kernel_config": compute_kernel_config}
     return attend_to_checked(query, keys, values, last_positions, rules, **options)
 
@@ -227,7 +227,7 @@ def sinks_of_step(
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> list[Tensor]:
     """Prepare sinks for `attend_to_cache`, once for many steps with such queries and keys."""
-    check_sinks(sinks, query.shape[2])
+    check_weight("sinks", sinks, (1, query.shape[2], 1, 1))
     rules = BareHeads(query.shape[3]) if spec is None else spec
     check_heads_of_spec(query, query.shape[2], rules)
     config = compute_kernel_config or accurate_config(query.device())

@@ -101,7 +101,10 @@ OTHER_DEFAULTS = {  # accepted by the fused kernels; the others have float32
     ("tt", "init_latent_cache", "dtype"): "xp.bfloat16",
 }
 
-OTHER_AXES = {"kv_rank N*(H+Hv)": "N*(H+Hv) kv_rank"}  # torch keeps weights as (out, in), the others as (in, out)
+OTHER_AXES = {
+    "kv_rank N*(H+Hv)": "N*(H+Hv) kv_rank",  # torch keeps weights as (out, in), the others as (in, out)
+    "1 N 1 1": " N",  # on a Tenstorrent device sinks have the axes of scores
+}
 
 CACHE_PARTS = {  # arguments from a cache, whose lengths are known elsewhere: on the host, in a graph, or not
     "jax": {"append_checked", "num_added", "token_positions", "has_room"},
@@ -153,6 +156,7 @@ EXTRA_NAMES = {
         "as_lengths",  # and lengths are moved to theirs
         "cache_dtype",  # under autocast it differs from the weights' dtype
         *WRITTEN_OVER,
+        "check_attention",  # of the kernel over processes
         *CACHE_PARTS["torch"],
     },
     "tt": {
@@ -185,10 +189,13 @@ EXTRA_NAMES = {
         "AttentionLayer.train",  # and their modules have these two
         "AttentionLayer.eval",
         "check_on_device",  # several operations crash on a tensor on the host,
+        "check_tiles",  # or need whole tiles,
         "check_input_dtype",  # distinguishes the dtype of inputs from that of weights, which differ here,
         "check_dtype",  # only three dtypes are supported,
         "check_head_dim",  # padding of heads counts as features,
-        *("check_heads", "check_pair_order"),  # whose order depends on the layer,
+        *("check_heads_of_spec", "check_latent_heads"),  # in queries as in latents, in parts,
+        "check_pair_order",  # whose order depends on the layer,
+        "check_finite",  # weights are read before they are uploaded,
         "check_cache_holds",  # writing into a cache precedes any other sign that it belongs to another layer,
         "check_cached_step",  # and one new token per sequence has its own kernel
         "Cache.places",  # counted on the device
@@ -218,6 +225,7 @@ OTHERWISE = {
 
 OTHER_SUMMARIES = {
     ("tt", "contained"),  # has no gradients
+    ("tt", "check_weight"),  # weights are never distributed over processes,
     *(("jax", "check_features"), ("tt", "check_features")),  # features are never distributed over processes
     *(("tt", "zero_where"), ("tt", "nan_where")),  # there are no gradients,
     ("tt", "zero_heads_in_padding"),  # and lengths are always known

@@ -82,15 +82,15 @@ def public_calls(package):
 
 
 def array_arguments(package):
-    """Return the arguments of public calls whose annotation has one form of an array."""
+    """Return the arguments of public calls whose annotation has one form of an array, for each type of one."""
     arguments = []
     for function, call in public_calls(package).items():
         for name, parameter in inspect.signature(call, eval_str=True).parameters.items():
             options = get_args(parameter.annotation) or (parameter.annotation,)
             arrays = [option for option in options if hasattr(option, "dim_str")]
             others = [option for option in options if option not in arrays and option is not type(None)]
-            if len(arrays) == 1:
-                arguments.append(ArrayArgument(call, function, name, arrays[0], bool(others)))
+            if len({array.dim_str for array in arrays}) == 1:
+                arguments += [ArrayArgument(call, function, name, array, bool(others)) for array in arrays]
     return arguments
 
 

@@ -58,8 +58,9 @@ class TtSibling(Sibling):
 
     def array(self, x: Any) -> Any:
         x = np.asarray(x)
-        if x.dtype.kind == "i":  # bad input everywhere
-            return ttnn.to_device(ttnn.Tensor(x.astype(np.int32), ttnn.int32, None, ttnn.TILE_LAYOUT), self.device)
+        if x.dtype.kind == "i" or not x.ndim:  # bad input everywhere
+            wide, dtype = (np.int32, ttnn.int32) if x.dtype.kind == "i" else (np.float32, ttnn.float32)
+            return ttnn.to_device(ttnn.Tensor(x.astype(wide), dtype, None, ttnn.TILE_LAYOUT), self.device)
         return backend.from_numpy(x)
 
     def option(self, x: Any) -> Any:

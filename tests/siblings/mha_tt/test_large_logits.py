@@ -115,7 +115,7 @@ def test_kernel_reruns_if_rows_may_be_lost(device, calls, config_of, times):
     once with fast arithmetic.
     """
     tensors = uploaded(device, heads(1.0))
-    fused_attention(mha_tt)(*tensors, is_causal=True, compute_kernel_config=config_of(device))
+    fused_attention(mha_tt)(*tensors, is_causal=True, kernel=mha_tt.fused.FusedAttention(config_of(device)))
     found = [dict(call.keywords) for call in calls if call.name == KERNEL]
     sums = [keywords.pop("compute_kernel_config").fp32_dest_acc_en for keywords in found]
     assert sums == [True, False][-times:]

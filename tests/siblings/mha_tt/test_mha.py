@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import ttnn
+from helpers.heads import fused_attention, plain_attention
 from helpers.refusals import refuses, refuses_type
 from helpers.samples import sample
 from helpers.tt.formulas import (
@@ -94,11 +95,11 @@ def attended(path, spec, device, dtype, inputs, *, weights=None, **options):
 
 def split_attended(form, device, dtype, query, key, value, **options):
     """Return the context of split heads, padded to whole tiles on the device, as a NumPy array."""
-    head_dim, function = query.shape[3], mha_tt if form == "plain" else mha_tt.fused
+    head_dim, attention = query.shape[3], plain_attention(mha_tt) if form == "plain" else fused_attention(mha_tt)
     spec = parity.AttentionSpec(query.shape[1] * head_dim, query.shape[1], num_kv_heads=key.shape[1])
     width = [(0, 0)] * 3 + [(0, mha_tt.padded_head_dim(head_dim) - head_dim)]
     arrays = (mha_tt.upload(np.pad(x, width), device=device, dtype=dtype) for x in (query, key, value))
-    context, _ = function.scaled_dot_product_attention(*arrays, spec, **options)
+    context, _ = attention(*arrays, spec, **options)
     return mha_tt.download(context)[..., :head_dim]
 
 
@@ -140,7 +141,7 @@ def test_repeated_key_heads_follow_groups(device, rng, num_kv_heads, dtype):
 
 def test_padding_scales_no_scores(device):
     """Scores are scaled by the width of a head of the spec, not by that of its tiles."""
-    ones = np.zeros((1, 1, 1, 16))
+    ones = np.zeros((1, 1, 1, 32))
     ones[..., :4] = 1.0
     ones = mha_tt.upload(ones, device=device, dtype=ttnn.float32)
     assert mha_tt.download(mha_tt.attention_scores(ones, ones, None, parity.AttentionSpec(4, 1))).item() == 2.0

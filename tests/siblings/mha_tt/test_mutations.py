@@ -5,6 +5,7 @@ run in bfloat16, because no call in float32 uses the fused path. If the padding 
 the traps of `ttnn_mock`, the case fails as a whole.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import cycle
@@ -17,6 +18,7 @@ from helpers.samples import sample
 from helpers.tt.formulas import IS_MOCK
 
 import mha_tt
+from mha_spec.heads import BareHeads
 from mha_tt import cache as caches
 from mha_tt import (
     cache_mha,
@@ -84,11 +86,12 @@ class Mutation:
 
 
 def one(case: str, stage: str, function: Callable[..., Any], broken: Override, dtype: str = "bfloat16") -> Mutation:
-    """Return a mutation of a function in all modules that hold it."""
+    """Return a mutation of a function in all modules that hold it, and of its checked form in the package."""
     name = function.__name__
-    modules = (mha_tt, caches, cache_mha, device, fused, heads, latent, layout, masks, mha, norms, projections, stages)
-    modules += (functional, mask_arrays, step, temperature, weights)
-    holders = tuple((module, name) for module in modules if vars(module).get(name) is function)
+    modules = (caches, cache_mha, device, fused, heads, latent, layout, masks, mha, norms, projections, stages)
+    modules += (functional, mask_arrays, step, temperature, weights, mha_tt)
+    body = inspect.unwrap(function)
+    holders = tuple((module, name) for module in modules if inspect.unwrap(vars(module).get(name)) is body)
     return Mutation(case, stage, broken, holders, dtype)
 
 
@@ -102,12 +105,12 @@ def at(case: str, stage: str, holder: Any, name: str, broken: Override, dtype: s
 
 def without_spec(original, kernel, q, k, v, visible, scores):
     """Count the padding of a head as features."""
-    return original(kernel, q, k, v, visible, replace(scores, spec=None))
+    return original(kernel, q, k, v, visible, replace(scores, spec=BareHeads(q.shape[3])))
 
 
 def step_without_spec(original, q, keys, values, last_positions, spec=None, **options):
     """Count the padding of a head as features in a step."""
-    return original(q, keys, values, last_positions, None, **options)
+    return original(q, keys, values, last_positions, BareHeads(q.shape[3]), **options)
 
 
 def without_bias(name: str, stage: str) -> Mutation:
@@ -358,12 +361,8 @@ MUTATIONS = {
         "scores",
         stages,
         "relative_position_products",
-        lambda f, q, k, record, *rest, **o: f(
-            q,
-            k,
-            record,
-            *rest,
-            **{**o, "relative_keys": ttnn.concat([o["relative_keys"][:, :, 1:], o["relative_keys"][:, :, :1]], dim=2)},
+        lambda f, q, k, record, of_keys, *rest, **o: f(
+            q, k, record, ttnn.concat([of_keys[:, :, 1:], of_keys[:, :, :1]], dim=2), *rest, **o
         ),
     ),
     "latents not normalised": one(

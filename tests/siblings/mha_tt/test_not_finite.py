@@ -13,6 +13,7 @@ from helpers.tt.formulas import both_dtypes, module_of, rounded
 
 import mha_tt
 from mha_spec import Alibi, AttentionSpec, Gate, Latent, Rope
+from mha_spec.heads import BareHeads
 from mha_tt.kernels import fused
 from mha_tt.kernels.nonfinite import contained
 from mha_tt.masks import Mask
@@ -212,7 +213,7 @@ def test_softmax_of_infinite_scores_is_nan(device):
 
 def run_kernel(device, kernel, dtype, inputs, *, bias=None, **hides):
     heads = (mha_tt.upload(x, device=device, dtype=dtype) for x in inputs)
-    return mha_tt.download(kernel(*heads, Mask.of(hides), Scores(bias=bias)))
+    return mha_tt.download(kernel(*heads, Mask(**hides), Scores(BareHeads(H), bias)))
 
 
 def run_contained(device, dtype, inputs, **options):

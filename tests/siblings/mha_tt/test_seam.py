@@ -12,6 +12,7 @@ from helpers.tt.formulas import assert_close, module_of, rounded
 
 import mha_tt
 import parity
+from mha_spec.heads import BareHeads
 from mha_tt import stages
 from mha_tt.kernels import fused
 from mha_tt.masks import Mask
@@ -143,7 +144,7 @@ def test_unsupported_calls_use_plain_path(device, calls, rng, name):
     dtype, *features, changes = UNSUPPORTED[name]
     shapes = [(2, 4, 5, features[0]), (2, 2, 7, features[0]), (2, 2, 7, features[1])]
     q, k, v = (mha_tt.upload(rng.standard_normal(shape), device=device, dtype=dtype) for shape in shapes)
-    visible, scores = Mask(key_padding_lengths=[4, 7]), replace(Scores(), **changes)
+    visible, scores = Mask(key_padding_lengths=[4, 7]), replace(Scores(BareHeads(features[0])), **changes)
     found = mha_tt.download(fused.attend(q, k, v, visible, scores))
     assert KERNEL not in {call.name for call in calls}
     assert np.array_equal(found, mha_tt.download(stages.attend(q, k, v, visible, scores)[0]))

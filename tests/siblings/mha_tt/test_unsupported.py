@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import ttnn
-from helpers.heads import fused_attention
 from helpers.refusals import refuses_type
 from helpers.tt.sibling import UNSUPPORTED
 
@@ -19,9 +18,9 @@ def float16(device):
 
 
 def float32_in_the_kernel(device):
-    heads = [mha_tt.upload(np.ones((1, 2, 3, 32)), device=device, dtype=ttnn.float32)] * 3
+    query, slots = (mha_tt.upload(np.ones((1, 1, n, 32)), device=device, dtype=ttnn.float32) for n in (2, 32))
     with refuses_type("query", "query.dtype=float32"):
-        fused_attention(mha_tt)(*heads)
+        mha_tt.fused.attend_to_cache(query, slots, slots, np.array([3]))
 
 
 def dropout_in_float32(device):
