@@ -7,6 +7,7 @@ from mha_jax.cache_mha import (
     MultiHeadAttentionWithCache,
     multi_head_attention_with_cache,
 )
+from mha_jax.checks import checked
 from mha_jax.features.latent import (
     LatentCache,
     absorb_keys,
@@ -85,3 +86,31 @@ __all__ = [
     "scaled_dot_product_attention",
     "split_heads",
 ]
+
+# Annotations of public functions are the checks of their arguments. Functions of the package call each other unchecked.
+absorb_keys = checked(absorb_keys)
+absorb_values = checked(absorb_values)
+append_to_cache = checked(append_to_cache)
+append_to_latent_cache = checked(append_to_latent_cache)
+apply_dropout = checked(apply_dropout)
+apply_gate = checked(apply_gate)
+apply_norm = checked(apply_norm)
+apply_rope = checked(apply_rope)
+apply_temperature = checked(apply_temperature)
+attention_context = checked(attention_context)
+attention_scores = checked(attention_scores)
+combine_heads = checked(combine_heads)
+create_attention_mask = checked(create_attention_mask)
+create_cache_mask = checked(create_cache_mask)
+create_padding_mask = checked(create_padding_mask)
+expand_latents = checked(expand_latents)
+masked_softmax = checked(masked_softmax)
+multi_head_attention = checked(multi_head_attention)
+multi_head_attention_with_cache = checked(multi_head_attention_with_cache)
+multi_head_latent_attention = checked(multi_head_latent_attention)
+project_latents = checked(project_latents)
+project_output = checked(project_output)
+project_qkv = checked(project_qkv)
+repeat_kv_heads = checked(repeat_kv_heads)
+scaled_dot_product_attention = checked(scaled_dot_product_attention)
+split_heads = checked(split_heads)
