@@ -26,7 +26,7 @@ def multi_head_attention(
     *,
     bias: Float[Tensor, "*#scores"] | None = None,
     need_weights: bool = False,
-    positions: Int[Tensor, "*axes #B T"] | None = None,
+    positions: Int[Tensor, "*axes T"] | None = None,
     training: bool = False,
     dropout_keep: Bool[Tensor, "*#scores"] | None = None,
     kernel: Kernel = fused.attend,

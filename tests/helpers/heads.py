@@ -36,3 +36,8 @@ def plain_attention(package: Any) -> HeadsAttention:
 def fused_attention(package: Any) -> HeadsAttention:
     """Return the attention of an implementation with the default kernel of its layers."""
     return HeadsAttention(package, package.fused.attend)
+
+
+def attention_in(form: str, package: Any) -> HeadsAttention:
+    """Return the attention of an implementation in the form "plain" or "fused"."""
+    return plain_attention(package) if form == "plain" else fused_attention(package)

@@ -19,7 +19,7 @@ import pytest
 
 import parity
 from helpers import HAS_TTNN
-from helpers.heads import fused_attention, plain_attention
+from helpers.heads import attention_in
 from mha_spec import AttentionSpec
 
 PATHS = ("function-plain", "function-fused", "module-plain", "module-fused")
@@ -214,7 +214,7 @@ class Sibling(ABC):
         self, form: str, query: np.ndarray, key: np.ndarray, value: np.ndarray, **options: Any
     ) -> np.ndarray:
         """Return the context of split heads, in the plain or the fused form."""
-        attention = plain_attention(self.package) if form == "plain" else fused_attention(self.package)
+        attention = attention_in(form, self.package)
         heads = (self.array(x) for x in (query, key, value))
         options = {name: self.option(x) for name, x in options.items()}
         return self.numpy(attention(*heads, **options)[0])

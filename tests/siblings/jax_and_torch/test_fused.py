@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
-from helpers.heads import fused_attention, plain_attention
+from helpers.heads import attention_in, fused_attention, plain_attention
 from helpers.refusals import refuses
 from helpers.samples import sample
 from jax.sharding import NamedSharding, PartitionSpec
@@ -251,7 +251,7 @@ def assert_single_key_is_seen(found, arrays):
 )
 def test_causal_and_lengths_match_mask(sibling, form, lengths, padding, is_causal):
     """is_causal and padding lengths match the plain path with the equivalent mask, with gradients."""
-    function = (sibling.package if form == "plain" else sibling.package.fused).scaled_dot_product_attention
+    function = attention_in(form, sibling.package)
     told = problem(lengths=lengths, padding=padding)
     masked = problem(lengths=lengths, mask=is_hidden(told, is_causal))
     expected = yardstick(masked)
@@ -262,7 +262,7 @@ def test_causal_and_lengths_match_mask(sibling, form, lengths, padding, is_causa
 @both_forms
 def test_causal_and_lengths_join_a_mask(sibling, form):
     """is_causal and padding lengths together with a mask match the plain path with one joint mask."""
-    function = (sibling.package if form == "plain" else sibling.package.fused).scaled_dot_product_attention
+    function = attention_in(form, sibling.package)
     told = problem(lengths=(5, 7), padding=(0, 2, 7), mask=(5, 7))
     masked = problem(lengths=(5, 7), mask=is_hidden(told, is_causal=True))
     parity.assert_parity(results(sibling.package, function, told, is_causal=True), **yardstick(masked))
@@ -275,7 +275,7 @@ def test_causal_and_lengths_join_a_mask(sibling, form):
 )
 def test_lengths_of_any_kind_are_accepted(sibling, form, kind):
     """Padding lengths in a list, a tuple or an array give the same results."""
-    function = (sibling.package if form == "plain" else sibling.package.fused).scaled_dot_product_attention
+    function = attention_in(form, sibling.package)
     arrays = problem(lengths=(5, 7))
     lengths = kind([0, 2, 7])
     lengths = torch.from_numpy(lengths) if isinstance(lengths, np.ndarray) and sibling.package is mha_torch else lengths
@@ -330,7 +330,8 @@ def test_torch_window_parts_match_plain_path(is_causal, window_size):
     arrays = [torch.from_numpy(arrays[name]) for name in ("query", "key", "value")]
     arrays[0] = torch.cat([arrays[0], arrays[0] + 1.0], dim=1)  # two query heads for each key head
     found, expected = (
-        plain_attention(package)(*arrays, spec, is_causal=is_causal)[0] for package in (mha_torch.fused, mha_torch)
+        attend(*arrays, spec, is_causal=is_causal)[0]
+        for attend in (fused_attention(mha_torch), plain_attention(mha_torch))
     )
     torch.testing.assert_close(found, expected)
 

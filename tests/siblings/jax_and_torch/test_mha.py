@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
+from helpers.heads import attention_in
 from helpers.refusals import refuses
 from helpers.samples import sample
 
@@ -120,8 +121,7 @@ def dot_product_attention(sibling, form, query, key, value, **options):
     """Return only the context of `scaled_dot_product_attention`, plain or fused, from NumPy to NumPy."""
     arrays = (sibling.array(np.asarray(x)) for x in (query, key, value))
     options = {name: sibling.array(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
-    package = sibling.package if form == "plain" else sibling.package.fused
-    return sibling.numpy(package.scaled_dot_product_attention(*arrays, **options)[0])
+    return sibling.numpy(attention_in(form, sibling.package)(*arrays, **options)[0])
 
 
 def filled(sibling, kind, spec, seed=0):
@@ -699,9 +699,9 @@ def test_large_half_precision_logits(sibling, form, dtype):
 @both_forms
 def test_gradients_of_large_float16_logits(sibling, form):
     """All gradients are finite for float16 scores of 113137, beyond the largest float16."""
-    package = sibling.package if form == "plain" else sibling.package.fused
+    attend = attention_in(form, sibling.package)
     arrays = {name: np.full((1, 1, 3, 8), 200.0, np.float16) for name in ("query", "key", "value")}
-    found = gradients(sibling, lambda arrays: package.scaled_dot_product_attention(**arrays)[0], arrays)
+    found = gradients(sibling, lambda arrays: attend(**arrays)[0], arrays)
     assert [name for name, gradient in found.items() if not np.isfinite(gradient.astype(np.float32)).all()] == []
 
 
@@ -834,13 +834,13 @@ def test_memory_order_changes_only_rounding(sibling, path):
 @both_forms
 def test_torch_accepts_strided_tensors(form):
     """Expanded and sliced tensors give the context of contiguous copies, within 4 epsilons."""
-    package = mha_torch if form == "plain" else mha_torch.fused
+    attend = attention_in(form, mha_torch)
     one = torch.randn(1, 2, 3, 4, generator=torch.Generator().manual_seed(0))
     sliced = torch.zeros(5, 2, 3, 8)[::2, :, :, ::2].copy_(one)
 
-    context, _ = package.scaled_dot_product_attention(one.expand(3, 2, 3, 4), sliced, sliced)
+    context, _ = attend(one.expand(3, 2, 3, 4), sliced, sliced)
 
-    expected, _ = package.scaled_dot_product_attention(*3 * [one.repeat(3, 1, 1, 1)])
+    expected, _ = attend(*3 * [one.repeat(3, 1, 1, 1)])
     assert (context - expected).abs().max() <= 4 * EPSILON  # 4 terms in another order
 
 

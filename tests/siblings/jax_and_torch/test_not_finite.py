@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
-from helpers.heads import fused_attention, plain_attention
+from helpers.heads import attention_in, fused_attention
 from helpers.kernels import attend_with, contained
 from helpers.samples import sample
 
@@ -129,13 +129,13 @@ def test_bad_padding_of_heads_reaches_no_row(sibling, path, kind, bad):
     """NaN or infinity in padded keys and values changes no bit of the context, or of the attention
     weights, and of the gradients, compared with zeros; their own gradients are 0.
     """
-    package = sibling.package.fused if path in ("fused", "blocks") else sibling.package
+    attend = attention_in("fused" if path in ("fused", "blocks") else "plain", sibling.package)
     options = {"weights": {"need_weights": True}, "blocks": {"kernel": IN_BLOCKS}}.get(path, {})
     hides = {name: sibling.option(x) for name, x in KINDS[kind].items()}
     is_padding = np.arange(NUM_KEYS) >= KINDS[kind]["key_padding_lengths"][:, None]
 
     def function(**arrays):
-        context, attn_weights = plain_attention(package)(**arrays, **hides, **options)
+        context, attn_weights = attend(**arrays, **hides, **options)
         return context if attn_weights is None else attn_weights
 
     shape = (3, 4, NUM_QUERIES, NUM_KEYS if path == "weights" else 8)
