@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float
@@ -73,6 +74,11 @@ def cast(arrays: _Tree, dtype: DTypeLike | None) -> _Tree:
         return found.setdefault(id(x), x.astype(dtype)) if is_floating else x  # other types are checked elsewhere
 
     return cast_one(arrays)
+
+
+def array_of(weight: Any) -> Any:
+    """Return the array of a parameter, as an `nnx.State` has them; anything else is returned unchanged."""
+    return weight[...] if isinstance(weight, nnx.Variable) else weight
 
 
 def at_least_float32(x: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -53,6 +53,11 @@ class Cache:
         kind: Any = type(self)
         return kind(*slots, lengths)
 
+    def copy(self) -> Self:
+        """Return a cache of the same tokens with its own storage, as for going back to them after other steps."""
+        slots = (jnp.array(x, copy=True) for x in self.slots.values())
+        return self.with_slots(slots, jnp.array(self.lengths, copy=True))
+
     def reorder(self, indices: Int[Array, " C"] | Sequence[int]) -> Self:
         """Return a cache of the sequences with these indices, in this order; indices may repeat.
 
@@ -204,7 +209,8 @@ def append_to_cache(
     """Append the keys and values of new tokens to the cache.
 
     Args:
-        cache: contains `cache.lengths` tokens. Do not use it afterwards: its storage may be reused.
+        cache: contains `cache.lengths` tokens. Do not use it afterwards, but a `cache.copy()` made before: its storage
+            may be reused.
         key, value: (B, K, T, H) and (B, K, T, Hv), in the cache's dtype.
         new_lengths: number of real tokens of each sequence, 0..T, (B,); the rest is right padding, which is not cached.
             Default: all.

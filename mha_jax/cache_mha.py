@@ -188,7 +188,11 @@ def _tell_what_fits(output: Array, cache: Cache, added: Array) -> Array:
 
 
 class MultiHeadAttentionWithCache(AttentionLayer):
-    """Causal multi-head self-attention with a cache of fixed capacity. Constructor arguments: see `AttentionLayer`."""
+    """Causal multi-head self-attention with a cache of fixed capacity. Constructor arguments: see `AttentionLayer`.
+
+    The first call takes an empty cache, `layer.init_cache(batch_size, capacity)`, and each other call the cache that
+    the last one returned.
+    """
 
     _is_self_attention = True
 
@@ -227,8 +231,9 @@ class MultiHeadAttentionWithCache(AttentionLayer):
 
         Args:
             x: new tokens, (B, T, d_in): a prompt, a part of one, or one token per sequence.
-            cache: tokens so far. Do not use it afterwards: its storage may be reused. With `shared_kv` the cache of
-                another layer, which has already appended the new tokens; it is returned unchanged.
+            cache: tokens so far. Do not use it afterwards, but a `cache.copy()` made before: its storage may be reused.
+                With `shared_kv` the cache of another layer, which has already appended the new tokens; it is returned
+                unchanged.
             new_lengths: number of real tokens of each sequence, 0..T, (B,). The rest is right padding: it is not
                 cached, and its output is 0. Default: all.
             mask: boolean, True = masked, in addition to causality; broadcasts to (B, N, T, capacity).

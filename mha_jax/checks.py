@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from mha_jax.arrays import Array, is_on_accelerator
+from mha_jax.arrays import Array, array_of, is_on_accelerator
 from mha_spec import AttentionSpec, GridBias, Latent, Norm, Refusal, Rope, WrongType
 from mha_spec.annotations import BOOLEAN, FLOATING, INTEGERS, checking
 from mha_spec.attention import check_spec
 from mha_spec.features.norm import check_norm
 from mha_spec.features.rope import position_shapes
 from mha_spec.heads import BareHeads
+from mha_spec.hints import NEW_CACHE, missing_axes
 from mha_spec.rules import as_count, check_head_groups
 
 _ALL_DTYPES = [np.dtype(scalar) for scalar in vars(jnp).values() if isinstance(scalar, type(jnp.float32))]
@@ -51,7 +52,8 @@ def check_broadcasts(name: str, shape: tuple[int, ...], scores_shape: tuple[int,
     """Refuse a shape that does not broadcast to the scores, or that would enlarge them."""
     sizes = zip(reversed(shape), reversed(scores_shape), strict=False)
     if len(shape) > 4 or not all(a == 1 or a == b for a, b in sizes):
-        raise Refusal(name, f"broadcast to the scores (B, N, T, S) = {scores_shape}", {f"{name}.shape": shape})
+        rule = f"broadcast to the scores (B, N, T, S) = {scores_shape}"
+        raise Refusal(name, rule, {f"{name}.shape": shape}, hint=missing_axes(name, shape, scores_shape))
 
 
 def check_integers(name: str, x: Array, shapes: Sequence[tuple[int, ...]], in_words: str) -> None:
@@ -104,7 +106,7 @@ def check_weights(weights: Mapping[str, Any], spec: AttentionSpec) -> None:
     check_names("weights", arrays, shapes)
     first = next(iter(shapes))
     for name, shape in shapes.items():
-        array = arrays[name]
+        array = array_of(arrays[name])
         check_weight(name, array, shape)
         if array.dtype != arrays[first].dtype:
             raise WrongType(name, f"have the dtype of {first}", f"{array.dtype} and {arrays[first].dtype}")
@@ -192,7 +194,10 @@ def check_projected(name: str, x: Array, kernel: Array) -> None:
         raise Refusal(f"the input of {name}", f"have {kernel.shape[0]} features", shape=x.shape)
     if x.dtype != kernel.dtype:
         raise WrongType(
-            f"the input of {name}", "have the dtype of its kernel", {"x.dtype": x.dtype, "kernel.dtype": kernel.dtype}
+            f"the input of {name}",
+            "have the dtype of its kernel",
+            {"x.dtype": x.dtype, "kernel.dtype": kernel.dtype},
+            hint="dtype= of the layer casts inputs and weights",
         )
 
 
@@ -274,4 +279,4 @@ def check_gate(gate: Array, context: Array) -> None:
 def check_is_cache(cache: object, kind: type) -> None:
     """Refuse anything but a cache of that type."""
     if not isinstance(cache, kind):
-        raise WrongType("cache", f"be a {kind.__name__}", type(cache).__name__)
+        raise WrongType("cache", f"be a {kind.__name__}", type(cache).__name__, hint=NEW_CACHE)

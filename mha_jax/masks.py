@@ -13,6 +13,7 @@ from mha_jax.checks import check_broadcasts, check_count, check_integers, check_
 from mha_jax.compiled import compiled
 from mha_spec import AttentionSpec, Refusal
 from mha_spec.heads import BareHeads
+from mha_spec.rules import as_boolean
 from mha_spec.span import Span, span_of
 
 
@@ -48,6 +49,7 @@ def create_attention_mask(
     seq_len_k = seq_len_q if seq_len_k is None else seq_len_k
     check_count("seq_len_q", seq_len_q)
     check_count("seq_len_k", seq_len_k)
+    as_boolean("is_causal", is_causal)
     span, batch_size = span_of(window_size, chunk_size), None
     visible = Mask(None, is_causal, key_padding_lengths, segment_ids, span)
     if visible.segments is not None:
@@ -82,6 +84,7 @@ class Mask:
 
     def check(self, scores_shape: tuple[int, ...]) -> None:
         """Refuse a mask that does not fit the scores (B, N, T, S). `find_padding` checks lengths."""
+        as_boolean("is_causal", self.is_causal)
         if self.mask is not None:
             check_broadcasts("mask", self.mask.shape, scores_shape)
         if self.segments is not None:

@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Bool, Float, Int
 
 from mha_jax import stages
-from mha_jax.arrays import Array, cast
+from mha_jax.arrays import Array, array_of, cast
 from mha_jax.axes import with_one_batch_axis
 from mha_jax.checks import check_layer_inputs, check_projected, checked
 from mha_jax.features.norms import NormLayer
@@ -33,6 +33,7 @@ from mha_spec import (
     GridBias,
     Latent,
     Norm,
+    Refusal,
     RelativeBias,
     RelativeProducts,
     Rope,
@@ -104,7 +105,7 @@ class FunctionalLayer:
 
     def scores(self, bias: Float[Array, "*#scores"] | None) -> Scores:
         """Return the scores of a call: bias, learned weights, and dropout in training."""
-        learned = {name: self.weights[name] for name in self.spec.score_shapes}
+        learned = {name: array_of(self.weights[name]) for name in self.spec.score_shapes}
         dropout = self.spec.dropout if self.training else 0.0
         return Scores(self.spec, bias, learned, dropout, self.dropout_keep, self.dropout_rng)
 
@@ -211,6 +212,7 @@ class AttentionLayer(nnx.Module):
         for name, given in dtypes.items():
             if given is not None and not jnp.issubdtype(jnp.dtype(given), jnp.floating):
                 raise WrongType(name, "be floating point", {name: jnp.dtype(given)})
+        _check_streams(rngs, spec)
         self.spec, self.dtype = spec, dtype
         self.kernel: Kernel = fused.attend
         for name, projection in spec.projections.items():
@@ -259,8 +261,25 @@ class AttentionLayer(nnx.Module):
         return output if rng is None else apply_dropout(output, self.spec.output_dropout, rng=rng)
 
 
+def _check_streams(rngs: nnx.Rngs, spec: AttentionSpec) -> None:
+    """Refuse random streams without the ones that the layer draws from. A default stream serves as any."""
+    if not isinstance(rngs, nnx.Rngs):
+        return
+    names = ["params"]
+    if spec.dropout or spec.output_dropout:
+        names.append("dropout")
+    for name in names:
+        if name not in rngs and "default" not in rngs:
+            rule = f"have the stream {name!r}"
+            raise Refusal("rngs", rule, streams=list(rngs), hint="nnx.Rngs(params=0, dropout=1) has both streams")
+
+
 class MultiHeadAttention(AttentionLayer):
-    """Multi-head attention of queries over keys and values. Constructor arguments: see `AttentionLayer`."""
+    """Multi-head attention of queries over keys and values. Constructor arguments: see `AttentionLayer`.
+
+    A call returns a pair: the output, and the attention weights or None. `MultiHeadSelfAttention` returns the output
+    alone, for sequences of modules. Sizes are fields of the specification: `layer.spec.num_heads`.
+    """
 
     @checked
     def __call__(

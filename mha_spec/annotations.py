@@ -5,10 +5,10 @@
         attn_weights: Float[Array, "B N T S"], value: Float[Array, "B K S Hv"]
     ) -> Float[Array, "B N T Hv"]: ...
 
-refuses anything but two floating-point arrays of four axes whose B and S are equal. A name stands for one size in all
-arguments of a call. "#B" may also be 1, "*B" are any number of axes, "..." are any axes, and a product or sum of sizes
-is any size. What an annotation cannot say is checked by hand: sizes against the specification, lengths, and dtypes
-that must agree.
+raises an error for anything but two floating-point arrays of four axes whose B and S are equal. A name stands for one
+size in all arguments of a call. "#B" may also be 1, "*B" are any number of axes, "..." are any axes, and a product or
+sum of sizes is any size. Functions check by hand what is beyond annotations: sizes against the specification, lengths,
+and dtypes that must agree.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, TypeVar, get_args
 
+from mha_spec.aliases import unknown_argument
+from mha_spec.hints import OF_NUMBERS
 from mha_spec.refusal import Refusal, WrongType
 
 FLOATING, INTEGERS, BOOLEAN = "floating point", "integers", "boolean"
@@ -31,12 +33,6 @@ Dtypes = Mapping[str, Collection[Any]]
 """Dtypes of a framework by kind."""
 
 
-HINTS = {
-    "mask": "True = masked; if 1 means attend, pass mask == 0; if it is added to the scores, pass it as bias",
-}
-"""Advice on dtypes, by argument."""
-
-
 @dataclass(frozen=True)
 class Axes:
     """Axes of an array, as an annotation writes them.
@@ -45,7 +41,7 @@ class Axes:
         names: name of each axis after the batch axes; "" for any size.
         may_be_one: names of axes that may be 1 instead.
         batch: name of any number of axes before them; "" if these may differ between arguments, None if there are none.
-        compared: index from the end and name of each axis that another argument has, too.
+        compared: index from the end and name of each axis that other arguments also have.
         compares_batch: whether another argument has the same batch axes.
     """
 
@@ -89,7 +85,7 @@ class Axes:
         return tuple(shape[: len(shape) - len(self.names)])
 
     def in_words(self) -> str:
-        """Return the axes as an error names them."""
+        """Return the axes in the words of an error."""
         names = [name or "·" for name in self.names]
         if self.batch is not None:
             names = ["…", *names]
@@ -100,7 +96,7 @@ class Axes:
 
 @dataclass(frozen=True)
 class ArrayRule:
-    """What annotations demand of one argument.
+    """Rule of one argument, from its annotation.
 
     Attributes:
         array_type: type of the array.
@@ -135,7 +131,9 @@ class ArrayRule:
             in_words = " or ".join(axes.in_words() for axes in self.alternatives)
             raise Refusal(name, f"have axes {in_words}", {f"{name}.shape": tuple(shape)})
         if x.dtype not in self.dtypes:
-            raise WrongType(name, f"be {self.kind}", {f"{name}.dtype": x.dtype}, hint=HINTS.get(name, ""))
+            raise WrongType(
+                name, f"be {self.kind}", {f"{name}.dtype": x.dtype}, hint=OF_NUMBERS if name == "mask" else ""
+            )
         if axes.compares_batch:
             self._compare_batch(name, axes, shape, first_with_axis)
         for index, axis in axes.compared:
@@ -193,6 +191,8 @@ def checking(dtypes: Dtypes) -> Callable[[Function], Function]:
                 if x is not None and name in rules:
                     rules[name].check(name, x, first_with_axis)
             for name, x in keywords.items():
+                if name not in parameters:
+                    raise unknown_argument(name, [known for known in parameters if known != "self"])
                 if x is not None and name in rules:
                     rules[name].check(name, x, first_with_axis)
             return function(*arguments, **keywords)

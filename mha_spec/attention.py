@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import fields as dataclass_fields
 from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
 
+from mha_spec.aliases import unknown_argument
 from mha_spec.features.alibi import Alibi
 from mha_spec.features.gate import Gate
 from mha_spec.features.latent import Latent, check_latent_rope
@@ -17,11 +19,11 @@ from mha_spec.features.relative_bias import GridBias, RelativeBias
 from mha_spec.features.relative_products import RelativeProducts
 from mha_spec.features.rope import Rope, check_rotated
 from mha_spec.features.scaling import YarnScaling
-from mha_spec.features.temperature import Temperature, check_temperature
+from mha_spec.features.temperature import Temperature
 from mha_spec.projection import Projection, shapes_of
 from mha_spec.record import Record
 from mha_spec.refusal import Refusal, WrongType
-from mha_spec.rules import as_boolean, as_count, as_factor, as_rate, check_head_groups
+from mha_spec.rules import as_boolean, as_count, as_factor, as_rate, check_head_groups, check_is_record
 from mha_spec.serialization import from_json, to_json
 from mha_spec.span import Span, span_of
 
@@ -131,10 +133,8 @@ class AttentionSpec(Record):
                 value = getattr(self, name)
                 if value is not None or name not in SIZES[2:] + REACHES:
                     object.__setattr__(self, name, rule(name, value))
-        if self.rope is not None and not isinstance(self.rope, Rope):
-            raise WrongType("rope", "be a Rope or None", rope=self.rope)
-        if self.gate is not None and not isinstance(self.gate, Gate):
-            raise WrongType("gate", "be a Gate or None", gate=self.gate)
+        check_is_record("rope", self.rope, Rope)
+        check_is_record("gate", self.gate, Gate)
         self._check_temperature()
         self._check_distance_bias()
         self._check_relative_products()
@@ -178,10 +178,9 @@ class AttentionSpec(Record):
             raise Refusal("qkv_bias", "be one boolean with shared_kv", qkv_bias=self.qkv_bias)
 
     def _check_latent(self) -> None:
+        check_is_record("latent", self.latent, Latent)
         if self.latent is None:
             return
-        if not isinstance(self.latent, Latent):
-            raise WrongType("latent", "be a Latent or None", latent=self.latent)
         check_latent_rope(self.latent, self.rope)
         needed = {"num_kv_heads": self.num_heads, "d_kv": self.d_in, "fused_qkv": False}
         needed |= {"qk_norm": None, "v_norm": None, "clip_qkv": None, "context_norm": None}
@@ -195,9 +194,9 @@ class AttentionSpec(Record):
             raise Refusal("qkv_bias", "be the same for k and v with latent", qkv_bias=self.qkv_bias)
 
     def _check_temperature(self) -> None:
+        check_is_record("temperature", self.temperature, Temperature)
         if self.temperature is None:
             return
-        check_temperature(self.temperature)
         if self.rope is not None and self.rope.sections is not None:
             raise Refusal(
                 "temperature",
@@ -207,12 +206,10 @@ class AttentionSpec(Record):
             )
 
     def _check_distance_bias(self) -> None:
-        if self.alibi is not None and not isinstance(self.alibi, Alibi):
-            raise WrongType("alibi", "be an Alibi or None", alibi=self.alibi)
+        check_is_record("alibi", self.alibi, Alibi)
+        check_is_record("relative_bias", self.relative_bias, RelativeBias, GridBias)
         if self.relative_bias is None:
             return
-        if not isinstance(self.relative_bias, (RelativeBias, GridBias)):
-            raise WrongType("relative_bias", "be a RelativeBias, a GridBias or None", relative_bias=self.relative_bias)
         for name in REACHES if isinstance(self.relative_bias, GridBias) else ():
             if getattr(self, name) is not None:
                 raise Refusal(name, "be None with a grid", {name: getattr(self, name), "grid": self.relative_bias})
@@ -221,10 +218,9 @@ class AttentionSpec(Record):
 
     def _check_relative_products(self) -> None:
         products = self.relative_products
+        check_is_record("relative_products", products, RelativeProducts)
         if products is None:
             return
-        if not isinstance(products, RelativeProducts):
-            raise WrongType("relative_products", "be a RelativeProducts or None", relative_products=products)
         if self.soft_cap is not None:
             raise Refusal("soft_cap", "be None with relative_products", soft_cap=self.soft_cap)
 
@@ -239,9 +235,7 @@ class AttentionSpec(Record):
 
     def _check_norms(self) -> None:
         for name in NORMS:
-            norm = getattr(self, name)
-            if norm is not None and not isinstance(norm, Norm):
-                raise WrongType(name, "be a Norm or None", {name: norm})
+            check_is_record(name, getattr(self, name), Norm)
         if self.qk_norm is not None and self.qk_norm.after_rope and self.rope is None:
             raise Refusal("qk_norm", "come with RoPE to come after it", after_rope=True, rope=None)
         if self.v_norm is not None and self.v_norm.after_rope:
@@ -480,9 +474,10 @@ def spec_from(spec: AttentionSpec | int | None, num_heads: int | None, fields: M
             twice.
         ValueError: if other arguments accompany a specification, or the fields do not fit.
     """
-    for name, value in fields.items():
-        if name not in AttentionSpec.__dataclass_fields__:
-            raise WrongType(name, "be a keyword of the module or a field of AttentionSpec", {name: value})
+    known_names = [field.name for field in dataclass_fields(AttentionSpec)]
+    for name in fields:
+        if name not in known_names:
+            raise unknown_argument(name, known_names)
     if isinstance(spec, AttentionSpec):
         if given := ({} if num_heads is None else {"num_heads": num_heads}) | dict(fields):
             raise Refusal(" and ".join(given), "be left out with a spec", given, hint="spec.replace changes fields")

@@ -7,7 +7,10 @@ import pickle
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from dataclasses import is_dataclass
 from typing import Any, Self
+
+import numpy as np
 
 MOST = 500
 """Maximum length of a message in characters. Long parts are shortened in the middle."""
@@ -133,9 +136,43 @@ def _pickled(value: object) -> object:
 
 def _shown(value: object) -> str:
     try:
-        return repr(value) if isinstance(value, str) else " ".join(str(value).split())  # on one line, even arrays
+        if isinstance(value, str):
+            return repr(value)
+        if _has_array(value):
+            return _shown_with_arrays(value)
+        return " ".join(str(value).split())  # on one line
     except Exception:  # an integer with too many digits, or an object that cannot be printed
         return f"a {type(value).__name__}"
+
+
+def _is_array(value: object) -> bool:
+    """Return whether a value is an array of any framework. Numbers of NumPy also have a shape and a dtype."""
+    return hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, np.generic)
+
+
+def _has_array(value: object) -> bool:
+    """Return whether a value is an array, or contains one that its text would print."""
+    if isinstance(value, Mapping):
+        return any(_has_array(item) for item in value.values())
+    if isinstance(value, (list, tuple)):
+        return any(_has_array(item) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return any(_has_array(item) for item in vars(value).values())
+    return _is_array(value)
+
+
+def _shown_with_arrays(value: Any) -> str:
+    """Return a value with the type, shape and dtype of its arrays: their numbers would fill the message."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name!r}: {_shown(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return f"{type(value).__name__} of {', '.join(map(_shown, value))}"
+    if is_dataclass(value):
+        return f"a {type(value).__name__}"
+    # torch.float32, dtype('float32') and DataType.FLOAT32 are float32.
+    dtype = str(value.dtype).rpartition(".")[2].lower()
+    name = type(value).__name__.removesuffix("Impl")  # jax.Array is an ArrayImpl
+    return f"{name}(shape={tuple(value.shape)}, dtype={dtype})"
 
 
 def _setting(name: str, value: object) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import MISSING, fields
 from types import NoneType
 from typing import Any
 
@@ -99,6 +100,30 @@ def as_one_of(name: str, value: Any, options: Sequence[object]) -> Any:
     if not isinstance(value, (str, NoneType)) or value not in options:  # `in` is ambiguous for an array
         raise Refusal(name, f"be one of {list(options)}", {name: value})
     return value
+
+
+def check_is_record(name: str, value: object, *kinds: type) -> None:
+    """Refuse anything but a record of one of these types, or None.
+
+    Raises:
+        TypeError: if it is anything else.
+    """
+    if value is None or isinstance(value, kinds):
+        return
+    articles = {kind.__name__: "an" if kind.__name__[0] in "AEIOU" else "a" for kind in kinds}
+    options = ", ".join(f"{article} {kind}" for kind, article in articles.items())
+    hint = ""
+    if value is True:
+        hint = " or ".join(_shortest_call(kind) for kind in kinds) + " switches it on"
+    elif value is False:
+        hint = "None switches it off"
+    raise WrongType(name, f"be {options} or None", {name: value}, hint=hint)
+
+
+def _shortest_call(kind: Any) -> str:
+    """Return a call of a record with the fields that it requires."""
+    required = [field.name for field in fields(kind) if field.default is MISSING]
+    return f"{kind.__name__}({', '.join(f'{name}=…' for name in required)})"
 
 
 def check_head_groups(num_heads: int, num_kv_heads: int) -> None:

@@ -17,7 +17,7 @@ from mha_spec import Refusal, WrongType
 from mha_spec.rules import check_holds_new
 from mha_spec.span import span_of
 from mha_torch.arrays import values_of
-from mha_torch.checks import check_count, check_device, check_is_cache, check_lengths
+from mha_torch.checks import check_count, check_device, check_is_cache, check_lengths, check_not_written_over
 from mha_torch.masks import Mask, as_lengths
 
 
@@ -29,6 +29,8 @@ class Cache:
     """
 
     lengths: Int[Tensor, " B"]
+
+    is_written_over: bool = False  # by a step that returned a cache with the same storage; not part of the value
 
     @property
     def slots(self) -> dict[str, Float[Tensor, "B K S W"]]:
@@ -50,6 +52,11 @@ class Cache:
         kind: Any = type(self)
         return kind(*slots, lengths)
 
+    def copy(self) -> Self:
+        """Return a cache of the same tokens with its own storage, as for going back to them after other steps."""
+        check_not_written_over(self)
+        return self.with_slots((x.clone() for x in self.slots.values()), self.lengths.clone())
+
     def reorder(self, indices: Int[Tensor, " C"] | Sequence[int]) -> Self:
         """Return a cache of the sequences with these indices, in this order; indices may repeat.
 
@@ -63,6 +70,7 @@ class Cache:
             TypeError: if the indices are not integers.
             ValueError: if an index is known and lies outside 0..B - 1.
         """
+        check_not_written_over(self)
         check_lengths("indices", indices, None, self.lengths.shape[0] - 1)
         indices = as_lengths(indices, self.lengths.device)
         slots = (x.index_select(0, indices) for x in self.slots.values())
@@ -81,6 +89,7 @@ class Cache:
             TypeError: if `repeats` is not an integer.
             ValueError: if `repeats` is below 1.
         """
+        check_not_written_over(self)
         check_count("repeats", repeats)
         slots = (x.repeat_interleave(repeats, dim=0) for x in self.slots.values())
         return self.with_slots(slots, self.lengths.repeat_interleave(repeats, dim=0))
@@ -98,6 +107,7 @@ class Cache:
             TypeError: if the capacity is not an integer.
             ValueError: if the capacity is below that of this cache.
         """
+        check_not_written_over(self)
         check_count("capacity", capacity, minimum=self.capacity)
         added = (0, 0, 0, capacity - self.capacity)
         return self.with_slots((F.pad(x, added) for x in self.slots.values()), self.lengths.clone())
@@ -115,6 +125,7 @@ class Cache:
             TypeError: if the lengths are not integers.
             ValueError: if a length is negative or above that of its sequence, and both are known.
         """
+        check_not_written_over(self)
         batch_size, held = self.lengths.shape[0], values_of(self.lengths)
         if isinstance(lengths, int):
             lengths = [lengths] * batch_size
@@ -200,9 +211,9 @@ def append_to_cache(
     """Append the keys and values of new tokens to the cache.
 
     Args:
-        cache: contains `cache.lengths` tokens. Do not use it afterwards: under `torch.no_grad()` its storage is reused.
-            It is copied if sequences share storage (`expand`), or if it was created in inference mode and this call is
-            not.
+        cache: contains `cache.lengths` tokens. Do not use it afterwards, but a `cache.copy()` made before: under
+            `torch.no_grad()` its storage is reused, and its next use raises an error. It is copied if sequences share
+            storage (`expand`), or if it was created in inference mode and this call is not.
         key, value: (B, K, T, H) and (B, K, T, Hv), in the cache's dtype.
         new_lengths: number of real tokens of each sequence, 0..T, (B,); the rest is right padding, which is not cached.
             Default: all.
@@ -216,7 +227,17 @@ def append_to_cache(
             are unknown, as in a compiled graph, a sequence whose tokens do not fit is left unchanged instead.)
     """
     lengths = check_appended(cache, key, value, new_lengths)
-    return append_checked(cache, (key, value), new_lengths, lengths)
+    after = append_checked(cache, (key, value), new_lengths, lengths)
+    mark_written_over(cache, after)
+    return after
+
+
+def mark_written_over(before: Cache, after: Cache) -> None:
+    """Mark a cache whose storage another one has, with more tokens in it, so that its next use raises an error."""
+    if torch.compiler.is_compiling():
+        return
+    if any(x is y for x, y in zip(before.slots.values(), after.slots.values(), strict=True)):
+        object.__setattr__(before, "is_written_over", True)  # not a field, so that its value stays the same
 
 
 def append_checked(

@@ -24,6 +24,7 @@ from mha_torch.cache import (
     check_room,
     has_room,
     init_cache,
+    mark_written_over,
     without_new,
 )
 from mha_torch.checks import (
@@ -121,7 +122,7 @@ def cached_layer(
             positions = torch.where(is_padding, positions[..., :1], positions)
     q, new = _project_new_tokens(layer.project, x, before, spec, positions)
     if not spec.shared_kv:
-        cache = append_checked(cache, new, new_lengths, lengths)
+        cache = append_checked(before, new, new_lengths, lengths)
     slots = _slots_in_reach(cache.capacity, spec, lengths, seq_len)
     q, k, v, scores_spec = _keys_and_values(q, cache, slots, spec, layer.project, kv_b)
     if scores_spec is not spec:
@@ -129,6 +130,7 @@ def cached_layer(
     scores = scores.block(slice(0, seq_len), slots)
     visible = _mask_of_slots(mask, slots, spec, before.lengths, lengths, seq_len)
     context = layer.kernel(q, k, v, visible, scores)
+    mark_written_over(before, cache)  # after the kernel: a step that raised an error can be repeated
     if lengths is None:
         added = seq_len if new_lengths is None else as_lengths(new_lengths, q.device)
         context = nan_where(context, ~has_room(before, seq_len, added)[:, None, None, None])
@@ -203,7 +205,11 @@ def cache_dtype(weight: Tensor) -> torch.dtype:
 
 
 class MultiHeadAttentionWithCache(AttentionLayer):
-    """Causal multi-head self-attention with a cache of fixed capacity. Constructor arguments: see `AttentionLayer`."""
+    """Causal multi-head self-attention with a cache of fixed capacity. Constructor arguments: see `AttentionLayer`.
+
+    The first call takes an empty cache, `layer.init_cache(batch_size, capacity)`, and each other call the cache that
+    the last one returned.
+    """
 
     _is_self_attention = True
 
@@ -240,8 +246,9 @@ class MultiHeadAttentionWithCache(AttentionLayer):
 
         Args:
             x: new tokens, (B, T, d_in): a prompt, a part of one, or one token per sequence.
-            cache: tokens so far. Do not use it afterwards: its storage may be reused. With `shared_kv` the cache of
-                another layer, which has already appended the new tokens; it is returned unchanged.
+            cache: tokens so far. Do not use it afterwards, but a `cache.copy()` made before: its storage may be reused.
+                With `shared_kv` the cache of another layer, which has already appended the new tokens; it is returned
+                unchanged.
             new_lengths: number of real tokens of each sequence, 0..T, (B,). The rest is right padding with arbitrary
                 contents: it is not cached, not attended to, and its output is 0. Default: all.
             mask: boolean, True = masked, in addition to causality; broadcasts to (B, N, T, capacity). The output of a

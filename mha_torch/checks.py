@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from mha_spec.attention import check_spec
 from mha_spec.features.norm import check_norm
 from mha_spec.features.rope import position_shapes
 from mha_spec.heads import BareHeads
+from mha_spec.hints import NEW_CACHE, WRITTEN_OVER, missing_axes
 from mha_spec.rules import as_count, check_head_groups
 from mha_torch.arrays import is_autocast_on, is_distributed, values_of
 
@@ -55,7 +57,8 @@ def check_broadcasts(name: str, shape: tuple[int, ...], scores_shape: tuple[int,
     """Refuse a shape that does not broadcast to the scores, or that would enlarge them."""
     sizes = zip(reversed(shape), reversed(scores_shape), strict=False)
     if len(shape) > 4 or not all(a == 1 or a == b for a, b in sizes):
-        raise Refusal(name, f"broadcast to the scores (B, N, T, S) = {scores_shape}", {f"{name}.shape": shape})
+        rule = f"broadcast to the scores (B, N, T, S) = {scores_shape}"
+        raise Refusal(name, rule, {f"{name}.shape": shape}, hint=missing_axes(name, shape, scores_shape))
 
 
 def check_integers(name: str, x: Tensor, shapes: Sequence[tuple[int, ...]], in_words: str) -> None:
@@ -199,7 +202,10 @@ def check_projected(name: str, x: Tensor, weight: Tensor) -> None:
     mixed = x.dtype != weight.dtype and weight.is_floating_point()
     if mixed and not is_autocast_on(x.device):
         raise WrongType(
-            f"the input of {name}", "have the dtype of its weight", {"x.dtype": x.dtype, "weight.dtype": weight.dtype}
+            f"the input of {name}",
+            "have the dtype of its weight",
+            {"x.dtype": x.dtype, "weight.dtype": weight.dtype},
+            hint="torch.autocast casts inputs and weights; layer.to(dtype) converts the weights",
         )
     check_device(f"the input of {name}", x, weight.device, "its weight")
 
@@ -290,4 +296,14 @@ def check_gate(gate: Tensor, context: Tensor) -> None:
 def check_is_cache(cache: object, kind: type) -> None:
     """Refuse anything but a cache of that type."""
     if not isinstance(cache, kind):
-        raise WrongType("cache", f"be a {kind.__name__}", type(cache).__name__)
+        raise WrongType("cache", f"be a {kind.__name__}", type(cache).__name__, hint=NEW_CACHE)
+    check_not_written_over(cache)
+
+
+def check_not_written_over(cache: Any) -> None:
+    """Refuse a cache whose storage belongs to the one that a step returned."""
+    # The mark is a change of a Python object, which a graph would not repeat.
+    if torch.compiler.is_compiling() or not cache.is_written_over:
+        return
+    rule = "be the one that the last step returned: that step has written into its storage"
+    raise Refusal("cache", rule, "the one before the step", hint=WRITTEN_OVER)

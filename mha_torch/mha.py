@@ -220,7 +220,11 @@ def _draw(weight: Tensor, widths: tuple[int, ...]) -> None:
 
 
 class MultiHeadAttention(AttentionLayer):
-    """Multi-head attention of queries over keys and values. Constructor arguments: see `AttentionLayer`."""
+    """Multi-head attention of queries over keys and values. Constructor arguments: see `AttentionLayer`.
+
+    A call returns a pair: the output, and the attention weights or None. `MultiHeadSelfAttention` returns the output
+    alone, for sequences of modules. Sizes are fields of the specification: `layer.spec.num_heads`.
+    """
 
     @checked
     def forward(

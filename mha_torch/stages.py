@@ -179,7 +179,7 @@ def scaled_dot_product_attention(
 
     Raises:
         TypeError: if an input is not floating point, the dtypes differ, or the mask is not boolean.
-        ValueError: if the shapes do not fit, or a kernel is asked for attention weights.
+        ValueError: if the shapes do not fit, or a kernel is to return attention weights.
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """

@@ -19,7 +19,14 @@ from mha_spec import Refusal, WrongType
 from mha_spec.rules import check_holds_new
 from mha_spec.span import span_of
 from mha_tt.arrays import as_dtype
-from mha_tt.checks import check_count, check_dtype, check_floating, check_is_cache, check_lengths
+from mha_tt.checks import (
+    check_count,
+    check_dtype,
+    check_floating,
+    check_is_cache,
+    check_lengths,
+    check_not_written_over,
+)
 from mha_tt.decode.places import DecodePositions
 from mha_tt.decode.slots import extended, one_core_each, sequences, write_tokens
 from mha_tt.device import upload, upload_integers, zeros
@@ -39,6 +46,8 @@ class Cache:
     """
 
     lengths: Int[np.ndarray, " B"]
+
+    is_written_over: bool = False  # by a step that returned a cache with the same storage; not part of the value
 
     @property
     def slots(self) -> dict[str, Float[Tensor, "B K S W"]]:
@@ -60,6 +69,11 @@ class Cache:
         kind: Any = type(self)
         return kind(*slots, lengths, self.capacity)
 
+    def copy(self) -> Self:
+        """Return a cache of the same tokens with its own storage, as for going back to them after other steps."""
+        check_not_written_over(self)
+        return self.with_slots((ttnn.clone(x) for x in self.slots.values()), self.lengths.copy())
+
     def reorder(self, indices: Int[np.ndarray, " C"] | Sequence[int]) -> Self:
         """Return a cache of the sequences with these indices, in this order; indices may repeat.
 
@@ -73,6 +87,7 @@ class Cache:
             TypeError: if the indices are not integers.
             ValueError: if an index lies outside 0..B - 1.
         """
+        check_not_written_over(self)
         check_lengths("indices", indices, None, len(self.lengths) - 1)
         indices = np.asarray(indices, int)
         slots = (sequences(x, indices.tolist()) for x in self.slots.values())
@@ -91,6 +106,7 @@ class Cache:
             TypeError: if `repeats` is not an integer.
             ValueError: if `repeats` is below 1.
         """
+        check_not_written_over(self)
         check_count("repeats", repeats)
         return self.reorder(np.repeat(np.arange(len(self.lengths)), repeats))
 
@@ -107,6 +123,7 @@ class Cache:
             TypeError: if the capacity is not an integer.
             ValueError: if the capacity is below that of this cache.
         """
+        check_not_written_over(self)
         check_count("capacity", capacity, minimum=self.capacity)
         slots = (extended(x, round_up(capacity)) for x in self.slots.values())
         grown: Any = self.with_slots(slots, self.lengths.copy())
@@ -125,6 +142,7 @@ class Cache:
             TypeError: if the lengths are not integers.
             ValueError: if a length is negative or above that of its sequence.
         """
+        check_not_written_over(self)
         if isinstance(lengths, (int, np.integer)):
             lengths = np.full(len(self.lengths), lengths)
         check_lengths("lengths", lengths, len(self.lengths), self.capacity)
@@ -219,7 +237,8 @@ def append_to_cache(
     """Append the keys and values of new tokens to the cache.
 
     Args:
-        cache: contains `cache.lengths` tokens. Do not use it afterwards: its storage is reused.
+        cache: contains `cache.lengths` tokens. Do not use it afterwards, but a `cache.copy()` made before: its storage
+            is reused, and its next use raises an error.
         key, value: (B, K, T, H) and (B, K, T, Hv), in the cache's dtype or, for a bfloat8_b cache, bfloat16.
         new_lengths: number of real tokens of each sequence, 0..T, (B,); the rest is right padding, which is not cached.
             Default: all.
@@ -232,7 +251,15 @@ def append_to_cache(
         ValueError: if shapes do not fit, or the tokens exceed the capacity; the cache is then unchanged.
     """
     check_appended(cache, key, value, new_lengths)
-    return append_checked(cache, (key, value), num_added(cache, key.shape[2], new_lengths))
+    after = append_checked(cache, (key, value), num_added(cache, key.shape[2], new_lengths))
+    mark_written_over(cache, after)
+    return after
+
+
+def mark_written_over(before: Cache, after: Cache) -> None:
+    """Mark a cache whose storage another one has, with more tokens in it, so that its next use raises an error."""
+    if any(x is y for x, y in zip(before.slots.values(), after.slots.values(), strict=True)):
+        object.__setattr__(before, "is_written_over", True)  # not a field, so that its value stays the same
 
 
 def append_checked(cache: CacheT, new: tuple[Tensor, ...], added: np.ndarray) -> CacheT:

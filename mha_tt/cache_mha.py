@@ -26,6 +26,7 @@ from mha_tt.cache import (
     check_cached_input,
     check_room,
     init_cache,
+    mark_written_over,
     num_added,
     without_new,
     write_rows,
@@ -122,10 +123,7 @@ def cached_layer(
     positions = before.lengths[:, None] + np.arange(seq_len) if positions is None else positions
     is_real = None
     if not are_all_real:
-        is_padding = padding_after(np.asarray(new_lengths), seq_len)
-        positions = np.where(is_padding, positions[..., :1], positions)  # padding adds no length
-        is_real = upload(~is_padding[:, :, None], device=x.device(), dtype=x.dtype)
-        x = ttnn.where(is_real, x, 0.0)  # NaN in padding would reach real tokens as 0 * NaN
+        x, positions, is_real = _empty_padding(x, positions, np.asarray(new_lengths))
     is_step = seq_len == 1
     if is_step:  # one token per sequence: tokens of all sequences share tiles
         x = ttnn.reshape(x, (1, batch_size, x.shape[2]))
@@ -136,6 +134,7 @@ def cached_layer(
     q = q if heads is None else absorb_keys(q, heads, spec, compute_kernel_config=config)
     attend = _attend_in_step if is_step else _attend_in_prefill
     context, after = attend(layer, q, new, before, new_lengths, visible, scores)
+    mark_written_over(before, after)  # after the kernel: a step that raised an error can be repeated
     if heads is not None:
         context = context[:, :, :, : padded_features("kv_a_norm", spec)]
         context = absorb_values(context, heads, spec, compute_kernel_config=config)
@@ -145,6 +144,15 @@ def cached_layer(
     if is_real is not None:
         output = ttnn.where(is_real, output, 0.0)
     return output, cache if spec.shared_kv else after
+
+
+def _empty_padding(x: Tensor, positions: np.ndarray, new_lengths: np.ndarray) -> tuple[Tensor, np.ndarray, Tensor]:
+    """Return tokens and positions with those of padding replaced, and 1 for each real token, (B, T, 1)."""
+    is_padding = padding_after(new_lengths, x.shape[1])
+    positions = np.where(is_padding, positions[..., :1], positions)  # padding adds no length
+    is_real = upload(~is_padding[:, :, None], device=x.device(), dtype=x.dtype)
+    x = ttnn.where(is_real, x, 0.0)  # NaN in padding would reach real tokens as 0 * NaN
+    return x, positions, is_real
 
 
 def _attend_in_step(
@@ -254,7 +262,11 @@ def _are_expanded(scores: Scores) -> bool:
 
 
 class MultiHeadAttentionWithCache(AttentionLayer):
-    """Causal multi-head self-attention with a cache of fixed capacity. Constructor arguments: see `AttentionLayer`."""
+    """Causal multi-head self-attention with a cache of fixed capacity. Constructor arguments: see `AttentionLayer`.
+
+    The first call takes an empty cache, `layer.init_cache(batch_size, capacity)`, and each other call the cache that
+    the last one returned.
+    """
 
     _is_self_attention = True
 
@@ -295,8 +307,9 @@ class MultiHeadAttentionWithCache(AttentionLayer):
         Args:
             x: new tokens, (B, T, d_in): a prompt, a part of one, or one token per sequence. On the device, in the dtype
                 of the module.
-            cache: tokens so far. Do not use it afterwards: its storage is reused. With `shared_kv` the cache of
-                another layer, which has already appended the new tokens; it is returned unchanged.
+            cache: tokens so far. Do not use it afterwards, but a `cache.copy()` made before: its storage is reused.
+                With `shared_kv` the cache of another layer, which has already appended the new tokens; it is returned
+                unchanged.
             new_lengths: number of real tokens of each sequence, 0..T, (B,). The rest is right padding with arbitrary
                 contents: it is not cached, not attended to, and its output is 0. Default: all.
             mask: boolean, True = masked, in addition to causality; broadcasts to (B, N, T, capacity). The output of a

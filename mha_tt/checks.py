@@ -14,6 +14,7 @@ from mha_spec.attention import check_spec
 from mha_spec.features.norm import check_norm
 from mha_spec.features.rope import position_shapes
 from mha_spec.heads import BareHeads
+from mha_spec.hints import NEW_CACHE, OF_NUMBERS, WRITTEN_OVER, missing_axes
 from mha_spec.rules import as_count, check_head_groups
 from mha_tt.layout import (
     TAKEN,
@@ -74,7 +75,8 @@ def check_broadcasts(name: str, shape: tuple[int, ...], scores_shape: tuple[int,
     """Refuse a shape that does not broadcast to the scores, or that would enlarge them."""
     sizes = zip(reversed(shape), reversed(scores_shape), strict=False)
     if len(shape) > 4 or not all(a == 1 or a == b for a, b in sizes):
-        raise Refusal(name, f"broadcast to the scores (B, N, T, S) = {scores_shape}", {f"{name}.shape": shape})
+        rule = f"broadcast to the scores (B, N, T, S) = {scores_shape}"
+        raise Refusal(name, rule, {f"{name}.shape": shape}, hint=missing_axes(name, shape, scores_shape))
 
 
 def check_integers(name: str, x: object, shapes: Sequence[tuple[int, ...]], in_words: str) -> None:
@@ -111,7 +113,8 @@ def check_head_dim(head_dim: int | None, padded: int) -> None:
 def check_input_dtype(name: str, x: Tensor, dtype: ttnn.DataType) -> None:
     """Refuse an input whose dtype is not the module's."""
     if x.dtype != dtype:
-        raise WrongType(name, "have the dtype of the module", {f"{name}.dtype": x.dtype, "dtype": dtype})
+        hint = "ttnn.typecast converts it, dtype= of a new module makes one for it"
+        raise WrongType(name, "have the dtype of the module", {f"{name}.dtype": x.dtype, "dtype": dtype}, hint=hint)
 
 
 def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:
@@ -363,9 +366,7 @@ def check_mask(mask: Any, scores_shape: tuple[int, ...]) -> None:
     if not isinstance(mask, np.ndarray) and not hasattr(mask, "additive"):  # a DeviceMask
         raise WrongType("mask", "be a NumPy array or a DeviceMask", type(mask).__name__)
     if isinstance(mask, np.ndarray) and mask.dtype != np.bool_:
-        raise WrongType(
-            "mask", "be boolean (True = masked)", {"mask.dtype": mask.dtype}, hint="an additive term is passed as bias"
-        )
+        raise WrongType("mask", "be boolean (True = masked)", {"mask.dtype": mask.dtype}, hint=OF_NUMBERS)
     check_broadcasts("mask", tuple(mask.shape), scores_shape)
 
 
@@ -442,4 +443,13 @@ def check_gated(context: Tensor, gate: Tensor) -> None:
 def check_is_cache(cache: object, kind: type) -> None:
     """Refuse anything but a cache of that type."""
     if not isinstance(cache, kind):
-        raise WrongType("cache", f"be a {kind.__name__}", type(cache).__name__)
+        raise WrongType("cache", f"be a {kind.__name__}", type(cache).__name__, hint=NEW_CACHE)
+    check_not_written_over(cache)
+
+
+def check_not_written_over(cache: Any) -> None:
+    """Refuse a cache whose storage belongs to the one that a step returned."""
+    if not cache.is_written_over:
+        return
+    rule = "be the one that the last step returned: that step has written into its storage"
+    raise Refusal("cache", rule, "the one before the step", hint=WRITTEN_OVER)

@@ -279,7 +279,11 @@ class AttentionLayer:
 
 
 class MultiHeadAttention(AttentionLayer):
-    """Multi-head attention of queries over keys and values. Constructor arguments: see `AttentionLayer`."""
+    """Multi-head attention of queries over keys and values. Constructor arguments: see `AttentionLayer`.
+
+    A call returns a pair: the output, and the attention weights or None. `MultiHeadSelfAttention` returns the output
+    alone, for sequences of modules. Sizes are fields of the specification: `layer.spec.num_heads`.
+    """
 
     def __call__(
         self,

@@ -7,6 +7,7 @@ frameworks, or the weights.
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -447,14 +448,17 @@ def inject(bug: str | Injection, problem: Problem, backend: str) -> Iterator[Pro
     before = []
     try:
         for name, override in plan.functions.items():
-            original = getattr(sibling if hasattr(sibling, name) else sibling.stages, name)
-            broken = partial(override, plan, original)
-            if name == "apply_rope":  # bugs change the positions themselves
-                broken = _with_positions(broken)
+            function = inspect.unwrap(getattr(sibling if hasattr(sibling, name) else sibling.stages, name))
             for holder in holders:
-                if getattr(holder, name, None) is original:
-                    before.append((holder, name, original))
-                    setattr(holder, name, broken)
+                original = getattr(holder, name, None)
+                # The package has a checked form of the function that its modules have.
+                if original is None or inspect.unwrap(original) is not function:
+                    continue
+                broken = partial(override, plan, original)
+                if name == "apply_rope":  # bugs change the positions themselves
+                    broken = _with_positions(broken)
+                before.append((holder, name, original))
+                setattr(holder, name, broken)
         yield replace(problem, weights=plan.weights)
     finally:
         for holder, name, original in before:

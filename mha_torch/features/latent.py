@@ -13,7 +13,7 @@ from torch import Tensor
 from mha_spec import AttentionSpec, Latent, WrongType
 from mha_spec.attention import check_latent
 from mha_torch.arrays import at_least_float32
-from mha_torch.cache import Cache, append_checked, check_cache, check_room
+from mha_torch.cache import Cache, append_checked, check_cache, check_room, mark_written_over
 from mha_torch.checks import check_count, check_features, check_is_cache, check_latents, check_positions
 from mha_torch.features.rope import apply_rope, rotation_of
 from mha_torch.features.temperature import apply_temperature
@@ -223,7 +223,10 @@ def append_to_latent_cache(
     """
     check_is_cache(cache, LatentCache)
     check_latent_cache(cache, latents)
-    return append_checked(cache, (latents,), new_lengths, check_room(cache, latents.shape[2], new_lengths))
+    lengths = check_room(cache, latents.shape[2], new_lengths)
+    after = append_checked(cache, (latents,), new_lengths, lengths)
+    mark_written_over(cache, after)
+    return after
 
 
 def check_latent_cache(cache: LatentCache, latents: Tensor) -> None:

@@ -113,7 +113,7 @@ def call(
             key,
             value,
             attn_mask=attn_mask,
-            is_causal=is_causal,  # top-left aligned, like ours
+            is_causal=bool(is_causal),  # which SDPA requires of Python, not NumPy; top-left aligned, like ours
             dropout_p=dropout,
             scale=scale,
             enable_gqa=bool(query.shape[1] != key.shape[1]),

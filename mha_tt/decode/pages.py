@@ -16,7 +16,7 @@ from ttnn import Tensor
 
 from mha_spec import Refusal, WrongType
 from mha_tt.cache import KVCache
-from mha_tt.checks import check_count, check_lengths
+from mha_tt.checks import check_count, check_lengths, check_not_written_over
 from mha_tt.device import upload_integers, zeros
 from mha_tt.layout import TILE, round_up
 
@@ -57,6 +57,7 @@ class PagedKVCache(KVCache):
             TypeError: if the indices are not integers.
             ValueError: if an index is missing or occurs twice: two sequences would write to one page.
         """
+        check_not_written_over(self)
         check_lengths("indices", indices, None, len(self.lengths) - 1)
         indices = np.asarray(indices, int)
         if sorted(indices) != list(range(len(self.lengths))):
@@ -69,6 +70,7 @@ class PagedKVCache(KVCache):
 
     def grow(self, capacity: int) -> Self:
         """Return a cache of the same tokens with more slots, in additional pages; otherwise see `KVCache.grow`."""
+        check_not_written_over(self)
         check_count("capacity", capacity, minimum=self.capacity)
         (count, _, page_size, _), (batch_size, held) = self.keys.shape, self.pages.shape
         added = in_order(batch_size, round_up(capacity, page_size) // page_size - held)

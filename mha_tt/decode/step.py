@@ -12,7 +12,7 @@ from jaxtyping import Float
 from ttnn import Tensor
 
 from mha_spec import AttentionSpec
-from mha_tt.cache import Cache, CacheT, write_rows
+from mha_tt.cache import Cache, CacheT, mark_written_over, write_rows
 from mha_tt.decode.places import SUBBLOCK, DecodePositions, PreparedWeights
 from mha_tt.device import accurate_config
 from mha_tt.features.latent import HeadWeights, LatentCache, absorb_values, project_absorbed, project_latents
@@ -83,11 +83,12 @@ def decode_step(
             context = absorb_values(context, kv_b, spec, **of_layer)
         output = project_output(layer.project, context, tokens, spec)
     places.decode_step()
-    cache = cache.with_slots(slots, cache.lengths + 1)
-    object.__setattr__(cache, "places", places)  # not part of its value
+    after = cache.with_slots(slots, cache.lengths + 1)
+    object.__setattr__(after, "places", places)  # not part of its value
+    mark_written_over(cache, after)
     if tuple(output.shape)[:2] != (batch_size, 1):
         output = ttnn.reshape(output, (batch_size, 1, output.shape[-1]))
-    return output, cache
+    return output, after
 
 
 def project_new_tokens(

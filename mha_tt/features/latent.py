@@ -17,7 +17,7 @@ from ttnn import Tensor
 from mha_spec import AttentionSpec, Latent, Refusal
 from mha_spec.attention import check_latent
 from mha_tt.arrays import as_dtype, at_least_float32
-from mha_tt.cache import Cache, append_checked, check_cache, check_room, num_added
+from mha_tt.cache import Cache, append_checked, check_cache, check_room, mark_written_over, num_added
 from mha_tt.checks import check_count, check_dtype, check_floating, check_is_cache, check_latent_heads, check_latents
 from mha_tt.device import accurate_config, zeros
 from mha_tt.features.rope import Rotation, positions_and_rotation
@@ -335,7 +335,9 @@ def append_to_latent_cache(
     check_is_cache(cache, LatentCache)
     check_latent_cache(cache, latents)
     check_room(cache, latents.shape[2], new_lengths)
-    return append_checked(cache, (latents,), num_added(cache, latents.shape[2], new_lengths))
+    after = append_checked(cache, (latents,), num_added(cache, latents.shape[2], new_lengths))
+    mark_written_over(cache, after)
+    return after
 
 
 def check_latent_cache(cache: LatentCache, latents: Tensor) -> None:

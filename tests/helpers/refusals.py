@@ -117,9 +117,11 @@ def refuses(
     return Refuses(ValueError, argument, values or got, where, remedy, hint)
 
 
-def refuses_type(argument: str, got: dict[str, Any] | str = "", /, *, where: str = "", **values: Any) -> Refuses:
+def refuses_type(
+    argument: str, got: dict[str, Any] | str = "", /, *, where: str = "", hint: str = "", **values: Any
+) -> Refuses:
     """Check that a block raises a `Refusal` of the type of an argument."""
-    return Refuses(TypeError, argument, values or got, where)
+    return Refuses(TypeError, argument, values or got, where, hint=hint)
 
 
 def _are_listed(settings: Mapping[str, Any], text: str) -> bool:

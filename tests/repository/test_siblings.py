@@ -109,6 +109,10 @@ CACHE_PARTS = {  # arguments from a cache, whose lengths are known elsewhere: on
     "tt": {"append_checked", "num_added", "write_rows", "Scores.block", "block_of"},
 }
 
+WRITTEN_OVER = {  # a step writes into the cache that it receives; arrays of JAX never change
+    *("mark_written_over", "check_not_written_over", "Cache.is_written_over"),
+}
+
 EXTRA_NAMES = {
     "jax": {
         "to_scores_rank",  # strict rank promotion is kept, so ranks are aligned by hand
@@ -148,7 +152,7 @@ EXTRA_NAMES = {
         "check_device",  # tensors lie on several devices,
         "as_lengths",  # and lengths are moved to theirs
         "cache_dtype",  # under autocast it differs from the weights' dtype
-        "MultiHeadLatentAttention.kv_b_proj",  # a type for an attribute that its base sets by name
+        *WRITTEN_OVER,
         *CACHE_PARTS["torch"],
     },
     "tt": {
@@ -188,6 +192,7 @@ EXTRA_NAMES = {
         "check_cache_holds",  # writing into a cache precedes any other sign that it belongs to another layer,
         "check_cached_step",  # and one new token per sequence has its own kernel
         "Cache.places",  # counted on the device
+        *WRITTEN_OVER,
         *("Cache.pages", "Cache.page_table", "Cache.is_within"),  # a cache may be paged
         "PagedKVCache",
         *("KVCache.capacity", "LatentCache.capacity"),  # the slots are padded: their shape does not determine it
@@ -423,7 +428,8 @@ def test_public_names_are_defined_in_modules(name):
     imported = set()
     for node in parse(name, "__init__.py").body:
         if isinstance(node, ast.ImportFrom):
-            imported |= {alias.name for alias in node.names}
+            public = [alias for alias in node.names if not (alias.asname or "").startswith("_")]
+            imported |= {alias.name for alias in public}
             place = "/".join(node.module.split(".")[1:])
             inside = folder(name) / place
             there = {path.stem for path in inside.iterdir()} if inside.is_dir() else definitions(name, f"{place}.py")

@@ -1,4 +1,4 @@
-"""Annotations are checks: each public function refuses arrays of another type, rank, kind or size than it says.
+"""Annotations are checks: each public function rejects arrays of another type, rank, kind or size than it says.
 
 The refusals are generated from the annotations. Arguments are checked before a call, so that one bad argument, or two
 that do not fit each other, suffice to make one.
@@ -95,7 +95,7 @@ def array_arguments(package):
 
 
 def refusal_of(argument, **values):
-    """Return the error of a call with these arguments only."""
+    """Return the error of a call with only these arguments."""
     with pytest.raises(Refusal) as raised:
         argument.call(**({"self": None} if "." in argument.call.__qualname__ else {}), **values)
     return raised.value
@@ -109,7 +109,7 @@ def test_public_calls_check_their_annotations(sibling):
 
 
 def test_other_types_raise(sibling):
-    """An argument that is no array of the framework raises an error, unless it may be something else."""
+    """An argument that is not an array of the framework raises an error, unless it may be something else."""
     for argument in array_arguments(sibling.package):
         if not argument.accepts_others:
             error = refusal_of(argument, **{argument.name: "text"})

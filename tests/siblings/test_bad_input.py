@@ -360,8 +360,11 @@ DOT_PRODUCTS = {
         refuses("key", {"key.shape": (2, 2, 3, 32), "query.shape": (2, 2, 3, 64)}),
     ),
     "groups": ({"query": ones(2, 3, 3, 32)}, refuses("num_heads", num_heads=3, num_kv_heads=2)),
-    "float mask": ({"mask": floats(3, 3)}, refuses_type("mask", {"mask.dtype": ...})),
-    "integer mask": ({"mask": np.ones((3, 3), np.int32)}, refuses_type("mask", {"mask.dtype": ...})),
+    "float mask": ({"mask": floats(3, 3)}, refuses_type("mask", {"mask.dtype": ...}, hint="mask == 0")),
+    "integer mask": (
+        {"mask": np.ones((3, 3), np.int32)},
+        refuses_type("mask", {"mask.dtype": ...}, hint="mask == 0"),
+    ),
     "mask list": ({"mask": [[True]]}, refuses_type("mask", "list")),
     "mask keys": ({"mask": booleans(3, 4)}, refuses("mask", {"mask.shape": (3, 4)})),
     "mask of a batch": ({"mask": booleans(3, 3, 3)}, refuses("mask", {"mask.shape": (3, 3, 3)})),
@@ -500,6 +503,41 @@ def test_module_with_rope_rejects(sibling, name):
     keywords, refusal = ROPE_LAYERS[name]
     module = usual(sibling, "MultiHeadAttention", AttentionSpec(64, 2, rope=Rope(1e2)))
     assert_error(sibling, module, (), {"query": ones(2, 3, 64), **keywords}, refusal)
+
+
+ADVICE = {
+    "is_causal of 1": ({"is_causal": 1}, refuses_type("is_causal", is_causal=1)),
+    "mask of B, T, S": ({"mask": booleans(3, 4, 5)}, refuses("mask", hint="mask[:, None]")),
+    "mask of B, S": ({"mask": booleans(3, 5)}, refuses("mask", hint="key_padding_lengths")),
+    "bias of B, T, S": ({"bias": floats(3, 4, 5)}, refuses("bias", hint="bias[:, None]")),
+    "another dtype": (
+        {"query": others(3, 4, 6), "key": others(3, 5, 5)},
+        refuses_type("…", hint="dtype"),
+    ),
+    "torch's mask": ({"attn_mask": booleans(4, 5)}, refuses_type("attn_mask", hint="True means masked")),
+    "torch's padding": ({"key_padding_mask": booleans(3, 5)}, refuses_type("key_padding_mask", hint="[:, None, None]")),
+    "flax's dropout": ({"deterministic": True}, refuses_type("deterministic", hint="eval()")),
+    "torch's scale": ({"scale": 1.0}, refuses_type("scale", hint="a field of the module")),
+    "another name": ({"causal": True}, refuses_type("causal", hint="is_causal")),
+    "a near miss": ({"key_padding_length": [5]}, refuses_type("key_padding_length", hint="key_padding_lengths")),
+}
+
+
+def test_errors_of_a_call_say_what_to_pass(sibling):
+    """Arguments of other libraries, and masks of other axes, raise errors that name the argument to use."""
+    module = usual(sibling, "MultiHeadAttention", SPEC)
+    for keywords, refusal in ADVICE.values():
+        assert_error(sibling, module, (), {"query": ones(3, 4, 6), "key": ones(3, 5, 5), **keywords}, refusal)
+    output, _ = module(ones(3, 4, 6).of(sibling), ones(3, 5, 5).of(sibling), is_causal=np.True_)
+    assert output.shape[1] == 4
+
+
+def test_docstrings_name_the_next_thing(sibling):
+    """The docstring of a class has the class, the field or the method that its users look for."""
+    package = sibling.package
+    assert "`MultiHeadSelfAttention`" in package.MultiHeadAttention.__doc__
+    assert "layer.spec.num_heads" in package.MultiHeadAttention.__doc__
+    assert "layer.init_cache(batch_size, capacity)" in package.MultiHeadAttentionWithCache.__doc__
 
 
 @pytest.mark.parametrize("kind", ["MultiHeadSelfAttention", "MultiHeadAttentionWithCache"])
@@ -773,8 +811,8 @@ def test_cache_rejects_integers(sibling):
 
 
 APPENDS = {
-    "no cache": ({"cache": None}, refuses_type("cache", "NoneType")),
-    "tuple": ({"cache": (1, 2)}, refuses_type("cache", "tuple")),
+    "no cache": ({"cache": None}, refuses_type("cache", "NoneType", hint="init_cache(batch_size, capacity)")),
+    "tuple": ({"cache": (1, 2)}, refuses_type("cache", "tuple", hint="init_cache(batch_size, capacity)")),
     "new_lengths 2 axes": ({"new_lengths": [[1, 2]]}, refuses("new_lengths", {"new_lengths.shape": (1, 2)})),
     "key rank": ({"key": ones(2, 3, 4)}, refuses("key", {"key.shape": (2, 3, 4)})),
     "integer key": ({"key": integers(2, 2, 3, 32)}, refuses_type("key…", {"key.dtype": ...})),
@@ -840,7 +878,7 @@ CACHED = {
         {"x": ones(2, 33, 64)},
         refuses("lengths + new tokens", lengths=[0, 0], new_lengths=...),
     ),
-    "no cache": ({"cache": None}, refuses_type("cache", "NoneType")),
+    "no cache": ({"cache": None}, refuses_type("cache", "NoneType", hint="init_cache(batch_size, capacity)")),
     "cache heads": (
         {"cache": lambda sibling: sibling.init_cache(2, 1, 32, 32)},
         refuses("cache.keys", "(2, 1, 32, 32)"),

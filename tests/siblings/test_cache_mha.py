@@ -7,7 +7,7 @@ from helpers.refusals import refuses
 from helpers.samples import sample
 from helpers.siblings import DTYPES, contents_of
 
-from mha_spec import AttentionSpec, Rope
+from mha_spec import AttentionSpec, Latent, Rope
 
 NUM_TOKENS = 6  # and slots: few and always the same shapes, because JAX compiles each operation per shape
 CHUNKS = [4, 1, 1]
@@ -224,3 +224,75 @@ def test_overflow_leaves_the_cache(sibling, dtype, name):
     with refuses("lengths + new tokens", lengths=filled, new_lengths=...):
         module(x, cache, new_lengths=new_lengths)
     assert [np.array_equal(*pair) for pair in zip(contents_of(sibling, cache), before, strict=True)] == [True] * 3
+
+
+# ---- Copies, and caches that a step has written over -----------------------------------------------------------------
+
+LATENT = AttentionSpec(24, 2, head_dim=12, latent=Latent(32, 4), rope=Rope(rotary_dim=4, rotated="last"))
+KINDS = {"MultiHeadAttentionWithCache": GQA_ROPE, "MultiHeadLatentAttention": LATENT}
+
+
+def begun(sibling, kind):
+    """Return a module, a cache of four tokens, and the next token."""
+    module = evaluated(sibling.filled(kind, KINDS[kind]))
+    _, cache = sibling.call(module, sibling.array(random_tokens(4)), module.init_cache(3, NUM_TOKENS))
+    return module, cache, sibling.array(random_tokens(1, seed=2))
+
+
+def test_copied_cache_goes_back(sibling):
+    """A copy of a cache is not changed by steps from the cache, and continues as the cache would have."""
+    for kind in KINDS:
+        module, cache, token = begun(sibling, kind)
+        copied, again = cache.copy(), cache.copy()
+        before = [np.array(sibling.numpy(x)) for x in copied.slots.values()]
+        sibling.call(module, sibling.array(random_tokens(1, seed=3)), cache)
+        assert all(map(np.array_equal, before, map(sibling.numpy, copied.slots.values()))), kind
+        assert np.asarray(copied.lengths).tolist() == [4, 4, 4]
+        results = [sibling.call(module, token, each) for each in (copied, again)]
+        assert np.array_equal(*(sibling.numpy(output) for output, _ in results)), kind
+        assert type(copied) is type(cache)
+
+
+def test_written_cache_is_not_used_again(sibling):
+    """A cache whose storage a step has written into raises an error at its next use. Arrays of JAX never change."""
+    for kind in KINDS:
+        module, cache, token = begun(sibling, kind)
+        _, after = sibling.call(module, token, cache)
+        uses = {
+            "step": lambda module=module, token=token, cache=cache: sibling.call(module, token, cache),
+            "copy": cache.copy,
+            "reorder": lambda cache=cache: cache.reorder([2, 1, 0]),
+            "repeat": lambda cache=cache: cache.repeat(2),
+            "grow": lambda cache=cache: cache.grow(NUM_TOKENS + 2),
+            "crop": lambda cache=cache: cache.crop(3),
+        }
+        if sibling.name == "jax":
+            assert uses["step"]()[1].lengths.tolist() == [5, 5, 5]
+            continue
+        for use in uses.values():
+            with refuses("cache", hint="cache.copy()"):
+                use()
+        assert np.asarray(module(token, after)[1].lengths).tolist() == [6, 6, 6]
+
+
+def test_appending_writes_over_a_cache(sibling):
+    """Appending also writes over a cache; a step that ends with an error in the kernel can be repeated."""
+    if sibling.name == "jax":
+        return
+    cache = sibling.init_cache(1, 2, NUM_TOKENS, 32)
+    new = sibling.array(np.ones((1, 2, 1, 32), sibling.kernel_dtype))
+    sibling.package.append_to_cache(cache, new, new)
+    with refuses("cache", hint="cache.copy()"):
+        sibling.package.append_to_cache(cache, new, new)
+
+    module, cache, token = begun(sibling, "MultiHeadAttentionWithCache")
+    usual = module.kernel
+
+    def fails(*args):
+        raise KeyError
+
+    module.kernel = fails
+    with pytest.raises(KeyError):
+        module(token, cache)
+    module.kernel = usual
+    assert np.asarray(module(token, cache)[1].lengths).tolist() == [5, 5, 5]

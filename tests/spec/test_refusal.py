@@ -36,6 +36,15 @@ def test_message_has_argument_and_values():
         ),
         (Refusal("a", "be b", where="w").within("v"), "v: w: a must be b"),
         (Refusal("a", "be b", a=10**5000), "a must be b, got a=a int"),
+        (
+            Refusal("a", "be b", a=np.zeros((2, 3), np.int8), c=np.float32(2), d=[1, 2]),
+            "a must be b, got a=ndarray(shape=(2, 3), dtype=int8), c=2.0 and d=[1, 2]",
+        ),
+        (
+            Refusal("a", "be b", a={"w": np.zeros(2)}, c=(np.zeros(2), 1)),
+            "a must be b, got a={'w': ndarray(shape=(2,), dtype=float64)} and c=tuple of "
+            "ndarray(shape=(2,), dtype=float64), 1",
+        ),
     ],
 )
 def test_each_part_has_its_place(refusal, text):

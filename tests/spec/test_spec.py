@@ -631,6 +631,22 @@ def test_invalid_relative_bias_raises(keywords, refusal):
         RelativeBias(**keywords)
 
 
+def test_boolean_instead_of_a_record_raises():
+    """True where a record belongs raises an error with the call that makes one; False, that it is None."""
+    calls = {"rope": "Rope()", "qk_norm": "Norm()", "v_norm": "Norm()", "context_norm": "Norm()", "gate": "Gate()"}
+    calls |= {
+        "alibi": "Alibi()",
+        "relative_bias": "GridBias(height=…, width=…)",
+        "temperature": "Temperature(length=…)",
+    }
+    calls |= {"relative_products": "RelativeProducts(", "latent": "Latent(kv_rank=…, rope_dim=…)"}
+    for name, call in calls.items():
+        with refuses_type(name, {name: True}, hint=call):
+            AttentionSpec(8, 2, **{name: True})
+        with refuses_type(name, {name: False}, hint="None switches it off"):
+            AttentionSpec(8, 2, **{name: False})
+
+
 def test_equal_qkv_biases_are_stored_as_one():
     """Three equal flags for biases of q, k and v are stored as one; unequal ones survive JSON."""
     assert AttentionSpec(8, 2, qkv_bias=(True, True, True)) == AttentionSpec(8, 2)

@@ -37,6 +37,7 @@ from mha_spec import (  # noqa: E402
     Temperature,
     WrongType,
 )
+from mha_spec.aliases import UNKNOWN_ARGUMENT  # noqa: E402
 
 HERE = Path(__file__).parent
 B, T = 2, 128
@@ -192,6 +193,8 @@ class Framework:
         try:
             self.run(feature, lambda: getattr(self, path)(spec, feature))
         except (Refusal, WrongType) as error:
+            if error.rule == UNKNOWN_ARGUMENT:
+                return NO_ARGUMENT
             return f"{error.argument} must {error.rule}"
         except TypeError as error:
             if "unexpected keyword argument" not in str(error):

@@ -1,5 +1,6 @@
 """The comparison: rounding passes, and, as the control, injected bugs are reported at the right stage."""
 
+import inspect
 import json
 import math
 from dataclasses import replace
@@ -339,13 +340,14 @@ MUTATIONS = {
 def mutate(monkeypatch, sibling, name, broken):
     """Replace a function in all modules of an implementation."""
     package = sibling.package
-    original = getattr(package, name)
-    replacement = broken(original, sibling)
+    function = inspect.unwrap(getattr(package, name))
     parts = ("masks", "stages", "mha", "cache", "cache_mha")
     holders = [package, package.features.rope, *(getattr(package, part) for part in parts)]
     for holder in holders:
-        if getattr(holder, name, None) is original:
-            monkeypatch.setattr(holder, name, replacement)
+        original = getattr(holder, name, None)
+        # The package has a checked form of the function that its modules have.
+        if original is not None and inspect.unwrap(original) is function:
+            monkeypatch.setattr(holder, name, broken(original, sibling))
 
 
 def difference_in(case, backend):

@@ -336,6 +336,19 @@ def test_torch_module_rejects_numpy(sibling, name):
         sibling.module("MultiHeadAttention", AttentionSpec(8, 2))(**given)
 
 
+def test_jax_module_names_missing_streams():
+    """In JAX, random streams without the one that a layer draws from raise an error that names it."""
+    from flax import nnx
+
+    import mha_jax
+
+    with refuses("rngs", streams=["params"], hint="dropout=1"):
+        mha_jax.MultiHeadAttention(8, 2, dropout=0.1, rngs=nnx.Rngs(params=0))
+    with refuses("rngs", streams=["dropout"], hint="params=0"):
+        mha_jax.MultiHeadAttention(8, 2, rngs=nnx.Rngs(dropout=0))
+    assert mha_jax.MultiHeadAttention(8, 2, dropout=0.1, rngs=nnx.Rngs(0)).dropout_rngs is not None
+
+
 @every_function
 def test_weights_of_other_framework_raise(sibling, function):
     """Functions raise an error for weights of the other framework: in JAX for a flat dict, in

@@ -463,11 +463,14 @@ def test_positions_without_rope_are_ignored(sibling):
     """
     module = cached_layer(sibling, SPECS["mha"])
     x, positions = random_tokens(SPECS["mha"], num_tokens=2), sibling.array(np.full((1, 2), 7, np.int32))
-    cache = module.init_cache(3, NUM_TOKENS)
-    outputs = [sibling.numpy(module(sibling.array(x), cache, positions=each)[0]) for each in (None, positions)]
+    caches = [module.init_cache(3, NUM_TOKENS) for _ in range(3)]
+    outputs = [
+        sibling.numpy(module(sibling.array(x), cache, positions=each)[0])
+        for cache, each in zip(caches, (None, positions), strict=False)
+    ]
     np.testing.assert_array_equal(*outputs)
     with refuses("positions", {"positions.shape": (1, 2)}):
-        module(sibling.array(x[:, :1]), cache, positions=positions)
+        module(sibling.array(x[:, :1]), caches[2], positions=positions)
 
 
 # ---- Empty inputs ----------------------------------------------------------------------------------------------------

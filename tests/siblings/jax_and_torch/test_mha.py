@@ -550,18 +550,18 @@ def test_projections_are_clipped(sibling, fused_qkv):
 
 @sample(jax=1)
 @pytest.mark.parametrize("hidden", [{}, {"is_causal": True}, {"key_padding_lengths": [2, 5]}], ids=str)
-@pytest.mark.parametrize("path", ["", "fused"])
-def test_value_features_are_independent(sibling, path, hidden, rng):
+@both_forms
+def test_value_features_are_independent(sibling, form, hidden, rng):
     """The context of concatenated value features matches the concatenated contexts of values that
     are as wide as keys and narrower.
     """
-    package = getattr(sibling.package, path) if path else sibling.package
+    attend = attention_in(form, sibling.package)
     q, k, v = (sibling.array(rng.standard_normal((2, n, 5, 4)).astype(np.float32)) for n in (4, 2, 2))
     wide = sibling.array(rng.standard_normal((2, 2, 5, 3)).astype(np.float32))
     both = sibling.array(np.concatenate([sibling.numpy(v), sibling.numpy(wide)], axis=3))
 
     def context(values):
-        return sibling.numpy(package.scaled_dot_product_attention(q, k, values, **hidden)[0])
+        return sibling.numpy(attend(q, k, values, **hidden)[0])
 
     parts = [context(v), context(wide)]
     assert [part.shape for part in parts] == [(2, 4, 5, 4), (2, 4, 5, 3)]

@@ -5,6 +5,7 @@ import functools
 import io
 import itertools
 import math
+import pickle
 import random
 import shutil
 
@@ -586,6 +587,34 @@ def test_cache_is_pytree_of_three_tensors():
     leaves, structure = pytree.tree_flatten(cache)
     assert [tuple(leaf.shape) for leaf in leaves] == [(3, 2, 6, 4), (3, 2, 6, 4), (3,)]
     assert isinstance(pytree.tree_unflatten(leaves, structure), mha_torch.KVCache)
+
+
+def test_mark_of_a_cache_is_not_its_value():
+    """A step without gradients marks the cache that it wrote over, besides its value; a graph marks nothing."""
+    layer, x = module("MultiHeadAttentionWithCache").eval(), tokens(3, 1, 16, seed=5)
+    caches = {mode: layer.init_cache(3, 6) for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode)}
+    for mode, cache in caches.items():
+        with mode():
+            layer(x, cache)
+        assert cache.is_written_over == (mode is not torch.enable_grad), mode
+
+    cache = caches[torch.no_grad]
+    leaves, structure = pytree.tree_flatten(cache)
+    stored = io.BytesIO()
+    torch.save(cache, stored)
+    stored.seek(0)
+    copies = [copy.copy(cache), copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)), torch.load(stored)]
+    copies.append(pytree.tree_unflatten(leaves, structure))
+    for copied in copies:
+        assert torch.equal(copied.keys, cache.keys)
+        assert copied.lengths.tolist() == [0, 0, 0]
+
+    torch.compiler.reset()
+    compiled, cache = torch.compile(layer, fullgraph=True, backend="eager"), layer.init_cache(3, 6)
+    with torch.no_grad():
+        found, expected = compiled(x, cache)[0], layer(x, layer.init_cache(3, 6))[0]
+    torch.testing.assert_close(found, expected)
+    assert not cache.is_written_over
 
 
 def test_cached_step_can_be_exported():

@@ -148,6 +148,19 @@ def test_swapped_pages_change_outputs(device):
     assert np.array_equal(right[2], wrong[2])
 
 
+def test_copied_pages_have_their_own_storage(device):
+    """A copy of a cache in pages keeps its contents during steps from the cache, and continues like it."""
+    module, _, pages = made(device, LAYERS["many heads"])
+    _, cache = module(tokens(device, 40), pages)
+    copied, token = cache.copy(), tokens(device, 1)
+    before = in_slots(copied)
+    expected, _ = module(token, cache)
+    assert all(map(np.array_equal, in_slots(copied), before))
+    assert np.array_equal(mha_tt.download(module(token, copied)[0]), mha_tt.download(expected))
+    with refuses("cache", hint="cache.copy()"):
+        cache.reorder([1, 0, 2])
+
+
 def test_unsupported_page_operations_raise(device):
     """Operations that pages do not support raise an error that names the argument."""
     module, slots, pages = made(device, LAYERS["no RoPE"])
