@@ -64,7 +64,9 @@ def attention_scores(
     if bias is not None:
         check_bias(bias, scores_shape, query)
     # Sinks are part of the softmax.
-    tables = {name: table for name, table in learned.items() if name != "sinks"}
+    tables = learned
+    if isinstance(learned, Mapping):
+        tables = {name: table for name, table in learned.items() if name != "sinks"}
     table_shapes = {name: shape for name, shape in rules.score_shapes.items() if name != "sinks"}
     check_score_weights(tables, table_shapes)
     if isinstance(rules.relative_bias, GridBias):

@@ -138,16 +138,6 @@ def test_cached_call_can_close_over_weights(layer, transform, kind):
     assert transform(function, x).shape == x.shape
 
 
-@every_kind_of_weights
-@every_transformation
-def test_non_finite_constant_weights_raise(layer, transform, kind):
-    """Constant weights with NaN raise an error under every transformation."""
-    weights = weights_of(layer, kind)
-    weights["v_proj"]["bias"] = weights["v_proj"]["bias"] * np.float32(np.nan)
-    with refuses("weights", "NaN or infinities in ['v_proj.bias']"):
-        transform(lambda x: mha_jax.multi_head_attention(x, weights, layer.spec)[0], tokens(5, batch_size=3))
-
-
 @pytest.mark.parametrize("kind", [list, np.array], ids=["list", "array"])
 def test_concrete_lengths_are_checked_in_jit(layer, kind):
     """Lengths beyond the tokens raise an error under jit if they are constants."""
