@@ -87,7 +87,8 @@ __all__ = [
     "split_heads",
 ]
 
-# Annotations of public functions are the checks of their arguments. Functions of the package call each other unchecked.
+# Annotations of public functions are the checks of their arguments. Functions of the package call
+# each other unchecked.
 absorb_keys = _checked(absorb_keys)
 absorb_values = _checked(absorb_values)
 append_to_cache = _checked(append_to_cache)

@@ -20,7 +20,8 @@ from mha_spec.heads import BareHeads
 from mha_spec.hints import NEW_CACHE, missing_axes
 from mha_spec.rules import as_count, check_head_groups
 
-_ALL_DTYPES = [np.dtype(scalar) for scalar in vars(jnp).values() if isinstance(scalar, type(jnp.float32))]
+_SCALARS = [scalar for scalar in vars(jnp).values() if isinstance(scalar, type(jnp.float32))]
+_ALL_DTYPES = [np.dtype(scalar) for scalar in _SCALARS]
 _FLOATING = [dtype for dtype in _ALL_DTYPES if jnp.issubdtype(dtype, jnp.floating)]
 _INTEGERS = [dtype for dtype in _ALL_DTYPES if jnp.issubdtype(dtype, jnp.integer)]
 
@@ -246,7 +247,9 @@ def check_heads(query: Array, key: Array, value: Array) -> None:
 
 
 def check_scored(query: Array, key: Array, spec: AttentionSpec | BareHeads) -> None:
-    """Refuse queries (B, N, T, H) and keys (B, K, S, H) whose heads do not fit each other or the layer."""
+    """Refuse queries (B, N, T, H) and keys (B, K, S, H) whose heads do not fit each other or the
+    layer.
+    """
     check_head_groups(query.shape[1], key.shape[1])
     if isinstance(spec, BareHeads):
         return
@@ -270,10 +273,14 @@ def check_grid(relative_bias: GridBias, scores_shape: tuple[int, ...]) -> None:
 
 
 def check_gate(gate: Array, context: Array) -> None:
-    """Refuse a gate that has neither a number for each feature of the context (B, N, T, Hv) nor one for each head."""
-    num_heads, num_features = context.shape[1], context.shape[1] * context.shape[3]
+    """Refuse a gate that has neither a number for each feature of the context (B, N, T, Hv) nor one
+    for each head.
+    """
+    num_heads = context.shape[1]
+    num_features = context.shape[1] * context.shape[3]
     if gate.shape[-1] not in (num_heads, num_features):
-        raise Refusal("gate", f"have {num_features} or {num_heads} features", {"gate.shape": gate.shape})
+        rule = f"have {num_features} or {num_heads} features"
+        raise Refusal("gate", rule, {"gate.shape": gate.shape})
 
 
 def check_is_cache(cache: object, kind: type) -> None:

@@ -171,7 +171,8 @@ class AttentionLayer(nnx.Module):
         ValueError: if fields accompany a spec or do not fit, or the keys of self-attention have another width.
     """
 
-    # The specification decides which of these a layer has: `projections`, `norms` and `score_shapes`.
+    # The specification decides which of these a layer has: `projections`, `norms` and
+    # `score_shapes`.
     q_proj: Projection
     k_proj: Projection
     v_proj: Projection
