@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers.refusals import refuses
+from helpers.refusals import refuses, refuses_type
 from helpers.samples import sample
 
 import mha_jax
@@ -154,6 +154,19 @@ def test_concrete_new_lengths_checked_in_jit():
 
 
 # ---- NumPy and memory ------------------------------------------------------------------------------------------------
+
+
+def test_arguments_can_be_numpy_arrays(layer):
+    """Inputs and masks of NumPy give the bits of those of JAX."""
+    x, mask = tokens(5), np.triu(np.ones((5, 5), np.bool_), 1)
+    expected = layer(x, mask=jnp.asarray(mask))
+    np.testing.assert_array_equal(layer(np.asarray(x), mask=mask), expected)
+
+
+def test_random_keys_are_no_lengths():
+    """Random keys, which are arrays of a dtype of their own, raise an error as lengths."""
+    with refuses_type("lengths", {"lengths.dtype": ...}):
+        mha_jax.create_padding_mask(jax.random.split(jax.random.key(0), 2), 3)
 
 
 def test_cache_can_be_numpy_arrays():
