@@ -7,6 +7,7 @@ from mha_jax.cache_mha import (
     MultiHeadAttentionWithCache,
     multi_head_attention_with_cache,
 )
+from mha_jax.checks import checked as _checked
 from mha_jax.features.latent import (
     LatentCache,
     absorb_keys,
@@ -85,3 +86,32 @@ __all__ = [
     "scaled_dot_product_attention",
     "split_heads",
 ]
+
+# Annotations of public functions are the checks of their arguments. Functions of the package call
+# each other unchecked.
+absorb_keys = _checked(absorb_keys)
+absorb_values = _checked(absorb_values)
+append_to_cache = _checked(append_to_cache)
+append_to_latent_cache = _checked(append_to_latent_cache)
+apply_dropout = _checked(apply_dropout)
+apply_gate = _checked(apply_gate)
+apply_norm = _checked(apply_norm)
+apply_rope = _checked(apply_rope)
+apply_temperature = _checked(apply_temperature)
+attention_context = _checked(attention_context)
+attention_scores = _checked(attention_scores)
+combine_heads = _checked(combine_heads)
+create_attention_mask = _checked(create_attention_mask)
+create_cache_mask = _checked(create_cache_mask)
+create_padding_mask = _checked(create_padding_mask)
+expand_latents = _checked(expand_latents)
+masked_softmax = _checked(masked_softmax)
+multi_head_attention = _checked(multi_head_attention)
+multi_head_attention_with_cache = _checked(multi_head_attention_with_cache)
+multi_head_latent_attention = _checked(multi_head_latent_attention)
+project_latents = _checked(project_latents)
+project_output = _checked(project_output)
+project_qkv = _checked(project_qkv)
+repeat_kv_heads = _checked(repeat_kv_heads)
+scaled_dot_product_attention = _checked(scaled_dot_product_attention)
+split_heads = _checked(split_heads)

@@ -1,7 +1,7 @@
 """Array helpers."""
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +9,21 @@ import numpy as np
 from flax import nnx
 from jax.core import Tracer
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Bool, Float
 
 from mha_spec import WrongType
+
+if TYPE_CHECKING:
+    from jax import Array
+else:
+
+    class _ArrayTypes(type):
+        def __instancecheck__(cls, x: object) -> bool:
+            return isinstance(x, (jax.Array, np.ndarray))
+
+    class Array(metaclass=_ArrayTypes):
+        """Type of arrays in annotations: of JAX, also in transformations, or of NumPy."""
+
 
 _Tree = TypeVar("_Tree")
 
@@ -58,7 +70,7 @@ def cast(arrays: _Tree, dtype: DTypeLike | None) -> _Tree:
             return {name: cast_one(each) for name, each in x.items()}
         if isinstance(x, (tuple, list)):
             return tuple(map(cast_one, x))
-        is_floating = isinstance(x, (jax.Array, np.ndarray)) and jnp.issubdtype(x.dtype, jnp.floating)
+        is_floating = isinstance(x, Array) and jnp.issubdtype(x.dtype, jnp.floating)
         return found.setdefault(id(x), x.astype(dtype)) if is_floating else x  # other types are checked elsewhere
 
     return cast_one(arrays)

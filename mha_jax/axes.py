@@ -11,9 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
 
-from mha_jax.checks import check_tokens
+from mha_jax.arrays import Array
 from mha_jax.masks import Mask
 from mha_spec import AttentionSpec, Refusal
 from mha_spec.rules import merged_shapes
@@ -26,9 +25,8 @@ def with_one_batch_axis(attend: Attend) -> Attend:
 
     @wraps(attend)
     def attend_any(layer: Any, query: Array, key: Any, value: Any, mask: Mask, **options: Any) -> Any:
-        if not isinstance(query, (jax.Array, np.ndarray)) or query.ndim == 3:
+        if query.ndim == 3:
             return attend(layer, query, key, value, mask, **options)
-        check_tokens("query", query)
         axes, keep = tuple(query.shape)[:-2], getattr(layer, "dropout_keep", None)
         if keep is not None:
             layer = replace(layer, dropout_keep=_merge("dropout_keep", keep, axes))
@@ -56,7 +54,7 @@ def with_one_batch_axis(attend: Attend) -> Attend:
 
 def _merge(name: str, x: Any, axes: tuple[int, ...], kept: str = "N T S", *, is_exact: bool = False) -> Any:
     """Return x with one batch axis, of size 1 if all sequences share it."""
-    if not isinstance(x, (jax.Array, np.ndarray)):
+    if not isinstance(x, Array):
         return x  # the layer will reject it
     whole, merged = merged_shapes(name, tuple(x.shape), axes, kept, is_exact=is_exact)
     xp = np if isinstance(x, np.ndarray) else jnp  # jnp would narrow NumPy's float64

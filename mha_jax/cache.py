@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Bool, Float, Int
 
-from mha_jax.arrays import zero_where
-from mha_jax.checks import check_count, check_floating, check_is_cache, check_lengths
+from mha_jax.arrays import Array, zero_where
+from mha_jax.checks import check_count, check_is_cache, check_lengths
 from mha_jax.compiled import compiled
 from mha_jax.masks import Mask
 from mha_jax.parallel.sharding import specs_of, with_auto_axes
@@ -338,7 +338,6 @@ def check_cache(
 ) -> None:
     """Refuse cached keys and values (B, K, S, H) to which new ones (B, K, T, H) cannot be appended."""
     for name, x, new in zip(names, (cache_k, cache_v), (key, value), strict=True):
-        check_floating(name, x, rank=4)
         expected = (*key.shape[:2], cache_k.shape[2], new.shape[3])
         if x.shape != expected:
             raise Refusal(name, f"have shape (B, K, S, H) = {expected}", {f"{name}.shape": x.shape})
@@ -348,7 +347,6 @@ def check_cache(
 
 def check_cached_input(x: Array, cache: Cache) -> None:
     """Refuse new tokens (B, T, d_in) whose batch size is not that of the cache."""
-    check_floating("x", x, rank=3)
     if x.shape[0] != cache.lengths.shape[0]:
         raise Refusal("x", "have the batch size of the cache", {"x.shape[0]": x.shape[0], "cached": len(cache.lengths)})
 
@@ -356,13 +354,7 @@ def check_cached_input(x: Array, cache: Cache) -> None:
 def check_appended(cache: KVCache, key: Array, value: Array, new_lengths: Array | Sequence[int] | None) -> None:
     """Refuse new keys and values (B, K, T, H) that do not fit the cache or its capacity."""
     check_is_cache(cache, KVCache)
-    check_floating("key", key, rank=4)
-    check_floating("value", value, rank=4)
     check_cache(cache.keys, cache.values, key, value)
-    if key.shape[:3] != value.shape[:3]:
-        raise Refusal(
-            "value", "have the shape of key but for its features", {"value.shape": value.shape, "key.shape": key.shape}
-        )
     if value.dtype != key.dtype:
         raise WrongType("value", "have the dtype of key", {"value.dtype": value.dtype, "key.dtype": key.dtype})
     check_room(cache, key.shape[2], new_lengths)

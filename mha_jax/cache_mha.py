@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Bool, Float, Int
 
-from mha_jax.arrays import cast, zero_where
+from mha_jax.arrays import Array, cast, zero_where
 from mha_jax.cache import (
     Cache,
     CacheT,
@@ -27,12 +27,13 @@ from mha_jax.cache import (
     without_new,
 )
 from mha_jax.checks import (
+    check_broadcasts,
     check_is_cache,
     check_layer_positions,
-    check_mask,
     check_shared_kv,
     check_weights,
     check_width,
+    checked,
 )
 from mha_jax.compiled import compiled
 from mha_jax.features.latent import (
@@ -60,9 +61,9 @@ def multi_head_attention_with_cache(
     cache: KVCache,
     *,
     new_lengths: Int[Array, " B"] | Sequence[int] | None = None,
-    mask: Bool[Array, "..."] | None = None,
-    bias: Float[Array, "..."] | None = None,
-    positions: Int[Array, "... #B T"] | None = None,
+    mask: Bool[Array, "*#scores"] | None = None,
+    bias: Float[Array, "*#scores"] | None = None,
+    positions: Int[Array, "*axes #B T"] | None = None,
     kernel: Kernel = fused.attend,
     dtype: jnp.dtype | None = None,
 ) -> tuple[Float[Array, "B T E"], KVCache]:
@@ -103,7 +104,8 @@ def cached_layer(
     seq_len = x.shape[1]
     scores = layer.scores(bias)
     scores_shape = (x.shape[0], spec.num_heads, seq_len, cache.capacity)
-    check_mask(mask, scores_shape)
+    if mask is not None:
+        check_broadcasts("mask", mask.shape, scores_shape)
     scores.check_arguments(scores_shape, x)
     check_layer_positions(positions, x.shape[0], seq_len, spec)
     # With `shared_kv` the other layer has appended the new tokens.
@@ -214,15 +216,16 @@ class MultiHeadAttentionWithCache(AttentionLayer):
         widths = {"head_dim": spec.head_dim, "value_head_dim": spec.value_head_dim}
         return init_cache(batch_size, spec.num_kv_heads, capacity, dtype=dtype, **widths)
 
+    @checked
     def __call__(
         self,
         x: Float[Array, "B T d_in"],
         cache: KVCache,
         *,
         new_lengths: Int[Array, " B"] | Sequence[int] | None = None,
-        mask: Bool[Array, "..."] | None = None,
-        bias: Float[Array, "..."] | None = None,
-        positions: Int[Array, "... #B T"] | None = None,
+        mask: Bool[Array, "*#scores"] | None = None,
+        bias: Float[Array, "*#scores"] | None = None,
+        positions: Int[Array, "*axes #B T"] | None = None,
     ) -> tuple[Float[Array, "B T E"], KVCache]:
         """Append new tokens to the cache; each attends to all tokens up to itself.
 

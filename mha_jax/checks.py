@@ -9,16 +9,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array
 
-from mha_jax.arrays import array_of, is_on_accelerator
+from mha_jax.arrays import Array, array_of, is_on_accelerator
 from mha_spec import AttentionSpec, GridBias, Latent, Norm, Refusal, Rope, WrongType
+from mha_spec.annotations import BOOLEAN, FLOATING, INTEGERS, checking
 from mha_spec.attention import check_spec
 from mha_spec.features.norm import check_norm
 from mha_spec.features.rope import position_shapes
 from mha_spec.heads import BareHeads
-from mha_spec.hints import NEW_CACHE, OF_NUMBERS, missing_axes
+from mha_spec.hints import NEW_CACHE, missing_axes
 from mha_spec.rules import as_count, check_head_groups
+
+_SCALARS = [scalar for scalar in vars(jnp).values() if isinstance(scalar, type(jnp.float32))]
+_ALL_DTYPES = [np.dtype(scalar) for scalar in _SCALARS]
+_FLOATING = [dtype for dtype in _ALL_DTYPES if jnp.issubdtype(dtype, jnp.floating)]
+_INTEGERS = [dtype for dtype in _ALL_DTYPES if jnp.issubdtype(dtype, jnp.integer)]
+
+checked = checking({FLOATING: _FLOATING, INTEGERS: _INTEGERS, BOOLEAN: [np.dtype(np.bool_)]})
+"""Decorator of public functions: their annotations are checks of their arguments."""
 
 
 def check_count(name: str, value: object, minimum: int = 1) -> None:
@@ -28,7 +36,7 @@ def check_count(name: str, value: object, minimum: int = 1) -> None:
 
 def check_array(name: str, x: object) -> None:
     """Refuse anything but an array of the framework."""
-    if not isinstance(x, (jax.Array, np.ndarray)):
+    if not isinstance(x, Array):
         raise WrongType(name, "be an array", type(x).__name__)
 
 
@@ -39,14 +47,6 @@ def check_floating(name: str, x: Array, rank: int) -> None:
         raise Refusal(name, f"have {rank} axes", {f"{name}.shape": x.shape})
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise WrongType(name, "be floating point", {f"{name}.dtype": x.dtype})
-
-
-def check_tokens(name: str, x: Array) -> None:
-    """Refuse anything but floating-point tokens (…, T, d_in)."""
-    check_array(name, x)
-    if x.ndim < 2:
-        raise Refusal(name, "have at least 2 axes", {f"{name}.shape": x.shape})
-    check_floating(name, x, rank=x.ndim)
 
 
 def check_broadcasts(name: str, shape: tuple[int, ...], scores_shape: tuple[int, ...]) -> None:
@@ -143,7 +143,6 @@ def check_layer_inputs(
     query: Array, key: Array | None, value: Array | None, positions: Array | None, spec: AttentionSpec
 ) -> None:
     """Refuse layer inputs (B, T, d_in) and (B, S, d_kv) that do not fit each other or the layer."""
-    check_floating("query", query, rank=3)
     check_width("query", query, spec.d_in)
     if key is None and value is not None:
         raise Refusal("value", "come with a key", "key=None and a value")
@@ -160,18 +159,9 @@ def check_layer_inputs(
     for name, x in (("key", key), ("value", value)):
         if x is None:
             continue
-        check_floating(name, x, rank=3)
         check_width(name, x, spec.d_kv)
         if x.dtype != query.dtype:
             raise WrongType(name, "have the dtype of query", {f"{name}.dtype": x.dtype, "query.dtype": query.dtype})
-        if x.shape[0] != query.shape[0]:
-            raise Refusal(
-                name, "have the batch size of query", {f"{name}.shape[0]": x.shape[0], "query.shape[0]": query.shape[0]}
-            )
-    if key is not None and value is not None and key.shape[1] != value.shape[1]:
-        raise Refusal(
-            "value", "have as many tokens as key", {"value.shape[1]": value.shape[1], "key.shape[1]": key.shape[1]}
-        )
 
 
 def check_width(name: str, x: Array, width: int) -> None:
@@ -234,10 +224,7 @@ def check_layer_positions(positions: Array | None, batch_size: int, seq_len: int
 
 
 def check_normed(x: Array, norm: Norm, weight: Array | None, bias: Array | None) -> None:
-    """Refuse features that cannot be normalized, or parameters that do not fit the norm."""
-    check_array("x", x)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise WrongType("x", "be floating point", {"x.dtype": x.dtype})
+    """Refuse parameters that do not fit the norm."""
     check_norm(norm)
     shapes = norm.shapes(x.shape[1] if norm.per_head else 1, x.shape[-1])
     for name, parameter in (("weight", weight), ("bias", bias)):
@@ -248,30 +235,22 @@ def check_normed(x: Array, norm: Norm, weight: Array | None, bias: Array | None)
 
 def check_latents(name: str, latents: Array, latent: Latent) -> None:
     """Refuse anything but latents (B, 1, S, kv_rank + rope_dim)."""
-    check_floating(name, latents, rank=4)
     if (latents.shape[1], latents.shape[3]) != (1, latent.width):
         shape = latents.shape
         raise Refusal(name, f"have shape (B, 1, S, {latent.width})", {f"{name}.shape": shape})
 
 
 def check_heads(query: Array, key: Array, value: Array) -> None:
-    """Refuse split heads, q (B, N, T, H), k and v (B, K, S, ·), that do not fit each other."""
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        check_floating(name, x, rank=4)
+    """Refuse split heads of several dtypes."""
+    for name, x in (("key", key), ("value", value)):
         if x.dtype != query.dtype:
             raise WrongType(name, "have the dtype of query", {f"{name}.dtype": x.dtype, "query.dtype": query.dtype})
-    if key.shape[:3] != value.shape[:3]:
-        raise Refusal(
-            "value", "have the shape of key but for its features", {"value.shape": value.shape, "key.shape": key.shape}
-        )
 
 
 def check_scored(query: Array, key: Array, spec: AttentionSpec | BareHeads) -> None:
-    """Refuse queries (B, N, T, H) and keys (B, K, S, H) that do not fit each other or the layer."""
-    if (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3]):
-        raise Refusal(
-            "key", "have the batch size and head_dim of query", {"key.shape": key.shape, "query.shape": query.shape}
-        )
+    """Refuse queries (B, N, T, H) and keys (B, K, S, H) whose heads do not fit each other or the
+    layer.
+    """
     check_head_groups(query.shape[1], key.shape[1])
     if isinstance(spec, BareHeads):
         return
@@ -281,21 +260,8 @@ def check_scored(query: Array, key: Array, spec: AttentionSpec | BareHeads) -> N
         raise Refusal("query", rule, {"query.shape": query.shape})
 
 
-def check_mask(mask: Array | None, scores_shape: tuple[int, ...]) -> None:
-    """Refuse a mask that is not boolean or does not broadcast to the scores (B, N, T, S)."""
-    if mask is None:
-        return
-    check_array("mask", mask)
-    if mask.dtype != jnp.bool_:
-        raise WrongType("mask", "be boolean (True = masked)", {"mask.dtype": mask.dtype}, hint=OF_NUMBERS)
-    check_broadcasts("mask", mask.shape, scores_shape)
-
-
-def check_bias(bias: Array | None, scores_shape: tuple[int, ...], query: Array) -> None:
+def check_bias(bias: Array, scores_shape: tuple[int, ...], query: Array) -> None:
     """Refuse a bias that does not fit the queries, or does not broadcast to the scores (B, N, T, S)."""
-    if bias is None:
-        return
-    check_array("bias", bias)
     if bias.dtype != query.dtype:
         raise WrongType("bias", "have the dtype of query", {"bias.dtype": bias.dtype, "query.dtype": query.dtype})
     check_broadcasts("bias", bias.shape, scores_shape)
@@ -307,52 +273,15 @@ def check_grid(relative_bias: GridBias, scores_shape: tuple[int, ...]) -> None:
         raise Refusal("tokens", f"be at most the {relative_bias.num_tokens} of the grid", {"(T, S)": scores_shape[2:]})
 
 
-def check_sinks(sinks: Array | None, num_heads: int) -> None:
-    """Refuse sinks that are not one number per head."""
-    if sinks is None:
-        return
-    check_array("sinks", sinks)
-    if not jnp.issubdtype(sinks.dtype, jnp.floating):
-        raise WrongType("sinks", "be floating point", {"sinks.dtype": sinks.dtype})
-    if sinks.shape != (num_heads,):
-        raise Refusal("sinks", f"have shape (N,) = ({num_heads},)", {"sinks.shape": sinks.shape})
-
-
-def check_keep(keep: Array | None, scores_shape: tuple[int, ...]) -> None:
-    """Refuse a dropout mask that is not boolean or does not broadcast to the scores (B, N, T, S)."""
-    if keep is None:
-        return
-    check_array("keep", keep)
-    if keep.dtype != jnp.bool_:
-        raise WrongType("keep", "be boolean (True = kept)", {"keep.dtype": keep.dtype})
-    check_broadcasts("keep", keep.shape, scores_shape)
-
-
-def check_weighed(attn_weights: Array, value: Array) -> None:
-    """Refuse attention weights (B, N, T, S) and values (B, K, S, Hv) that do not fit each other."""
-    check_floating("attn_weights", attn_weights, rank=4)
-    check_floating("value", value, rank=4)
-    if (attn_weights.shape[0], attn_weights.shape[3]) != (value.shape[0], value.shape[2]):
-        raise Refusal(
-            "value",
-            "have the batch size and the keys of attn_weights",
-            {"value.shape": value.shape, "attn_weights.shape": attn_weights.shape},
-        )
-    check_head_groups(attn_weights.shape[1], value.shape[1])
-
-
-def check_gated(context: Array, gate: Array) -> None:
-    """Refuse a context (B, N, T, Hv) and a gate that is not (B, T, N * Hv) or (B, T, N)."""
-    check_floating("context", context, rank=4)
-    check_floating("gate", gate, rank=3)
-    batch_size, num_heads, seq_len, head_dim = context.shape
-    widths = (num_heads * head_dim, num_heads)
-    if gate.shape not in [(batch_size, seq_len, width) for width in widths]:
-        raise Refusal(
-            "gate",
-            f"have shape (B, T, N * H or N) = ({batch_size}, {seq_len}, {widths[0]} or {widths[1]})",
-            {"gate.shape": gate.shape},
-        )
+def check_gate(gate: Array, context: Array) -> None:
+    """Refuse a gate that has neither a number for each feature of the context (B, N, T, Hv) nor one
+    for each head.
+    """
+    num_heads = context.shape[1]
+    num_features = context.shape[1] * context.shape[3]
+    if gate.shape[-1] not in (num_heads, num_features):
+        rule = f"have {num_features} or {num_heads} features"
+        raise Refusal("gate", rule, {"gate.shape": gate.shape})
 
 
 def check_is_cache(cache: object, kind: type) -> None:

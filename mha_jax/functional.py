@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Bool, Float, Int
 
-from mha_jax.arrays import cast
+from mha_jax.arrays import Array, cast
 from mha_jax.checks import check_weights
 from mha_jax.kernels import Kernel, fused
 from mha_jax.masks import Mask
@@ -21,25 +21,25 @@ from mha_spec import AttentionSpec, Refusal
 
 
 def multi_head_attention(
-    query: Float[Array, "B T d_in"],
+    query: Float[Array, "*B T d_in"],
     weights: Mapping[str, Any],
     spec: AttentionSpec,
-    key: Float[Array, "B S d_kv"] | None = None,
-    value: Float[Array, "B S d_kv"] | None = None,
+    key: Float[Array, "*B S d_kv"] | Float[Array, "*B K S H"] | None = None,
+    value: Float[Array, "*B S d_kv"] | Float[Array, "*B K S Hv"] | None = None,
     *,
-    bias: Float[Array, "..."] | None = None,
+    bias: Float[Array, "*#scores"] | None = None,
     need_weights: bool = False,
-    positions: Int[Array, "... #B T"] | None = None,
+    positions: Int[Array, "*axes T"] | None = None,
     training: bool = False,
-    dropout_keep: Bool[Array, "B N T S"] | None = None,
+    dropout_keep: Bool[Array, "*#scores"] | None = None,
     dropout_rng: jax.Array | None = None,
     kernel: Kernel = fused.attend,
     dtype: jnp.dtype | None = None,
-    mask: Bool[Array, "..."] | None = None,
+    mask: Bool[Array, "*#scores"] | None = None,
     is_causal: bool = False,
-    key_padding_lengths: Int[Array, " B"] | Sequence[int] | None = None,
-    segment_ids: Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
-) -> tuple[Float[Array, "B T E"], Float[Array, "B N T S"] | None]:
+    key_padding_lengths: Int[Array, "*B"] | Sequence[int] | None = None,
+    segment_ids: Int[Array, "*B T"] | tuple[Int[Array, "*B T"], Int[Array, "*B S"]] | None = None,
+) -> tuple[Float[Array, "*B T E"], Float[Array, "*B N T S"] | None]:
     """Functional multi-head attention: project, split heads, attend, combine heads, project.
 
     Results, errors and other arguments are those of `MultiHeadAttention`.

@@ -4,9 +4,10 @@ Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Float
 
-from mha_jax.checks import check_count, check_floating
+from mha_jax.arrays import Array
+from mha_jax.checks import check_count
 from mha_jax.parallel.sharding import is_explicit, placed, spec_of
 from mha_spec import Refusal
 from mha_spec.rules import check_head_groups
@@ -18,7 +19,6 @@ def split_heads(x: Float[Array, "B T NH"], num_heads: int) -> Float[Array, "B N 
     Raises:
         ValueError: if the width is not a multiple of num_heads.
     """
-    check_floating("x", x, rank=3)
     check_count("num_heads", num_heads)
     if x.shape[-1] % num_heads:
         raise Refusal("the width", "be a multiple of num_heads", width=x.shape[-1], num_heads=num_heads)
@@ -27,7 +27,6 @@ def split_heads(x: Float[Array, "B T NH"], num_heads: int) -> Float[Array, "B N 
 
 def combine_heads(x: Float[Array, "B N T H"]) -> Float[Array, "B T NH"]:
     """Concatenate heads: the inverse of `split_heads`."""
-    check_floating("x", x, rank=4)
     batch_size, num_heads, seq_len, head_dim = x.shape
     return x.swapaxes(1, 2).reshape(batch_size, seq_len, num_heads * head_dim)
 
@@ -40,7 +39,6 @@ def repeat_kv_heads(x: Float[Array, "B K S H"], num_heads: int) -> Float[Array, 
 
     Source: grouped-query attention, arXiv:2305.13245, section 2.2.
     """
-    check_floating("x", x, rank=4)
     check_head_groups(num_heads, x.shape[1])
     if num_heads == x.shape[1]:  # avoids a copy
         return x

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Bool, Int
 
+from mha_jax.arrays import Array
 from mha_jax.checks import check_count, check_lengths
 from mha_jax.compiled import compiled
 from mha_spec import Refusal

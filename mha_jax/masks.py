@@ -6,9 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Bool, Float, Int
 
-from mha_jax.checks import check_count, check_integers, check_lengths, check_mask
+from mha_jax.arrays import Array
+from mha_jax.checks import check_broadcasts, check_count, check_integers, check_lengths
 from mha_jax.compiled import compiled
 from mha_spec import AttentionSpec, Refusal
 from mha_spec.heads import BareHeads
@@ -74,7 +75,7 @@ class Mask:
         q_offset: position of the first query among the keys, for all sequences or each, (1,) or (B,); default: 0.
     """
 
-    mask: Bool[Array, "..."] | None = None
+    mask: Bool[Array, "*#scores"] | None = None
     is_causal: bool = field(default=False, metadata={"static": True})
     key_padding_lengths: Int[Array, " B"] | Sequence[int] | None = None
     segment_ids: Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None
@@ -84,7 +85,8 @@ class Mask:
     def check(self, scores_shape: tuple[int, ...]) -> None:
         """Refuse a mask that does not fit the scores (B, N, T, S). `find_padding` checks lengths."""
         as_boolean("is_causal", self.is_causal)
-        check_mask(self.mask, scores_shape)
+        if self.mask is not None:
+            check_broadcasts("mask", self.mask.shape, scores_shape)
         if self.segments is not None:
             _check_segments(self.segments, scores_shape[0], *scores_shape[2:])
 
@@ -112,7 +114,7 @@ class Mask:
             return self
         return replace(self, key_padding_lengths=jnp.asarray(self.key_padding_lengths, jnp.int32))
 
-    def with_bias(self, bias: Float[Array, "..."] | None) -> "Mask":
+    def with_bias(self, bias: Float[Array, "*#scores"] | None) -> "Mask":
         """Fold biases of -inf into the mask, so that rows of -inf count as fully masked."""
         if bias is None:
             return self

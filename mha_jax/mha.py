@@ -12,12 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Bool, Float, Int
 
 from mha_jax import stages
-from mha_jax.arrays import array_of, cast
+from mha_jax.arrays import Array, array_of, cast
 from mha_jax.axes import with_one_batch_axis
-from mha_jax.checks import check_layer_inputs, check_projected, check_tokens
+from mha_jax.checks import check_layer_inputs, check_projected, checked
 from mha_jax.features.norms import NormLayer
 from mha_jax.kernels import Kernel, fused
 from mha_jax.masks import Mask
@@ -96,14 +96,14 @@ class FunctionalLayer:
     spec: AttentionSpec
     kernel: Kernel = fused.attend
     training: bool = False
-    dropout_keep: Bool[Array, "B N T S"] | None = None
+    dropout_keep: Bool[Array, "*#scores"] | None = None
     dropout_rng: jax.Array | None = None
 
     def project(self, name: str, x: Float[Array, "B T d_in"]) -> Float[Array, "B T d_out"]:
         """Apply the projection or norm `name`."""
         return project_with(self.weights, self.spec)(name, x)
 
-    def scores(self, bias: Float[Array, "..."] | None) -> Scores:
+    def scores(self, bias: Float[Array, "*#scores"] | None) -> Scores:
         """Return the scores of a call: bias, learned weights, and dropout in training."""
         learned = {name: array_of(self.weights[name]) for name in self.spec.score_shapes}
         dropout = self.spec.dropout if self.training else 0.0
@@ -171,6 +171,29 @@ class AttentionLayer(nnx.Module):
         ValueError: if fields accompany a spec or do not fit, or the keys of self-attention have another width.
     """
 
+    # The specification decides which of these a layer has: `projections`, `norms` and
+    # `score_shapes`.
+    q_proj: Projection
+    k_proj: Projection
+    v_proj: Projection
+    qkv_proj: Projection
+    q_a_proj: Projection
+    q_b_proj: Projection
+    kv_a_proj: Projection
+    kv_b_proj: Projection
+    gate_proj: Projection
+    out_proj: Projection
+    q_norm: NormLayer
+    k_norm: NormLayer
+    v_norm: NormLayer
+    q_a_norm: NormLayer
+    kv_a_norm: NormLayer
+    context_norm: NormLayer
+    sinks: nnx.Param[Array]
+    relative_bias: nnx.Param[Array]
+    relative_keys: nnx.Param[Array]
+    relative_queries: nnx.Param[Array]
+
     _is_self_attention = False  # accepts no separate keys and values
 
     def __init__(
@@ -223,7 +246,7 @@ class AttentionLayer(nnx.Module):
                 check_projected(name, x, expected)
         return cast(projection(x), self.dtype)
 
-    def scores(self, bias: Float[Array, "..."] | None) -> Scores:
+    def scores(self, bias: Float[Array, "*#scores"] | None) -> Scores:
         """Return the scores of a call: bias, learned weights, and dropout in training."""
         learned = {name: cast(getattr(self, name)[...], self.dtype) for name in self.spec.score_shapes}
         dropout = 0.0 if self.deterministic else self.spec.dropout
@@ -259,20 +282,21 @@ class MultiHeadAttention(AttentionLayer):
     alone, for sequences of modules. Sizes are fields of the specification: `layer.spec.num_heads`.
     """
 
+    @checked
     def __call__(
         self,
-        query: Float[Array, "B T d_in"],
-        key: Float[Array, "B S d_kv"] | None = None,
-        value: Float[Array, "B S d_kv"] | None = None,
+        query: Float[Array, "*B T d_in"],
+        key: Float[Array, "*B S d_kv"] | Float[Array, "*B K S H"] | None = None,
+        value: Float[Array, "*B S d_kv"] | Float[Array, "*B K S Hv"] | None = None,
         *,
-        bias: Float[Array, "..."] | None = None,
+        bias: Float[Array, "*#scores"] | None = None,
         need_weights: bool = False,
-        positions: Int[Array, "... #B T"] | None = None,
-        mask: Bool[Array, "..."] | None = None,
+        positions: Int[Array, "*axes T"] | None = None,
+        mask: Bool[Array, "*#scores"] | None = None,
         is_causal: bool = False,
-        key_padding_lengths: Int[Array, " B"] | Sequence[int] | None = None,
-        segment_ids: Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
-    ) -> tuple[Float[Array, "B T E"], Float[Array, "B N T S"] | None]:
+        key_padding_lengths: Int[Array, "*B"] | Sequence[int] | None = None,
+        segment_ids: Int[Array, "*B T"] | tuple[Int[Array, "*B T"], Int[Array, "*B S"]] | None = None,
+    ) -> tuple[Float[Array, "*B T E"], Float[Array, "*B N T S"] | None]:
         """Attend from each query token to the key tokens.
 
         Args:
@@ -306,17 +330,18 @@ class MultiHeadSelfAttention(AttentionLayer):
 
     _is_self_attention = True
 
+    @checked
     def __call__(
         self,
-        x: Float[Array, "B T d_in"],
+        x: Float[Array, "*B T d_in"],
         *,
-        bias: Float[Array, "..."] | None = None,
-        positions: Int[Array, "... #B T"] | None = None,
-        mask: Bool[Array, "..."] | None = None,
+        bias: Float[Array, "*#scores"] | None = None,
+        positions: Int[Array, "*axes T"] | None = None,
+        mask: Bool[Array, "*#scores"] | None = None,
         is_causal: bool = False,
-        key_padding_lengths: Int[Array, " B"] | Sequence[int] | None = None,
-        segment_ids: Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
-    ) -> Float[Array, "B T E"]:
+        key_padding_lengths: Int[Array, "*B"] | Sequence[int] | None = None,
+        segment_ids: Int[Array, "*B T"] | tuple[Int[Array, "*B T"], Int[Array, "*B S"]] | None = None,
+    ) -> Float[Array, "*B T E"]:
         """Attend from each token to the tokens of its own sequence.
 
         Errors and other arguments are those of `MultiHeadAttention`, with x as query, key and value.
@@ -327,7 +352,6 @@ class MultiHeadSelfAttention(AttentionLayer):
         Returns:
             Output (B, T, E). At padded positions it is the attention of the padding over the real tokens.
         """
-        check_tokens("x", x)
         x, bias = cast((x, bias), self.dtype)
         visible = Mask(mask, is_causal, key_padding_lengths, segment_ids)
         output, _ = attention_layer(self, x, None, None, visible, bias=bias, need_weights=False, positions=positions)

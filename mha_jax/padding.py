@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Bool, Float, Int
 
-from mha_jax.arrays import zero_where
+from mha_jax.arrays import Array, zero_where
 from mha_jax.checks import check_lengths
 from mha_jax.compiled import compiled
 from mha_jax.masks import Mask

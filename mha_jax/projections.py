@@ -5,10 +5,10 @@ Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float, Int
 
-from mha_jax.arrays import at_least_float32
-from mha_jax.checks import check_features, check_gated
+from mha_jax.arrays import Array, at_least_float32
+from mha_jax.checks import check_features, check_gate
 from mha_jax.features.latent import expand_latents, project_latents
 from mha_jax.features.rope import apply_rope
 from mha_jax.features.temperature import apply_temperature
@@ -21,10 +21,10 @@ from mha_spec.attention import check_spec
 def project_qkv(
     project: Project,
     query: Float[Array, "B T d_in"],
-    key: Float[Array, "B S d_kv"],
-    value: Float[Array, "B S d_kv"],
+    key: Float[Array, "B S d_kv"] | Float[Array, "B K S H"],
+    value: Float[Array, "B S d_kv"] | Float[Array, "B K S Hv"],
     spec: AttentionSpec,
-    positions: Int[Array, "... #B T"] | None = None,
+    positions: Int[Array, "*axes #B T"] | None = None,
 ) -> tuple[Float[Array, "B N T H"], Float[Array, "B K S H"], Float[Array, "B K S Hv"]]:
     """Project and clip the inputs, split heads, apply norms and RoPE, and scale queries by the temperature.
 
@@ -102,7 +102,7 @@ def apply_gate(context: Float[Array, "B N T Hv"], gate: Float[Array, "B T G"]) -
 
     Source: Gated Attention for Large Language Models, arXiv:2505.06708.
     """
-    check_gated(context, gate)
+    check_gate(gate, context)
     gate = jax.nn.sigmoid(at_least_float32(split_heads(gate, context.shape[1])))
     return (at_least_float32(context) * gate).astype(context.dtype)
 

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import jax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Bool, Float
 
-from mha_jax.checks import check_bias, check_grid, check_keep, check_score_weights
+from mha_jax.arrays import Array
+from mha_jax.checks import check_bias, check_broadcasts, check_grid, check_score_weights
 from mha_spec import AttentionSpec, GridBias
 from mha_spec.heads import BareHeads
 from mha_spec.rules import as_rate
@@ -29,10 +30,10 @@ class Scores:
     """
 
     spec: AttentionSpec | BareHeads = field(metadata={"static": True})
-    bias: Float[Array, "..."] | None = None
+    bias: Float[Array, "*#scores"] | None = None
     learned: Mapping[str, Float[Array, "..."]] = field(default_factory=dict)
     dropout: float = field(default=0.0, metadata={"static": True})
-    dropout_keep: Bool[Array, "..."] | None = None
+    dropout_keep: Bool[Array, "*#scores"] | None = None
     dropout_rng: jax.Array | None = None
 
     def check_arguments(self, scores_shape: tuple[int, ...], query: Array) -> None:
@@ -40,7 +41,7 @@ class Scores:
         if self.bias is not None:
             check_bias(self.bias, scores_shape, query)
         if self.dropout_keep is not None:
-            check_keep(self.dropout_keep, scores_shape)
+            check_broadcasts("dropout_keep", self.dropout_keep.shape, scores_shape)
         if isinstance(self.spec.relative_bias, GridBias):
             check_grid(self.spec.relative_bias, scores_shape)
 

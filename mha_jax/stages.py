@@ -8,20 +8,16 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Bool, Float, Int
 
-from mha_jax.arrays import at_least_float32, zero_where
+from mha_jax.arrays import Array, at_least_float32, zero_where
 from mha_jax.checks import (
     check_bias,
-    check_floating,
+    check_broadcasts,
     check_grid,
     check_heads,
-    check_keep,
-    check_mask,
     check_score_weights,
     check_scored,
-    check_sinks,
-    check_weighed,
 )
 from mha_jax.compiled import compiled
 from mha_jax.features.alibi import alibi_bias
@@ -41,9 +37,9 @@ from mha_spec.rules import as_rate
 def attention_scores(
     query: Float[Array, "B N T H"],
     key: Float[Array, "B K S H"],
-    bias: Float[Array, "..."] | None = None,
+    bias: Float[Array, "*#scores"] | None = None,
     spec: AttentionSpec | BareHeads | None = None,
-    q_offset: Int[Array, " B"] | None = None,
+    q_offset: Int[Array, " #B"] | None = None,
     learned: Mapping[str, Float[Array, "..."]] | None = None,
 ) -> Float[Array, "B N T S"]:
     """Return scaled dot products of queries and keys, with soft cap and biases, in at least float32.
@@ -61,15 +57,16 @@ def attention_scores(
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1; the soft cap: Gemma 2, arXiv:2408.00118, section 2.
     """
-    check_floating("query", query, rank=4)
-    check_floating("key", key, rank=4)
     rules = BareHeads(query.shape[3]) if spec is None else spec
     learned = {} if learned is None else learned
     check_scored(query, key, rules)
     scores_shape = (*query.shape[:3], key.shape[2])
-    check_bias(bias, scores_shape, query)
+    if bias is not None:
+        check_bias(bias, scores_shape, query)
     # Sinks are part of the softmax.
-    tables = {name: table for name, table in learned.items() if name != "sinks"}
+    tables = learned
+    if isinstance(learned, Mapping):
+        tables = {name: table for name, table in learned.items() if name != "sinks"}
     table_shapes = {name: shape for name, shape in rules.score_shapes.items() if name != "sinks"}
     check_score_weights(tables, table_shapes)
     if isinstance(rules.relative_bias, GridBias):
@@ -93,8 +90,8 @@ def attention_scores(
 
 def masked_softmax(
     scores: Float[Array, "B N T S"],
-    mask: Bool[Array, "..."] | None = None,
-    sinks: Float[Array, "..."] | None = None,
+    mask: Bool[Array, "*#scores"] | None = None,
+    sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B N T S"]:
     """Softmax over keys, in at least float32. Masked keys get weight exactly 0; fully masked rows are all 0.
 
@@ -102,9 +99,8 @@ def masked_softmax(
 
     Source: the sinks: gpt-oss model card, arXiv:2508.10925, section 2.
     """
-    check_floating("scores", scores, rank=4)
-    check_mask(mask, scores.shape)
-    check_sinks(sinks, scores.shape[1])
+    if mask is not None:
+        check_broadcasts("mask", mask.shape, scores.shape)
     scores = at_least_float32(scores)
     if not scores.size:  # JAX has no maximum over zero keys
         return scores
@@ -134,7 +130,6 @@ def attention_context(
     attn_weights: Float[Array, "B N T S"], value: Float[Array, "B K S Hv"]
 ) -> Float[Array, "B N T Hv"]:
     """Return the weighted sum of values, accumulated in at least float32, in the dtype of value."""
-    check_weighed(attn_weights, value)
     value_per_head = repeat_kv_heads(value, attn_weights.shape[1])
     context = jnp.einsum("bnts,bnsh->bnth", at_least_float32(attn_weights), at_least_float32(value_per_head))
     return context.astype(value.dtype)
@@ -143,7 +138,7 @@ def attention_context(
 def apply_dropout(
     attn_weights: Float[Array, "B N T S"],
     rate: float,
-    keep: Bool[Array, "B N T S"] | None = None,
+    keep: Bool[Array, "*#scores"] | None = None,
     *,
     rng: jax.Array | None = None,
 ) -> Float[Array, "B N T S"]:
@@ -155,13 +150,13 @@ def apply_dropout(
         ValueError: if the rate is out of range, or both `keep` and `rng` are None.
     """
     rate = as_rate("dropout", rate)
-    check_keep(keep, attn_weights.shape)
     if keep is None:
         if not rate:
             return attn_weights
         if rng is None:
             raise Refusal("dropout", "come with a random key", dropout=rate, dropout_rng=None)
         keep = jax.random.bernoulli(rng, 1.0 - rate, attn_weights.shape)
+    check_broadcasts("keep", keep.shape, attn_weights.shape)
     keep = keep.reshape((1,) * (attn_weights.ndim - keep.ndim) + keep.shape)
     return jnp.where(keep, attn_weights / (1.0 - rate), 0.0)
 
@@ -175,14 +170,14 @@ def scaled_dot_product_attention(
     value: Float[Array, "B K S Hv"],
     spec: AttentionSpec | BareHeads | None = None,
     *,
-    bias: Float[Array, "..."] | None = None,
+    bias: Float[Array, "*#scores"] | None = None,
     learned: Mapping[str, Float[Array, "..."]] | None = None,
     need_weights: bool = False,
     dropout: float = 0.0,
-    dropout_keep: Bool[Array, "B N T S"] | None = None,
+    dropout_keep: Bool[Array, "*#scores"] | None = None,
     dropout_rng: jax.Array | None = None,
     kernel: Kernel | None = None,
-    mask: Bool[Array, "..."] | None = None,
+    mask: Bool[Array, "*#scores"] | None = None,
     is_causal: bool = False,
     key_padding_lengths: Int[Array, " B"] | Sequence[int] | None = None,
     segment_ids: Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,

@@ -8,9 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array
 
-from mha_jax.arrays import at_least_float32, lies_on_mesh
+from mha_jax.arrays import Array, at_least_float32, lies_on_mesh
 from mha_jax.checks import check_projected
 from mha_jax.features.norms import apply_norm
 from mha_jax.parallel.sharding import is_explicit, placed, spec_of

@@ -1,8 +1,9 @@
 """ALiBi: biases that are linear in the distance of query and key."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float, Int
 
+from mha_jax.arrays import Array
 from mha_jax.compiled import compiled
 
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float, Int
 
-from mha_jax.arrays import at_least_float32
+from mha_jax.arrays import Array, at_least_float32
 from mha_jax.cache import Cache, append_checked, check_cache, check_room, num_added
-from mha_jax.checks import check_count, check_floating, check_is_cache, check_latents
+from mha_jax.checks import check_count, check_is_cache, check_latents
 from mha_jax.features.rope import apply_rope
 from mha_jax.features.temperature import apply_temperature
 from mha_jax.heads import split_heads
@@ -46,7 +46,7 @@ def project_latents(
     project: Project,
     x: Float[Array, "B T d_in"],
     spec: AttentionSpec,
-    positions: Int[Array, "... #B T"] | None = None,
+    positions: Int[Array, "*axes #B T"] | None = None,
 ) -> tuple[Float[Array, "B N T H"], Float[Array, "B 1 T W"]]:
     """Project the input of a layer with latents to queries and latents.
 
@@ -221,5 +221,4 @@ def append_to_latent_cache(
 
 def check_latent_cache(cache: LatentCache, latents: Array) -> None:
     """Refuse cached latents (B, 1, S, W) to which new ones (B, 1, T, W) cannot be appended."""
-    check_floating("latents", latents, rank=4)
     check_cache(cache.latents, cache.latents, latents, latents, ("cache.latents", "cache.latents"))

@@ -11,12 +11,12 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Bool, Float, Int
 
-from mha_jax.arrays import cast
+from mha_jax.arrays import Array, cast
 from mha_jax.cache import check_cached_input
 from mha_jax.cache_mha import cached_layer
-from mha_jax.checks import check_is_cache, check_weights
+from mha_jax.checks import check_is_cache, check_weights, checked
 from mha_jax.features.latent import LatentCache, init_latent_cache
 from mha_jax.kernels import Kernel, fused
 from mha_jax.mha import AttentionLayer, FunctionalLayer, Projection
@@ -31,9 +31,9 @@ def multi_head_latent_attention(
     cache: LatentCache,
     *,
     new_lengths: Int[Array, " B"] | Sequence[int] | None = None,
-    mask: Bool[Array, "..."] | None = None,
-    bias: Float[Array, "..."] | None = None,
-    positions: Int[Array, "... #B T"] | None = None,
+    mask: Bool[Array, "*#scores"] | None = None,
+    bias: Float[Array, "*#scores"] | None = None,
+    positions: Int[Array, "*axes #B T"] | None = None,
     absorb: bool | None = None,
     kernel: Kernel = fused.attend,
     dtype: jnp.dtype | None = None,
@@ -74,7 +74,6 @@ class MultiHeadLatentAttention(AttentionLayer):
     """
 
     _is_self_attention = True
-    kv_b_proj: Projection  # declared for type checkers
 
     def __init__(
         self,
@@ -109,15 +108,16 @@ class MultiHeadLatentAttention(AttentionLayer):
             dtype = held.kernel[...].dtype
         return init_latent_cache(batch_size, capacity, latent.kv_rank, latent.rope_dim, dtype=dtype)
 
+    @checked
     def __call__(
         self,
         x: Float[Array, "B T d_in"],
         cache: LatentCache,
         *,
         new_lengths: Int[Array, " B"] | Sequence[int] | None = None,
-        mask: Bool[Array, "..."] | None = None,
-        bias: Float[Array, "..."] | None = None,
-        positions: Int[Array, "... #B T"] | None = None,
+        mask: Bool[Array, "*#scores"] | None = None,
+        bias: Float[Array, "*#scores"] | None = None,
+        positions: Int[Array, "*axes #B T"] | None = None,
     ) -> tuple[Float[Array, "B T E"], LatentCache]:
         """Append the latents of new tokens to the cache; each attends to all tokens up to itself.
 

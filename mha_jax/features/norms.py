@@ -3,9 +3,9 @@
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Float
 
-from mha_jax.arrays import at_least_float32, cast
+from mha_jax.arrays import Array, at_least_float32, cast
 from mha_jax.checks import check_normed
 from mha_jax.compiled import compiled
 from mha_spec import Norm

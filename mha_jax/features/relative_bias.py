@@ -3,8 +3,9 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float, Int
 
+from mha_jax.arrays import Array
 from mha_jax.compiled import compiled
 from mha_spec import GridBias, RelativeBias
 

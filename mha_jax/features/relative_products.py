@@ -1,9 +1,9 @@
 """Relative products: products of queries and keys with learned vectors of the distance between them."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float, Int
 
-from mha_jax.arrays import at_least_float32
+from mha_jax.arrays import Array, at_least_float32
 from mha_jax.compiled import compiled
 from mha_jax.heads import repeat_kv_heads
 from mha_spec import RelativeProducts

@@ -1,10 +1,10 @@
 """Rotary position embedding (RoPE)."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float, Int
 
-from mha_jax.arrays import at_least_float32
-from mha_jax.checks import check_floating, check_positions
+from mha_jax.arrays import Array, at_least_float32
+from mha_jax.checks import check_positions
 from mha_jax.compiled import compiled
 from mha_spec import DynamicScaling, LongRopeScaling, Rope
 from mha_spec.features.rope import check_rope
@@ -12,7 +12,7 @@ from mha_spec.features.scaling import exponents
 
 
 def apply_rope(
-    x: Float[Array, "B heads T H"], positions: Int[Array, "... #B T"], rope: Rope
+    x: Float[Array, "B heads T H"], positions: Int[Array, "*axes #B T"], rope: Rope
 ) -> Float[Array, "B heads T H"]:
     """Rotate each pair of features of the `Rope` by position * frequency.
 
@@ -33,7 +33,6 @@ def apply_rope(
 
     Source: RoFormer, arXiv:2104.09864.
     """
-    check_floating("x", x, rank=4)
     check_rope(rope)
     check_positions(positions, x.shape[0], x.shape[2], rope)
     rope.rotated_features(x.shape[3])  # raises if heads cannot be rotated

@@ -1,10 +1,10 @@
 """Position-dependent temperature of queries."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float, Int
 
-from mha_jax.arrays import at_least_float32
-from mha_jax.checks import check_floating, check_positions
+from mha_jax.arrays import Array, at_least_float32
+from mha_jax.checks import check_positions
 from mha_spec import Temperature
 from mha_spec.features.temperature import check_temperature
 
@@ -25,7 +25,6 @@ def apply_temperature(
 
     Source: Scalable-Softmax, arXiv:2501.19399, in the form of Llama 4.
     """
-    check_floating("x", x, rank=4)
     check_temperature(temperature)
     check_positions(positions, x.shape[0], x.shape[2], None)
     wide = at_least_float32(x)

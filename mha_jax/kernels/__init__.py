@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 
-from jaxtyping import Array
-
+from mha_jax.arrays import Array
 from mha_jax.masks import Mask
 from mha_jax.scores import Scores
 

@@ -12,9 +12,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
 
-from mha_jax.arrays import lies_on_mesh, platform_of
+from mha_jax.arrays import Array, lies_on_mesh, platform_of
 from mha_jax.kernels import library, splash
 from mha_jax.kernels.cpu import blockwise, whole, windows
 from mha_jax.kernels.cpu.blocks import BlockSizes

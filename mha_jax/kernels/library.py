@@ -4,9 +4,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
 
-from mha_jax.arrays import zero_where
+from mha_jax.arrays import Array, zero_where
 from mha_jax.compiled import compiled
 from mha_jax.masks import Mask, to_scores_rank
 from mha_jax.padding import padding_after

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Bool, Float
 
-from mha_jax.arrays import nan_where, zero_where
+from mha_jax.arrays import Array, nan_where, zero_where
 from mha_jax.compiled import compiled
 from mha_jax.kernels import Kernel
 from mha_jax.masks import Mask, to_scores_rank

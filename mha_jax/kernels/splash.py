@@ -7,9 +7,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
 
-from mha_jax.arrays import at_least_float32
+from mha_jax.arrays import Array, at_least_float32
 from mha_jax.compiled import compiled
 from mha_jax.masks import Mask
 from mha_jax.parallel.sharding import is_on_one_device

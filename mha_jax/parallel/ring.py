@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
 
-from mha_jax.arrays import at_least_float32
+from mha_jax.arrays import Array, at_least_float32
 from mha_jax.kernels.cpu.blocks import BlockSizes, Hidden, Options, Scoring
 from mha_jax.kernels.cpu.blockwise import gradient_of_sinks, gradients_of_part, sums_of_part
 from mha_jax.masks import Mask

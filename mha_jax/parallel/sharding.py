@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
-from jaxtyping import Array
+
+from mha_jax.arrays import Array
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
-from jaxtyping import Array, Bool
+from jaxtyping import Bool
 
+from mha_jax.arrays import Array
 from mha_jax.checks import check_lengths
 from mha_jax.compiled import compiled
 from mha_jax.kernels import Kernel, step_of

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
 
-from mha_jax.arrays import at_least_float32
+from mha_jax.arrays import Array, at_least_float32
 from mha_spec import AttentionSpec
 from mha_spec.heads import BareHeads
 from mha_spec.rules import as_count

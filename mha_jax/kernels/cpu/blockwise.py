@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Float
 
-from mha_jax.arrays import at_least_float32, zero_where
+from mha_jax.arrays import Array, at_least_float32, zero_where
 from mha_jax.compiled import compiled
 from mha_jax.features.relative_bias import relative_position_bias
 from mha_jax.kernels.cpu.blocks import Blocks, BlockSizes, Hidden, Keys, Options, Rows, Scoring, Sums, Tile

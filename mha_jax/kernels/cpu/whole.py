@@ -10,9 +10,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
 
-from mha_jax.arrays import at_least_float32, zero_where
+from mha_jax.arrays import Array, at_least_float32, zero_where
 from mha_jax.compiled import compiled
 from mha_jax.features.alibi import alibi_bias
 from mha_jax.kernels.cpu.blockwise import with_relative_bias

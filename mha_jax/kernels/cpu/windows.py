@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
 
+from mha_jax.arrays import Array
 from mha_jax.compiled import compiled
 from mha_jax.kernels.cpu import blockwise, whole
 from mha_jax.kernels.cpu.blocks import BlockSizes, place_in

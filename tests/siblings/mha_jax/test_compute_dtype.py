@@ -148,15 +148,10 @@ def test_same_input_is_projected_once(monkeypatch):
 
 
 def test_weights_can_be_any_mapping():
-    """Weights in a read-only mapping give the same bits, and those that overflow in float16 raise
-    an error.
-    """
+    """Weights in read-only mappings give the same bits."""
     layer = mha_jax.MultiHeadAttention(16, 2, rngs=nnx.Rngs(0))
     weights = nnx.to_pure_dict(nnx.state(layer, nnx.Param))
     expected, _ = mha_jax.multi_head_attention(tokens(), weights, layer.spec, dtype=DTYPE)
-    found, _ = mha_jax.multi_head_attention(tokens(), MappingProxyType(weights), layer.spec, dtype=DTYPE)
+    read_only = MappingProxyType({name: MappingProxyType(leaves) for name, leaves in weights.items()})
+    found, _ = mha_jax.multi_head_attention(tokens(), read_only, layer.spec, dtype=DTYPE)
     assert_same(found, expected)
-    with refuses("weights", "NaN or infinities in "):  # in that dtype
-        mha_jax.multi_head_attention(
-            tokens(), jax.tree.map(lambda x: x * 1e6 + 1e6, weights), layer.spec, dtype=jnp.float16
-        )
