@@ -29,10 +29,13 @@ _Tree = TypeVar("_Tree")
 
 
 def platform_of(*arrays: Array) -> str:
-    """Return the platform of arrays ("cpu", "gpu", "tpu"), or the default one if they are traced."""
+    """Return the platform of arrays ("cpu", "gpu", "tpu"), or the default one if they are
+    traced.
+    """
     platform = None
     for x in arrays:
-        value: Any = x.to_concrete_value() if isinstance(x, Tracer) else x  # known even under `jax.grad`
+        # Known even under `jax.grad`.
+        value: Any = x.to_concrete_value() if isinstance(x, Tracer) else x
         if not isinstance(value, jax.Array):
             return _default_platform()
         if platform is None:
@@ -41,18 +44,25 @@ def platform_of(*arrays: Array) -> str:
 
 
 def _default_platform() -> str:
-    # Under `jax.jit` arrays have no device yet, and `lax.platform_dependent` would trace all kernels in each call.
+    # Under `jax.jit` arrays have no device yet, and `lax.platform_dependent` would trace all
+    # kernels in each call.
     default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
-    return jax.default_backend() if default is None else getattr(default, "platform", default)
+    if default is None:
+        return jax.default_backend()
+    return getattr(default, "platform", default)
 
 
 def lies_on_mesh(x: Array) -> bool:
-    """Return whether the type of an array has a mesh of devices. Only then can it contain a sharding."""
+    """Return whether the type of an array has a mesh of devices. Only then can it contain a
+    sharding.
+    """
     return not jax.typeof(x).sharding.mesh.empty
 
 
 def is_on_accelerator(x: object) -> bool:
-    """Return whether x is an array on a device other than a CPU, where reading values waits for the device."""
+    """Return whether x is an array on a device other than a CPU, where reading values waits for the
+    device.
+    """
     return isinstance(x, jax.Array) and next(iter(x.devices())).platform != "cpu"
 
 
@@ -71,19 +81,28 @@ def cast(arrays: _Tree, dtype: DTypeLike | None) -> _Tree:
         if isinstance(x, (tuple, list)):
             return tuple(map(cast_one, x))
         is_floating = isinstance(x, Array) and jnp.issubdtype(x.dtype, jnp.floating)
-        return found.setdefault(id(x), x.astype(dtype)) if is_floating else x  # other types are checked elsewhere
+        # Other types are checked elsewhere.
+        if is_floating:
+            return found.setdefault(id(x), x.astype(dtype))
+        return x
 
     return cast_one(arrays)
 
 
 def array_of(weight: Any) -> Any:
-    """Return the array of a parameter, as an `nnx.State` has them; anything else is returned unchanged."""
-    return weight[...] if isinstance(weight, nnx.Variable) else weight
+    """Return the array of a parameter, as an `nnx.State` has them; anything else is returned
+    unchanged.
+    """
+    if isinstance(weight, nnx.Variable):
+        return weight[...]
+    return weight
 
 
 def at_least_float32(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """Return x in float32, or unchanged if it is float64."""
-    return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
+    if x.dtype == jnp.float64:
+        return x
+    return x.astype(jnp.float32)
 
 
 def zero_where(x: Float[Array, "..."], where: Bool[Array, "..."]) -> Float[Array, "..."]:
@@ -92,5 +111,7 @@ def zero_where(x: Float[Array, "..."], where: Bool[Array, "..."]) -> Float[Array
 
 
 def nan_where(x: Float[Array, "..."], where: Bool[Array, "..."]) -> Float[Array, "..."]:
-    """Return x with NaN at `where`; the gradient is that of the identity, NaN only if the incoming one is NaN."""
+    """Return x with NaN at `where`; the gradient is that of the identity, NaN only if the incoming
+    one is NaN.
+    """
     return x + jnp.where(where, jnp.nan, 0.0)

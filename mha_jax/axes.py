@@ -24,35 +24,52 @@ def with_one_batch_axis(attend: Attend) -> Attend:
     """Wrap `attention_layer` so that inputs may have any number of batch axes."""
 
     @wraps(attend)
-    def attend_any(layer: Any, query: Array, key: Any, value: Any, mask: Mask, **options: Any) -> Any:
+    def attend_any(
+        layer: Any, query: Array, key: Any, value: Any, mask: Mask, **options: Any
+    ) -> Any:
         if query.ndim == 3:
             return attend(layer, query, key, value, mask, **options)
-        axes, keep = tuple(query.shape)[:-2], getattr(layer, "dropout_keep", None)
+        axes = tuple(query.shape)[:-2]
+        keep = getattr(layer, "dropout_keep", None)
         if keep is not None:
             layer = replace(layer, dropout_keep=_merge("dropout_keep", keep, axes))
         lengths = mask.key_padding_lengths
         if lengths is not None:
-            lengths = lengths if isinstance(lengths, jax.Array) else np.asarray(lengths)
+            if not isinstance(lengths, jax.Array):
+                lengths = np.asarray(lengths)
             lengths = _merge("key_padding_lengths", lengths, axes, "", is_exact=True)
         segments = mask.segments
         if segments is not None:
             kinds = zip(segments, "TS", strict=True)
-            segments = tuple(_merge("segment_ids", ids, axes, kept, is_exact=True) for ids, kept in kinds)
+            segments = tuple(
+                _merge("segment_ids", ids, axes, kept, is_exact=True) for ids, kept in kinds
+            )
         hidden = _merge("mask", mask.mask, axes)
         mask = replace(mask, mask=hidden, key_padding_lengths=lengths, segment_ids=segments)
         options["bias"] = _merge("bias", options["bias"], axes)
         options["positions"] = _merge_positions(options["positions"], axes, layer.spec)
         x = _merge("query", query, axes, "T d_in", is_exact=True)
-        of_keys = "K S H" if layer.spec.shared_kv else "S d_kv"
-        x_k = x if key is query else _merge("key", key, axes, of_keys, is_exact=True)
-        x_v = x_k if value is key else _merge("value", value, axes, of_keys, is_exact=True)
+        if layer.spec.shared_kv:
+            of_keys = "K S H"
+        else:
+            of_keys = "S d_kv"
+        if key is query:
+            x_k = x
+        else:
+            x_k = _merge("key", key, axes, of_keys, is_exact=True)
+        if value is key:
+            x_v = x_k
+        else:
+            x_v = _merge("value", value, axes, of_keys, is_exact=True)
         results = attend(layer, x, x_k, x_v, mask, **options)
         return tuple(x.reshape(*axes, *x.shape[1:]) if x is not None else None for x in results)
 
     return attend_any
 
 
-def _merge(name: str, x: Any, axes: tuple[int, ...], kept: str = "N T S", *, is_exact: bool = False) -> Any:
+def _merge(
+    name: str, x: Any, axes: tuple[int, ...], kept: str = "N T S", *, is_exact: bool = False
+) -> Any:
     """Return x with one batch axis, of size 1 if all sequences share it."""
     if not isinstance(x, Array):
         return x  # the layer will reject it
@@ -67,5 +84,9 @@ def _merge_positions(positions: Any, axes: tuple[int, ...], spec: AttentionSpec)
     if spec.rope is None or spec.rope.sections is None or rank < 2:
         return _merge("positions", positions, axes, "T")
     if rank != len(axes) + 2:
-        raise Refusal("positions", f"have the axes of sections, {len(axes)} batch axes and T", {"positions.ndim": rank})
+        raise Refusal(
+            "positions",
+            f"have the axes of sections, {len(axes)} batch axes and T",
+            {"positions.ndim": rank},
+        )
     return jnp.moveaxis(_merge("positions", jnp.moveaxis(positions, 0, -2), axes, "axes T"), 1, 0)

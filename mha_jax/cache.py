@@ -43,7 +43,9 @@ class Cache:
         """Number of slots per sequence."""
         return next(iter(self.slots.values())).shape[2]
 
-    def with_slots(self, slots: Iterable[Float[Array, "B K S W"]], lengths: Int[Array, " B"]) -> Self:
+    def with_slots(
+        self, slots: Iterable[Float[Array, "B K S W"]], lengths: Int[Array, " B"]
+    ) -> Self:
         """Return a cache of the same type with other contents.
 
         Args:
@@ -54,7 +56,9 @@ class Cache:
         return kind(*slots, lengths)
 
     def copy(self) -> Self:
-        """Return a cache of the same tokens with its own storage, as for going back to them after other steps."""
+        """Return a cache of the same tokens with its own storage, as for going back to them after
+        other steps.
+        """
         slots = (jnp.array(x, copy=True) for x in self.slots.values())
         return self.with_slots(slots, jnp.array(self.lengths, copy=True))
 
@@ -90,7 +94,9 @@ class Cache:
             ValueError: if `repeats` is below 1.
         """
         check_count("repeats", repeats)
-        return self.reorder([index for index in range(self.lengths.shape[0]) for _ in range(repeats)])
+        return self.reorder(
+            [index for index in range(self.lengths.shape[0]) for _ in range(repeats)]
+        )
 
     def grow(self, capacity: int) -> Self:
         """Return a cache of the same tokens with more slots.
@@ -114,7 +120,8 @@ class Cache:
         """Truncate each sequence to `lengths` and clear the freed slots.
 
         Args:
-            lengths: number of tokens to keep, at most the cached ones, for all sequences or each, (B,).
+            lengths: number of tokens to keep, at most the cached ones, for all sequences or each,
+                (B,).
 
         Returns:
             Cache of the same capacity, with its own storage.
@@ -127,14 +134,19 @@ class Cache:
             lengths = [lengths] * self.lengths.shape[0]
         check_lengths("lengths", _on_host(lengths), self.lengths.shape[0], self.capacity)
         if not isinstance(lengths, Tracer) and not isinstance(self.lengths, Tracer):
-            kept, held = np.asarray(lengths), np.asarray(self.lengths)
+            kept = np.asarray(lengths)
+            held = np.asarray(self.lengths)
             if bool((kept > held).any()):
                 raise Refusal(
-                    "lengths", "not exceed those of the cache", f"lengths={kept.tolist()} and {held.tolist()}"
+                    "lengths",
+                    "not exceed those of the cache",
+                    f"lengths={kept.tolist()} and {held.tolist()}",
                 )
         lengths = jnp.minimum(jnp.asarray(lengths, jnp.int32), self.lengths)
         is_free = jnp.arange(self.capacity, dtype=jnp.int32)[None] >= lengths[:, None]  # (B, S)
-        return self.with_slots((zero_where(x, is_free[:, None, :, None]) for x in self.slots.values()), lengths)
+        return self.with_slots(
+            (zero_where(x, is_free[:, None, :, None]) for x in self.slots.values()), lengths
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -143,8 +155,8 @@ class KVCache(Cache):
     """Keys and values of all tokens so far.
 
     Attributes:
-        keys, values: (B, K, capacity, H) and (B, K, capacity, Hv); keys after RoPE. Slots at or beyond the length of
-            their sequence are empty.
+        keys, values: (B, K, capacity, H) and (B, K, capacity, Hv); keys after RoPE. Slots at or
+            beyond the length of their sequence are empty.
         lengths: number of cached tokens of each sequence, (B,), int32.
     """
 
@@ -209,19 +221,20 @@ def append_to_cache(
     """Append the keys and values of new tokens to the cache.
 
     Args:
-        cache: contains `cache.lengths` tokens. Do not use it afterwards, but a `cache.copy()` made before: its storage
-            may be reused.
+        cache: contains `cache.lengths` tokens. Do not use it afterwards, but a `cache.copy()` made
+            before: its storage may be reused.
         key, value: (B, K, T, H) and (B, K, T, Hv), in the cache's dtype.
-        new_lengths: number of real tokens of each sequence, 0..T, (B,); the rest is right padding, which is not cached.
-            Default: all.
+        new_lengths: number of real tokens of each sequence, 0..T, (B,); the rest is right padding,
+            which is not cached. Default: all.
 
     Returns:
         Cache with `cache.lengths + new_lengths` tokens.
 
     Raises:
         TypeError: if the dtypes differ or the lengths are not integers.
-        ValueError: if shapes do not fit, or the tokens exceed the capacity; the cache is then unchanged. (Under jit
-            lengths are unknown; there a sequence that does not fit keeps its old tokens.)
+        ValueError: if shapes do not fit, or the tokens exceed the capacity; the cache is then
+            unchanged. (Under jit lengths are unknown; there a sequence that does not fit keeps its
+            old tokens.)
     """
     check_appended(cache, key, value, new_lengths)
     return append_checked(cache, (key, value), num_added(cache, key.shape[2], new_lengths))
@@ -232,13 +245,18 @@ def append_to_cache(
 def append_checked(cache: CacheT, new: tuple[Array, ...], added: Array) -> CacheT:
     """Append new tokens to each array of slots, without checks."""
     seq_len = new[0].shape[2]
-    held, lengths = map(jnp.asarray, cache.slots.values()), jnp.asarray(cache.lengths)  # which may be NumPy arrays
+    # They may be NumPy arrays.
+    held = map(jnp.asarray, cache.slots.values())
+    lengths = jnp.asarray(cache.lengths)
     added = jnp.where(has_room(cache, added, seq_len), added, 0)
     is_real = jnp.arange(seq_len, dtype=jnp.int32)[None] < added[:, None]
-    slots = jnp.where(is_real, token_positions(lengths, seq_len), cache.capacity)  # (B, T), beyond = dropped
+    # (B, T), beyond = dropped.
+    slots = jnp.where(is_real, token_positions(lengths, seq_len), cache.capacity)
     # Sequence by sequence, so that devices need no data of others.
     put = jax.vmap(lambda held, slots, new: held.at[:, slots].set(new, mode="drop"))
-    return cache.with_slots((put(x, slots, y) for x, y in zip(held, new, strict=True)), lengths + added)
+    return cache.with_slots(
+        (put(x, slots, y) for x, y in zip(held, new, strict=True)), lengths + added
+    )
 
 
 def create_cache_mask(
@@ -249,7 +267,8 @@ def create_cache_mask(
     window_size: int | None = None,
     chunk_size: int | None = None,
 ) -> Bool[Array, "B 1 T S"]:
-    """Return a mask of the slots that each new token cannot attend to: after its own, or outside its window or chunk.
+    """Return a mask of the slots that each new token cannot attend to: after its own, or outside
+    its window or chunk.
 
     Args:
         lengths: number of cached tokens of each sequence before the new ones, (B,).
@@ -267,7 +286,8 @@ def create_cache_mask(
     check_count("seq_len_q", seq_len_q)
     check_count("capacity", capacity)
     check_lengths("lengths", lengths, None, capacity)
-    q_offset, span = jnp.asarray(lengths, jnp.int32), span_of(window_size, chunk_size)
+    q_offset = jnp.asarray(lengths, jnp.int32)
+    span = span_of(window_size, chunk_size)
     return Mask(is_causal=True, span=span, q_offset=q_offset).implicit_bool(seq_len_q, capacity)
 
 
@@ -285,11 +305,14 @@ def token_positions(lengths: Array, seq_len: int) -> Array:
 def has_room(cache: Cache, added: Array, seq_len: int) -> Array:
     """Return whether each sequence has that many free slots, (B,)."""
     is_known = cache.lengths >= 0  # negative if another layer has not appended its tokens
-    return is_known & (added >= 0) & (added <= seq_len) & (cache.lengths + added <= cache.capacity)  # (B,)
+    # (B,).
+    return is_known & (added >= 0) & (added <= seq_len) & (cache.lengths + added <= cache.capacity)
 
 
 def without_new(cache: CacheT, seq_len: int, new_lengths: Array | Sequence[int] | None) -> CacheT:
-    """Return the cache of another layer with its lengths before the new tokens, which it has already appended."""
+    """Return the cache of another layer with its lengths before the new tokens, which it has
+    already appended.
+    """
     if new_lengths is not None:
         check_lengths("new_lengths", _on_host(new_lengths), cache.lengths.shape[0], seq_len)
     added = num_added(cache, seq_len, new_lengths)
@@ -308,7 +331,8 @@ def kv_cache_nbytes(
     num_layers: int = 1,
     dtype: jnp.dtype,
 ) -> int:
-    """Return the bytes of all layers' keys and values: batch * heads * slots * (H + Hv) * itemsize per layer.
+    """Return the bytes of all layers' keys and values: batch * heads * slots * (H + Hv) * itemsize
+    per layer.
 
     Args:
         batch_size: number of sequences, B.
@@ -323,10 +347,16 @@ def kv_cache_nbytes(
         TypeError: if a size is not an integer.
         ValueError: if a size is below 1.
 
-    Example: kv_cache_nbytes(1, 8, 8192, 128, num_layers=80, dtype=jnp.float16) == 2684354560 (2.5 GiB)
+    Example, 2.5 GiB:
+        kv_cache_nbytes(1, 8, 8192, 128, num_layers=80, dtype=jnp.float16) == 2684354560
     """
     value_head_dim = head_dim if value_head_dim is None else value_head_dim
-    sizes = {"batch_size": batch_size, "num_kv_heads": num_kv_heads, "capacity": capacity, "head_dim": head_dim}
+    sizes = {
+        "batch_size": batch_size,
+        "num_kv_heads": num_kv_heads,
+        "capacity": capacity,
+        "head_dim": head_dim,
+    }
     for name, size in {**sizes, "value_head_dim": value_head_dim, "num_layers": num_layers}.items():
         check_count(name, size)
     features = head_dim + value_head_dim
@@ -334,29 +364,47 @@ def kv_cache_nbytes(
 
 
 def check_cache(
-    cache_k: Array, cache_v: Array, key: Array, value: Array, names: tuple[str, str] = ("cache.keys", "cache.values")
+    cache_k: Array,
+    cache_v: Array,
+    key: Array,
+    value: Array,
+    names: tuple[str, str] = ("cache.keys", "cache.values"),
 ) -> None:
-    """Refuse cached keys and values (B, K, S, H) to which new ones (B, K, T, H) cannot be appended."""
+    """Refuse cached keys and values (B, K, S, H) to which new ones (B, K, T, H) cannot be
+    appended.
+    """
     for name, x, new in zip(names, (cache_k, cache_v), (key, value), strict=True):
         expected = (*key.shape[:2], cache_k.shape[2], new.shape[3])
         if x.shape != expected:
             raise Refusal(name, f"have shape (B, K, S, H) = {expected}", {f"{name}.shape": x.shape})
         if x.dtype != key.dtype:
-            raise WrongType(name, "have the dtype of the new keys", {f"{name}.dtype": x.dtype, "key.dtype": key.dtype})
+            raise WrongType(
+                name,
+                "have the dtype of the new keys",
+                {f"{name}.dtype": x.dtype, "key.dtype": key.dtype},
+            )
 
 
 def check_cached_input(x: Array, cache: Cache) -> None:
     """Refuse new tokens (B, T, d_in) whose batch size is not that of the cache."""
     if x.shape[0] != cache.lengths.shape[0]:
-        raise Refusal("x", "have the batch size of the cache", {"x.shape[0]": x.shape[0], "cached": len(cache.lengths)})
+        raise Refusal(
+            "x",
+            "have the batch size of the cache",
+            {"x.shape[0]": x.shape[0], "cached": len(cache.lengths)},
+        )
 
 
-def check_appended(cache: KVCache, key: Array, value: Array, new_lengths: Array | Sequence[int] | None) -> None:
+def check_appended(
+    cache: KVCache, key: Array, value: Array, new_lengths: Array | Sequence[int] | None
+) -> None:
     """Refuse new keys and values (B, K, T, H) that do not fit the cache or its capacity."""
     check_is_cache(cache, KVCache)
     check_cache(cache.keys, cache.values, key, value)
     if value.dtype != key.dtype:
-        raise WrongType("value", "have the dtype of key", {"value.dtype": value.dtype, "key.dtype": key.dtype})
+        raise WrongType(
+            "value", "have the dtype of key", {"value.dtype": value.dtype, "key.dtype": key.dtype}
+        )
     check_room(cache, key.shape[2], new_lengths)
 
 
@@ -370,12 +418,20 @@ def check_room(cache: Cache, seq_len: int, new_lengths: Array | Sequence[int] | 
         added = _on_host(new_lengths)
         check_lengths("new_lengths", added, batch_size, seq_len)
     # Under jit values may be unknown; they are at least 0.
-    lengths, added = (np.zeros(1, np.int64) if isinstance(x, Tracer) else np.asarray(x) for x in (lengths, added))
+    lengths, added = (
+        np.zeros(1, np.int64) if isinstance(x, Tracer) else np.asarray(x) for x in (lengths, added)
+    )
     if bool((lengths.astype(np.int64) + added > cache.capacity).any()):
         rule = f"not exceed the {cache.capacity} slots of the cache"
-        raise Refusal("lengths + new tokens", rule, lengths=lengths.tolist(), new_lengths=added.tolist())
+        raise Refusal(
+            "lengths + new tokens", rule, lengths=lengths.tolist(), new_lengths=added.tolist()
+        )
 
 
 def _on_host(lengths: Any) -> Any:
-    """Return lengths as a NumPy array, from any device: one beyond the capacity must raise an error. Tracers stay."""
-    return lengths if isinstance(lengths, Tracer) else np.asarray(lengths)
+    """Return lengths as a NumPy array, from any device: one beyond the capacity must raise an
+    error. Tracers stay.
+    """
+    if isinstance(lengths, Tracer):
+        return lengths
+    return np.asarray(lengths)

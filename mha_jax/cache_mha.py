@@ -75,14 +75,21 @@ def multi_head_attention_with_cache(
         weights: see `multi_head_attention`.
         spec: the layer; dropout is not applied.
         kernel: computes the context.
-        dtype: floating-point dtype that x, bias and weights are cast to, and of the cache; default: their own.
+        dtype: floating-point dtype that x, bias and weights are cast to, and of the cache; default:
+            their own.
     """
     check_spec(spec, is_self_attention=True)
     x, bias, weights = cast((x, bias, weights), dtype)
     check_weights(weights, spec)
     check_is_cache(cache, KVCache)
     return cached_layer(
-        FunctionalLayer(weights, spec, kernel), x, cache, mask, bias, new_lengths=new_lengths, positions=positions
+        FunctionalLayer(weights, spec, kernel),
+        x,
+        cache,
+        mask,
+        bias,
+        new_lengths=new_lengths,
+        positions=positions,
     )
 
 
@@ -109,7 +116,10 @@ def cached_layer(
     scores.check_arguments(scores_shape, x)
     check_layer_positions(positions, x.shape[0], seq_len, spec)
     # With `shared_kv` the other layer has appended the new tokens.
-    before = without_new(cache, seq_len, new_lengths) if spec.shared_kv else cache
+    if spec.shared_kv:
+        before = without_new(cache, seq_len, new_lengths)
+    else:
+        before = cache
     check_room(before, seq_len, new_lengths)
 
     lengths = jnp.asarray(before.lengths)
@@ -127,9 +137,15 @@ def cached_layer(
     q, k, v, scores_spec = _keys_and_values(q, cache, spec, layer.project, kv_b)
     if scores_spec is not spec:
         scores = replace(scores, spec=scores_spec)
-    # Full sequences attend to an existing slot, so that their output is finite before it is set to NaN.
-    visible = Mask(mask, is_causal=True, span=spec.span, q_offset=jnp.minimum(lengths, cache.capacity - 1))
-    attend = step_of(layer.kernel) if seq_len == 1 else layer.kernel
+    # Full sequences attend to an existing slot, so that their output is finite before it is set to
+    # NaN.
+    visible = Mask(
+        mask, is_causal=True, span=spec.span, q_offset=jnp.minimum(lengths, cache.capacity - 1)
+    )
+    if seq_len == 1:
+        attend = step_of(layer.kernel)
+    else:
+        attend = layer.kernel
     context = attend(q, k, v, visible, scores)
     if kv_b is not None:
         context = absorb_values(context, kv_b, spec)
@@ -163,7 +179,12 @@ def _keys_and_values(
     (latents,) = cache.slots.values()
     if kv_b is None:
         return q, *expand_latents(project, latents, spec), spec
-    return absorb_keys(q, kv_b, spec), latents, latents[..., : check_latent(spec).kv_rank], spec.absorbed
+    return (
+        absorb_keys(q, kv_b, spec),
+        latents,
+        latents[..., : check_latent(spec).kv_rank],
+        spec.absorbed,
+    )
 
 
 @compiled()
@@ -171,7 +192,9 @@ def _of_real_tokens(positions: Array, added: Array) -> Array:
     """Return the positions, (B, T) or (axes, B, T), with that of the first token for padding."""
     is_padding = padding_after(added, positions.shape[-1])
     shape = (*positions.shape[:-2], *is_padding.shape)
-    is_padding, positions, first = (jnp.broadcast_to(x, shape) for x in (is_padding, positions, positions[..., :1]))
+    is_padding, positions, first = (
+        jnp.broadcast_to(x, shape) for x in (is_padding, positions, positions[..., :1])
+    )
     return jnp.where(is_padding, first, positions)
 
 
@@ -182,16 +205,19 @@ def _empty_padding(x: Array, added: Array) -> Array:
 
 @compiled()
 def _tell_what_fits(output: Array, cache: Cache, added: Array) -> Array:
-    """Set padding to 0, and full sequences to NaN: outside jit these raise an error, which jit does not allow."""
+    """Set padding to 0, and full sequences to NaN: outside jit these raise an error, which jit does
+    not allow.
+    """
     fits = has_room(cache, added, output.shape[1])
     return jnp.where(fits[:, None, None], _empty_padding(output, added), jnp.nan)
 
 
 class MultiHeadAttentionWithCache(AttentionLayer):
-    """Causal multi-head self-attention with a cache of fixed capacity. Constructor arguments: see `AttentionLayer`.
+    """Causal multi-head self-attention with a cache of fixed capacity. Constructor arguments: see
+    `AttentionLayer`.
 
-    The first call takes an empty cache, `layer.init_cache(batch_size, capacity)`, and each other call the cache that
-    the last one returned.
+    The first call takes an empty cache, `layer.init_cache(batch_size, capacity)`, and each other
+    call the cache that the last one returned.
     """
 
     _is_self_attention = True
@@ -202,7 +228,8 @@ class MultiHeadAttentionWithCache(AttentionLayer):
         Args:
             batch_size: number of sequences, B.
             capacity: number of slots per sequence.
-            dtype: floating-point dtype of keys and values; default: that of the layer, or of its weights.
+            dtype: floating-point dtype of keys and values; default: that of the layer, or of its
+                weights.
 
         Raises:
             TypeError: if a size is not an integer or the dtype not floating point.
@@ -231,25 +258,30 @@ class MultiHeadAttentionWithCache(AttentionLayer):
 
         Args:
             x: new tokens, (B, T, d_in): a prompt, a part of one, or one token per sequence.
-            cache: tokens so far. Do not use it afterwards, but a `cache.copy()` made before: its storage may be reused.
-                With `shared_kv` the cache of another layer, which has already appended the new tokens; it is returned
-                unchanged.
-            new_lengths: number of real tokens of each sequence, 0..T, (B,). The rest is right padding: it is not
-                cached, and its output is 0. Default: all.
-            mask: boolean, True = masked, in addition to causality; broadcasts to (B, N, T, capacity).
-            bias: added to the scores, in the dtype of x; broadcasts to (B, N, T, capacity). -inf masks a slot.
-            positions: position of each new token, (B or 1, T), or with sections (axes, B or 1, T); default:
-                `cache.lengths` and up.
+            cache: tokens so far. Do not use it afterwards, but a `cache.copy()` made before: its
+                storage may be reused. With `shared_kv` the cache of another layer, which has
+                already appended the new tokens; it is returned unchanged.
+            new_lengths: number of real tokens of each sequence, 0..T, (B,). The rest is right
+                padding: it is not cached, and its output is 0. Default: all.
+            mask: boolean, True = masked, in addition to causality; broadcasts to (B, N, T,
+                capacity).
+            bias: added to the scores, in the dtype of x; broadcasts to (B, N, T, capacity). -inf
+                masks a slot.
+            positions: position of each new token, (B or 1, T), or with sections (axes, B or 1, T);
+                default: `cache.lengths` and up.
 
         Returns:
             Output (B, T, E), and the cache with the new tokens.
 
         Raises:
             TypeError: if x is not floating point, dtypes differ or the lengths are not integers.
-            ValueError: if the shapes do not fit, or the new tokens exceed the capacity. (Under jit lengths are unknown;
-                there the output of a sequence that does not fit is NaN, and it keeps its old tokens.)
+            ValueError: if the shapes do not fit, or the new tokens exceed the capacity. (Under jit
+                lengths are unknown; there the output of a sequence that does not fit is NaN, and it
+                keeps its old tokens.)
         """
         check_is_cache(cache, KVCache)
         x, bias = cast((x, bias), self.dtype)
-        output, cache = cached_layer(self, x, cache, mask, bias, new_lengths=new_lengths, positions=positions)
+        output, cache = cached_layer(
+            self, x, cache, mask, bias, new_lengths=new_lengths, positions=positions
+        )
         return self.drop_output(output), cache

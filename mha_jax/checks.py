@@ -1,4 +1,6 @@
-"""Argument checks in the order of the data flow. Messages: `<what> must <rule>, got <name>=<value>`."""
+"""Argument checks in the order of the data flow. Messages: `<what> must <rule>, got
+<name>=<value>`.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def check_broadcasts(name: str, shape: tuple[int, ...], scores_shape: tuple[int,
     sizes = zip(reversed(shape), reversed(scores_shape), strict=False)
     if len(shape) > 4 or not all(a == 1 or a == b for a, b in sizes):
         rule = f"broadcast to the scores (B, N, T, S) = {scores_shape}"
-        raise Refusal(name, rule, {f"{name}.shape": shape}, hint=missing_axes(name, shape, scores_shape))
+        raise Refusal(
+            name, rule, {f"{name}.shape": shape}, hint=missing_axes(name, shape, scores_shape)
+        )
 
 
 def check_integers(name: str, x: Array, shapes: Sequence[tuple[int, ...]], in_words: str) -> None:
@@ -66,19 +70,28 @@ def check_integers(name: str, x: Array, shapes: Sequence[tuple[int, ...]], in_wo
         raise Refusal(name, f"have shape {in_words}", {f"{name}.shape": x.shape})
 
 
-def check_lengths(name: str, lengths: Array | Sequence[int], batch_size: int | None, maximum: int) -> list[int] | None:
+def check_lengths(
+    name: str, lengths: Array | Sequence[int], batch_size: int | None, maximum: int
+) -> list[int] | None:
     """Refuse lengths that are not one integer in 0..maximum per sequence.
 
     Returns:
-        Lengths if known: under jit those of an array are not, and on an accelerator they are not read.
+        Lengths if known: under jit those of an array are not, and on an accelerator they are not
+        read.
     """
-    array = lengths if isinstance(lengths, jax.Array) else np.asarray(lengths)
+    if isinstance(lengths, jax.Array):
+        array = lengths
+    else:
+        array = np.asarray(lengths)
     if isinstance(array, np.ndarray) and not array.size:  # NumPy reads [] as floats
         array = array.astype(np.int32)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise WrongType(name, "be integers", {f"{name}.dtype": array.dtype})
     if array.ndim != 1 or (batch_size is not None and len(array) != batch_size):
-        expected = "(B,)" if batch_size is None else f"(B,) = ({batch_size},)"
+        if batch_size is None:
+            expected = "(B,)"
+        else:
+            expected = f"(B,) = ({batch_size},)"
         raise Refusal(name, f"have shape {expected}", {f"{name}.shape": array.shape})
     if isinstance(array, Tracer) or is_on_accelerator(array):
         return None
@@ -92,16 +105,22 @@ def check_weights(weights: Mapping[str, Any], spec: AttentionSpec) -> None:
     """Refuse weights whose names or shapes are not exactly those of the layer."""
     check_spec(spec)
     if not isinstance(weights, Mapping):
-        raise WrongType("weights", "be a mapping of projections to their arrays", type(weights).__name__)
+        raise WrongType(
+            "weights", "be a mapping of projections to their arrays", type(weights).__name__
+        )
     of_parts = {name: leaves for name, leaves in weights.items() if name not in spec.score_shapes}
     flat = sorted(name for name, leaves in of_parts.items() if not isinstance(leaves, Mapping))
     if flat:
-        raise WrongType("weights", "map each projection to its kernel and bias", f"arrays for {flat}")
+        raise WrongType(
+            "weights", "map each projection to its kernel and bias", f"arrays for {flat}"
+        )
     arrays = {name: array for name, array in weights.items() if name in spec.score_shapes}
     for part, leaves in of_parts.items():
         arrays |= {f"{part}.{leaf}": array for leaf, array in leaves.items()}
     shapes = {
-        name.replace("proj.weight", "proj.kernel"): shape if name in spec.parameters else shape[::-1]
+        name.replace("proj.weight", "proj.kernel"): shape
+        if name in spec.parameters
+        else shape[::-1]
         for name, shape in spec.held_shapes.items()
     }
     check_names("weights", arrays, shapes)
@@ -110,11 +129,17 @@ def check_weights(weights: Mapping[str, Any], spec: AttentionSpec) -> None:
         array = array_of(arrays[name])
         check_weight(name, array, shape)
         if array.dtype != arrays[first].dtype:
-            raise WrongType(name, f"have the dtype of {first}", f"{array.dtype} and {arrays[first].dtype}")
+            raise WrongType(
+                name, f"have the dtype of {first}", f"{array.dtype} and {arrays[first].dtype}"
+            )
 
 
-def check_score_weights(weights: Mapping[str, Array], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse weights that change scores if their names or shapes are not exactly those of the layer."""
+def check_score_weights(
+    weights: Mapping[str, Array], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Refuse weights that change scores if their names or shapes are not exactly those of the
+    layer.
+    """
     check_names("learned", weights, shapes)
     for name, shape in shapes.items():
         check_weight(name, weights[name], shape)
@@ -127,7 +152,9 @@ def check_names(argument: str, weights: Mapping[str, Array], names: Collection[s
     missing = sorted(set(names) - weights.keys())
     unexpected = sorted(weights.keys() - set(names))
     if missing or unexpected:
-        raise Refusal(argument, "have exactly the names of the spec", missing=missing, unexpected=unexpected)
+        raise Refusal(
+            argument, "have exactly the names of the spec", missing=missing, unexpected=unexpected
+        )
 
 
 def check_weight(name: str, weight: Array, shape: tuple[int, ...]) -> None:
@@ -140,7 +167,11 @@ def check_weight(name: str, weight: Array, shape: tuple[int, ...]) -> None:
 
 
 def check_layer_inputs(
-    query: Array, key: Array | None, value: Array | None, positions: Array | None, spec: AttentionSpec
+    query: Array,
+    key: Array | None,
+    value: Array | None,
+    positions: Array | None,
+    spec: AttentionSpec,
 ) -> None:
     """Refuse layer inputs (B, T, d_in) and (B, S, d_kv) that do not fit each other or the layer."""
     check_width("query", query, spec.d_in)
@@ -151,7 +182,9 @@ def check_layer_inputs(
     if key is not None and spec.rope is not None and not spec.shared_kv:
         raise Refusal("key", "be None (self-attention) with RoPE", f"a key and rope={spec.rope}")
     if key is not None and spec.latent is not None:
-        raise Refusal("key", "be None (self-attention) with latents", f"a key and latent={spec.latent}")
+        raise Refusal(
+            "key", "be None (self-attention) with latents", f"a key and latent={spec.latent}"
+        )
     check_layer_positions(positions, query.shape[0], query.shape[1], spec)
     if spec.shared_kv:
         check_shared_kv(query, key, value, spec)
@@ -161,7 +194,11 @@ def check_layer_inputs(
             continue
         check_width(name, x, spec.d_kv)
         if x.dtype != query.dtype:
-            raise WrongType(name, "have the dtype of query", {f"{name}.dtype": x.dtype, "query.dtype": query.dtype})
+            raise WrongType(
+                name,
+                "have the dtype of query",
+                {f"{name}.dtype": x.dtype, "query.dtype": query.dtype},
+            )
 
 
 def check_width(name: str, x: Array, width: int) -> None:
@@ -177,12 +214,16 @@ def check_shared_kv(
     spec: AttentionSpec,
     names: tuple[str, str] = ("key", "value"),
 ) -> None:
-    """Refuse anything but keys (B, K, S, H) and values (B, K, S, Hv) of another layer for these queries."""
+    """Refuse anything but keys (B, K, S, H) and values (B, K, S, Hv) of another layer for these
+    queries.
+    """
     if key is None or value is None:
         rule = "be given with shared_kv: those of another layer"
         raise Refusal(" and ".join(names), rule, "None")
     check_floating(names[0], key, rank=4)
-    for name, x, width in zip(names, (key, value), (spec.head_dim, spec.value_head_dim), strict=True):
+    for name, x, width in zip(
+        names, (key, value), (spec.head_dim, spec.value_head_dim), strict=True
+    ):
         check_floating(name, x, rank=4)
         expected = (query.shape[0], spec.num_kv_heads, key.shape[2], width)
         if x.shape != expected:
@@ -210,15 +251,24 @@ def check_features(name: str, x: Array, width: int) -> None:
 
 
 def check_positions(positions: Array, batch_size: int, seq_len: int, rope: Rope | None) -> None:
-    """Refuse positions that are not integers of shape (B, T) or (1, T), or with sections (axes, B or 1, T)."""
+    """Refuse positions that are not integers of shape (B, T) or (1, T), or with sections (axes, B
+    or 1, T).
+    """
     check_array("positions", positions)
-    axes = () if rope is None or rope.sections is None or positions.ndim == 2 else (len(rope.sections),)
+    if rope is None or rope.sections is None or positions.ndim == 2:
+        axes = ()
+    else:
+        axes = (len(rope.sections),)
     shapes = [(*axes, batch_size, seq_len), (*axes, 1, seq_len)]
     check_integers("positions", positions, shapes, position_shapes(batch_size, seq_len, rope))
 
 
-def check_layer_positions(positions: Array | None, batch_size: int, seq_len: int, spec: AttentionSpec) -> None:
-    """Refuse positions that do not fit; a layer without RoPE and temperature ignores those that do."""
+def check_layer_positions(
+    positions: Array | None, batch_size: int, seq_len: int, spec: AttentionSpec
+) -> None:
+    """Refuse positions that do not fit; a layer without RoPE and temperature ignores those that
+    do.
+    """
     if positions is not None:
         check_positions(positions, batch_size, seq_len, spec.rope)
 
@@ -228,9 +278,14 @@ def check_normed(x: Array, norm: Norm, weight: Array | None, bias: Array | None)
     check_norm(norm)
     shapes = norm.shapes(x.shape[1] if norm.per_head else 1, x.shape[-1])
     for name, parameter in (("weight", weight), ("bias", bias)):
-        found = None if parameter is None else tuple(parameter.shape)
+        if parameter is None:
+            found = None
+        else:
+            found = tuple(parameter.shape)
         if found != shapes.get(name):
-            raise Refusal(name, f"have shape {shapes.get(name)} for {norm}", {f"{name}.shape": found})
+            raise Refusal(
+                name, f"have shape {shapes.get(name)} for {norm}", {f"{name}.shape": found}
+            )
 
 
 def check_latents(name: str, latents: Array, latent: Latent) -> None:
@@ -244,7 +299,11 @@ def check_heads(query: Array, key: Array, value: Array) -> None:
     """Refuse split heads of several dtypes."""
     for name, x in (("key", key), ("value", value)):
         if x.dtype != query.dtype:
-            raise WrongType(name, "have the dtype of query", {f"{name}.dtype": x.dtype, "query.dtype": query.dtype})
+            raise WrongType(
+                name,
+                "have the dtype of query",
+                {f"{name}.dtype": x.dtype, "query.dtype": query.dtype},
+            )
 
 
 def check_scored(query: Array, key: Array, spec: AttentionSpec | BareHeads) -> None:
@@ -261,16 +320,26 @@ def check_scored(query: Array, key: Array, spec: AttentionSpec | BareHeads) -> N
 
 
 def check_bias(bias: Array, scores_shape: tuple[int, ...], query: Array) -> None:
-    """Refuse a bias that does not fit the queries, or does not broadcast to the scores (B, N, T, S)."""
+    """Refuse a bias that does not fit the queries, or does not broadcast to the scores (B, N, T,
+    S).
+    """
     if bias.dtype != query.dtype:
-        raise WrongType("bias", "have the dtype of query", {"bias.dtype": bias.dtype, "query.dtype": query.dtype})
+        raise WrongType(
+            "bias",
+            "have the dtype of query",
+            {"bias.dtype": bias.dtype, "query.dtype": query.dtype},
+        )
     check_broadcasts("bias", bias.shape, scores_shape)
 
 
 def check_grid(relative_bias: GridBias, scores_shape: tuple[int, ...]) -> None:
     """Refuse scores (B, N, T, S) of more tokens than the grid of the relative bias has."""
     if max(scores_shape[2:]) > relative_bias.num_tokens:
-        raise Refusal("tokens", f"be at most the {relative_bias.num_tokens} of the grid", {"(T, S)": scores_shape[2:]})
+        raise Refusal(
+            "tokens",
+            f"be at most the {relative_bias.num_tokens} of the grid",
+            {"(T, S)": scores_shape[2:]},
+        )
 
 
 def check_gate(gate: Array, context: Array) -> None:

@@ -1,6 +1,7 @@
 """Functions compiled once per shape, for callers who do not use jit.
 
-Outside `jax.jit`, JAX compiles loops and branches again in every call and keeps the results in memory.
+Outside `jax.jit`, JAX compiles loops and branches again in every call and keeps the results in
+memory.
 """
 
 from collections.abc import Callable

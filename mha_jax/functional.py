@@ -1,7 +1,8 @@
 """Functional multi-head attention, with weights as arguments.
 
-Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv value_head_dim, E d_model.
-A mask is boolean, True = masked (the query may not attend to the key); an additive term is a bias.
+Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv
+value_head_dim, E d_model. A mask is boolean, True = masked (the query may not attend to the key);
+an additive term is a bias.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,14 +46,17 @@ def multi_head_attention(
     Results, errors and other arguments are those of `MultiHeadAttention`.
 
     Args:
-        weights: Flax params: {`<name>`: {`kernel` (in, out), `bias` (out,)}} of projections, {`<name>`: {`weight`,
-            `bias`}} of norms, `sinks` (N,) and `relative_bias` (num_buckets, N).
+        weights: Flax params: {`<name>`: {`kernel` (in, out), `bias` (out,)}} of projections,
+            {`<name>`: {`weight`, `bias`}} of norms, `sinks` (N,) and `relative_bias` (num_buckets,
+            N).
         spec: the layer.
         training: apply dropout to attention weights and outputs, at the rates of the spec.
-        dropout_keep: True for attention weights to keep, instead of a random draw; uses the plain path.
+        dropout_keep: True for attention weights to keep, instead of a random draw; uses the plain
+            path.
         dropout_rng: random key for dropout.
         kernel: computes the context, unless need_weights is set.
-        dtype: floating-point dtype that inputs and weights are cast to; default: their own, which must agree.
+        dtype: floating-point dtype that inputs and weights are cast to; default: their own, which
+            must agree.
 
     Source: Attention Is All You Need, arXiv:1706.03762, section 3.2.2.
     """
@@ -60,7 +64,10 @@ def multi_head_attention(
     check_weights(weights, spec)
     if dropout_keep is not None and not training:
         raise Refusal("dropout_keep", "come with training=True", "dropout_keep and training=False")
-    context_rng, output_rng = (None, None) if dropout_rng is None else jax.random.split(dropout_rng)
+    if dropout_rng is None:
+        context_rng, output_rng = (None, None)
+    else:
+        context_rng, output_rng = jax.random.split(dropout_rng)
     output, attn_weights = attention_layer(
         FunctionalLayer(weights, spec, kernel, training, dropout_keep, context_rng),
         query,

@@ -21,7 +21,9 @@ def split_heads(x: Float[Array, "B T NH"], num_heads: int) -> Float[Array, "B N 
     """
     check_count("num_heads", num_heads)
     if x.shape[-1] % num_heads:
-        raise Refusal("the width", "be a multiple of num_heads", width=x.shape[-1], num_heads=num_heads)
+        raise Refusal(
+            "the width", "be a multiple of num_heads", width=x.shape[-1], num_heads=num_heads
+        )
     return x.reshape(*x.shape[:2], num_heads, x.shape[-1] // num_heads).swapaxes(1, 2)
 
 
@@ -32,7 +34,8 @@ def combine_heads(x: Float[Array, "B N T H"]) -> Float[Array, "B T NH"]:
 
 
 def repeat_kv_heads(x: Float[Array, "B K S H"], num_heads: int) -> Float[Array, "B N S H"]:
-    """Repeat each key/value head for its group of query heads: query head n uses head n // (N // K).
+    """Repeat each key/value head for its group of query heads: query head n uses head n // (N //
+    K).
 
     Raises:
         ValueError: if num_heads is not a multiple of the key/value heads.
@@ -42,5 +45,9 @@ def repeat_kv_heads(x: Float[Array, "B K S H"], num_heads: int) -> Float[Array, 
     check_head_groups(num_heads, x.shape[1])
     if num_heads == x.shape[1]:  # avoids a copy
         return x
-    placement = placed(x, spec_of(x)) if is_explicit(x) else None
-    return jnp.repeat(x, num_heads // x.shape[1], axis=1, out_sharding=placement)  # repeat_interleave, not tile
+    if is_explicit(x):
+        placement = placed(x, spec_of(x))
+    else:
+        placement = None
+    # Repeat_interleave, not tile.
+    return jnp.repeat(x, num_heads // x.shape[1], axis=1, out_sharding=placement)

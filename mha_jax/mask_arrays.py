@@ -28,7 +28,9 @@ def create_causal_mask(seq_len_q: int, seq_len_k: int | None = None) -> Bool[Arr
     return _hides_later(seq_len_q, seq_len_k)
 
 
-def create_padding_mask(lengths: Int[Array, " B"] | Sequence[int], seq_len_k: int) -> Bool[Array, "B 1 1 S"]:
+def create_padding_mask(
+    lengths: Int[Array, " B"] | Sequence[int], seq_len_k: int
+) -> Bool[Array, "B 1 1 S"]:
     """Return a padding mask, which hides keys at or after the length of their sequence.
 
     Other arguments are those of `create_attention_mask`.
@@ -49,11 +51,13 @@ def create_padding_mask(lengths: Int[Array, " B"] | Sequence[int], seq_len_k: in
     return _hides_padding(jnp.asarray(lengths, jnp.int32), seq_len_k)
 
 
-def create_causal_mask_with_cache(seq_len_q: int, seq_len_k: int, cache_len: int) -> Bool[Array, "T S"]:
+def create_causal_mask_with_cache(
+    seq_len_q: int, seq_len_k: int, cache_len: int
+) -> Bool[Array, "T S"]:
     """Return a causal mask for new tokens after cached ones.
 
-    Aligned to the end of the cache: the queries are the newest tokens, at positions cache_len, cache_len + 1, …. Query
-    i attends to keys 0..cache_len + i.
+    Aligned to the end of the cache: the queries are the newest tokens, at positions cache_len,
+    cache_len + 1, …. Query i attends to keys 0..cache_len + i.
 
     Other arguments are those of `create_attention_mask`.
 
@@ -73,15 +77,23 @@ def create_causal_mask_with_cache(seq_len_q: int, seq_len_k: int, cache_len: int
     check_count("cache_len", cache_len, minimum=0)
     if seq_len_k != cache_len + seq_len_q:
         raise Refusal(
-            "seq_len_k", "be cache_len + seq_len_q", seq_len_k=seq_len_k, cache_len=cache_len, seq_len_q=seq_len_q
+            "seq_len_k",
+            "be cache_len + seq_len_q",
+            seq_len_k=seq_len_k,
+            cache_len=cache_len,
+            seq_len_q=seq_len_q,
         )
     return _hides_later(seq_len_q, seq_len_k, first=cache_len)
 
 
-def create_sliding_window_mask(seq_len_q: int, seq_len_k: int | None = None, *, window_size: int) -> Bool[Array, "T S"]:
-    """Return a causal sliding-window mask: a query attends to the last window_size keys up to its own position.
+def create_sliding_window_mask(
+    seq_len_q: int, seq_len_k: int | None = None, *, window_size: int
+) -> Bool[Array, "T S"]:
+    """Return a causal sliding-window mask: a query attends to the last window_size keys up to its
+    own position.
 
-    Aligned top-left: query i attends to keys i - window_size + 1..i. With window_size >= S it is the causal mask.
+    Aligned top-left: query i attends to keys i - window_size + 1..i. With window_size >= S it is
+    the causal mask.
 
     Other arguments are those of `create_attention_mask`.
 
@@ -93,7 +105,8 @@ def create_sliding_window_mask(seq_len_q: int, seq_len_k: int | None = None, *, 
          [False, False, True ],
          [True,  False, False]]
 
-    Source: Longformer, arXiv:2004.05150, section 3.1; causal as in Mistral 7B, arXiv:2310.06825, section 2.
+    Source: Longformer, arXiv:2004.05150, section 3.1; causal as in Mistral 7B, arXiv:2310.06825,
+    section 2.
     """
     seq_len_k = seq_len_q if seq_len_k is None else seq_len_k
     check_count("seq_len_q", seq_len_q)
@@ -104,9 +117,17 @@ def create_sliding_window_mask(seq_len_q: int, seq_len_k: int | None = None, *, 
 
 # Compiled, so that only the mask is stored, which may be large, without intermediate results.
 @compiled("seq_len_q", "seq_len_k", "first", "window_size")
-def _hides_later(seq_len_q: int, seq_len_k: int, *, first: int = 0, window_size: int | None = None) -> Array:
-    distance = first + jnp.arange(seq_len_q, dtype=jnp.int32)[:, None] - jnp.arange(seq_len_k, dtype=jnp.int32)[None, :]
-    return distance < 0 if window_size is None else (distance < 0) | (distance >= window_size)
+def _hides_later(
+    seq_len_q: int, seq_len_k: int, *, first: int = 0, window_size: int | None = None
+) -> Array:
+    distance = (
+        first
+        + jnp.arange(seq_len_q, dtype=jnp.int32)[:, None]
+        - jnp.arange(seq_len_k, dtype=jnp.int32)[None, :]
+    )
+    if window_size is None:
+        return distance < 0
+    return (distance < 0) | (distance >= window_size)
 
 
 @compiled("seq_len_k")

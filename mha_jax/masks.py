@@ -40,7 +40,8 @@ def create_attention_mask(
 
     Raises:
         TypeError: if the lengths or the ids are not integers.
-        ValueError: if a length lies outside its range, the ids do not fit, or both a window and chunks are set.
+        ValueError: if a length lies outside its range, the ids do not fit, or both a window and
+            chunks are set.
 
     Example: create_attention_mask(2, is_causal=True, key_padding_lengths=[1])
         [[[[False, True],
@@ -50,7 +51,8 @@ def create_attention_mask(
     check_count("seq_len_q", seq_len_q)
     check_count("seq_len_k", seq_len_k)
     as_boolean("is_causal", is_causal)
-    span, batch_size = span_of(window_size, chunk_size), None
+    span = span_of(window_size, chunk_size)
+    batch_size = None
     visible = Mask(None, is_causal, key_padding_lengths, segment_ids, span)
     if visible.segments is not None:
         batch_size = next(iter(getattr(next(iter(visible.segments), None), "shape", ())), 0)
@@ -63,16 +65,19 @@ def create_attention_mask(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)  # comparing arrays yields no single truth value
 class Mask:
-    """Keys that each query cannot attend to, as an array or in implicit form; any attribute suffices to hide a key.
+    """Keys that each query cannot attend to, as an array or in implicit form; any attribute
+    suffices to hide a key.
 
     Attributes:
-        mask: boolean, True = masked; broadcasts to (B, N, T, S). The output of a fully masked row is 0.
+        mask: boolean, True = masked; broadcasts to (B, N, T, S). The output of a fully masked row
+            is 0.
         is_causal: hide keys after the query's own position, see `create_causal_mask`.
         key_padding_lengths: number of real keys of each sequence, (B,), see `create_padding_mask`.
-        segment_ids: segment of each token, (B, T): hide keys whose id is not the query's. A pair if keys have other
-            ids: (B, T) of the queries and (B, S) of the keys.
+        segment_ids: segment of each token, (B, T): hide keys whose id is not the query's. A pair if
+            keys have other ids: (B, T) of the queries and (B, S) of the keys.
         span: attention span of the layer, a window or chunks; None for all keys.
-        q_offset: position of the first query among the keys, for all sequences or each, (1,) or (B,); default: 0.
+        q_offset: position of the first query among the keys, for all sequences or each, (1,) or
+            (B,); default: 0.
     """
 
     mask: Bool[Array, "*#scores"] | None = None
@@ -83,7 +88,9 @@ class Mask:
     q_offset: Int[Array, " B"] | None = None
 
     def check(self, scores_shape: tuple[int, ...]) -> None:
-        """Refuse a mask that does not fit the scores (B, N, T, S). `find_padding` checks lengths."""
+        """Refuse a mask that does not fit the scores (B, N, T, S). `find_padding` checks
+        lengths.
+        """
         as_boolean("is_causal", self.is_causal)
         if self.mask is not None:
             check_broadcasts("mask", self.mask.shape, scores_shape)
@@ -94,11 +101,19 @@ class Mask:
     def segments(self) -> tuple[Int[Array, "B T"], Int[Array, "B S"]] | None:
         """Segments of the queries, (B, T), and of the keys, (B, S)."""
         ids = self.segment_ids
-        return ids if ids is None or isinstance(ids, tuple) else (ids, ids)
+        if ids is None or isinstance(ids, tuple):
+            return ids
+        return (ids, ids)
 
     def fields_beyond(self, *known: str) -> list[str]:
-        """Return the names of other fields in use, so that kernels can reject fields they do not support."""
-        return [name for name, x in vars(self).items() if x is not None and x is not False and name not in known]
+        """Return the names of other fields in use, so that kernels can reject fields they do not
+        support.
+        """
+        return [
+            name
+            for name, x in vars(self).items()
+            if x is not None and x is not False and name not in known
+        ]
 
     def has_only(self, *known: str) -> bool:
         """Return whether no other field is in use."""
@@ -106,7 +121,9 @@ class Mask:
 
     def within(self, spec: AttentionSpec | BareHeads) -> "Mask":
         """Return the mask with the attention span of a layer."""
-        return self if spec.span is None else replace(self, span=spec.span)
+        if spec.span is None:
+            return self
+        return replace(self, span=spec.span)
 
     def as_arrays(self) -> "Mask":
         """Return the mask with lengths as an array, for compiled functions."""
@@ -120,36 +137,50 @@ class Mask:
             return self
         is_hidden = jnp.isneginf(bias)
         return replace(
-            self, mask=is_hidden if self.mask is None else to_scores_rank(self.mask) | to_scores_rank(is_hidden)
+            self,
+            mask=is_hidden
+            if self.mask is None
+            else to_scores_rank(self.mask) | to_scores_rank(is_hidden),
         )
 
     def to_bool(self, seq_len_q: int, seq_len_k: int) -> Bool[Array, "..."] | None:
-        """Return the boolean mask, including causality, padding, span and segments; None if nothing is hidden."""
+        """Return the boolean mask, including causality, padding, span and segments; None if nothing
+        is hidden.
+        """
         if self.has_only("mask", "q_offset"):
             return self.mask
         hidden = self.implicit_bool(seq_len_q, seq_len_k)
-        return hidden if self.mask is None else hidden | to_scores_rank(self.mask)
+        if self.mask is None:
+            return hidden
+        return hidden | to_scores_rank(self.mask)
 
     def implicit_bool(self, seq_len_q: int, seq_len_k: int) -> Bool[Array, "#B 1 T S"]:
         """Return the boolean mask of causality, padding, span and segments, even of zero tokens."""
         return _implicit_bool(replace(self.as_arrays(), mask=None), seq_len_q, seq_len_k)
 
-    def key_range(self, seq_len_q: int, seq_len_k: int) -> tuple[Int[Array, "#B T"], Int[Array, "#B T"]]:
-        """Return each query's first key under causality, padding and span, and the one after its last.
+    def key_range(
+        self, seq_len_q: int, seq_len_k: int
+    ) -> tuple[Int[Array, "#B T"], Int[Array, "#B T"]]:
+        """Return each query's first key under causality, padding and span, and the one after its
+        last.
 
-        Both may lie outside 0..S. A row is fully masked if its first key is not before the end. Segments may hide more
-        keys in between.
+        Both may lie outside 0..S. A row is fully masked if its first key is not before the end.
+        Segments may hide more keys in between.
         """
         lengths: Any = self.as_arrays().key_padding_lengths
         positions = _positions(seq_len_q)[None]  # (B or 1, T)
         if self.q_offset is not None:
             positions = self.q_offset[:, None] + positions
         first = jnp.zeros_like(positions)
-        stop = positions + 1 if self.is_causal else jnp.full_like(positions, seq_len_k)
+        if self.is_causal:
+            stop = positions + 1
+        else:
+            stop = jnp.full_like(positions, seq_len_k)
         if lengths is not None:
             stop = jnp.minimum(stop, lengths[:, None])
         if self.span is not None:
-            first, stop = self.span.first(positions), jnp.minimum(stop, self.span.stop(positions))
+            first = self.span.first(positions)
+            stop = jnp.minimum(stop, self.span.stop(positions))
         return first, stop
 
 
@@ -176,10 +207,20 @@ def _positions(seq_len: int) -> Int[Array, " L"]:
     return jnp.arange(seq_len, dtype=jnp.int32)
 
 
-def _check_segments(segments: tuple[Array, Array], batch_size: int, seq_len_q: int, seq_len_k: int) -> None:
-    """Refuse segments that are not integers (B, T), or a pair (B, T) of queries and (B, S) of keys."""
+def _check_segments(
+    segments: tuple[Array, Array], batch_size: int, seq_len_q: int, seq_len_k: int
+) -> None:
+    """Refuse segments that are not integers (B, T), or a pair (B, T) of queries and (B, S) of
+    keys.
+    """
     if len(segments) != 2:
-        raise Refusal("segment_ids", "be ids or a pair of them, of queries and of keys", f"{len(segments)} in a tuple")
-    for ids, axes, seq_len in zip(segments, ("(B, T)", "(B, S)"), (seq_len_q, seq_len_k), strict=True):
+        raise Refusal(
+            "segment_ids",
+            "be ids or a pair of them, of queries and of keys",
+            f"{len(segments)} in a tuple",
+        )
+    for ids, axes, seq_len in zip(
+        segments, ("(B, T)", "(B, S)"), (seq_len_q, seq_len_k), strict=True
+    ):
         shape = (batch_size, seq_len)
         check_integers("segment_ids", ids, [shape], f"{axes} = {shape}")

@@ -1,7 +1,7 @@
 """Multi-head attention layers.
 
-Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv value_head_dim, E d_model.
-Layers accept any number of batch axes instead of B, or none: see `axes`.
+Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv
+value_head_dim, E d_model. Layers accept any number of batch axes instead of B, or none: see `axes`.
 A mask is boolean, True = masked (the query may not attend to the key); an additive term is a bias.
 """
 
@@ -42,10 +42,21 @@ from mha_spec import (
 )
 from mha_spec.attention import check_spec, spec_from
 
-for _static in (AttentionSpec, Alibi, Gate, GridBias, Latent, Norm, RelativeBias, RelativeProducts, Rope, Temperature):
+for _static in (
+    AttentionSpec,
+    Alibi,
+    Gate,
+    GridBias,
+    Latent,
+    Norm,
+    RelativeBias,
+    RelativeProducts,
+    Rope,
+    Temperature,
+):
     jax.tree_util.register_static(_static)  # lets jitted functions accept it
 
-# ---- Functions -------------------------------------------------------------------------------------------------------
+# ---- Functions -----------------------------------------------------------------------------------
 
 
 @with_one_batch_axis
@@ -60,7 +71,9 @@ def attention_layer(
     need_weights: bool,
     positions: Array | None,
 ) -> tuple[Array, Array | None]:
-    """Return the output of a layer and, if requested, its attention weights: check, project, attend, project."""
+    """Return the output of a layer and, if requested, its attention weights: check, project,
+    attend, project.
+    """
     spec = layer.spec
     check_layer_inputs(query, key, value, positions, spec)
     key = query if key is None else key
@@ -84,7 +97,8 @@ def attention_layer(
     if need_weights:
         context, attn_weights = stages.attend(q, k, v, mask, scores)
     else:
-        context, attn_weights = layer.kernel(q, k, v, mask, scores), None
+        context = layer.kernel(q, k, v, mask, scores)
+        attn_weights = None
     return project_output(layer.project, context, query, spec), attn_weights
 
 
@@ -106,15 +120,20 @@ class FunctionalLayer:
     def scores(self, bias: Float[Array, "*#scores"] | None) -> Scores:
         """Return the scores of a call: bias, learned weights, and dropout in training."""
         learned = {name: array_of(self.weights[name]) for name in self.spec.score_shapes}
-        dropout = self.spec.dropout if self.training else 0.0
+        if self.training:
+            dropout = self.spec.dropout
+        else:
+            dropout = 0.0
         return Scores(self.spec, bias, learned, dropout, self.dropout_keep, self.dropout_rng)
 
 
-# ---- Modules ---------------------------------------------------------------------------------------------------------
+# ---- Modules -------------------------------------------------------------------------------------
 
 
 class Projection(nnx.Linear):
-    """Linear layer that accumulates in at least float32. Xavier-uniform weights, separately for each part; biases 0."""
+    """Linear layer that accumulates in at least float32. Xavier-uniform weights, separately for
+    each part; biases 0.
+    """
 
     def __init__(
         self,
@@ -130,7 +149,10 @@ class Projection(nnx.Linear):
 
         def kernel_init(rng: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
             part_rngs = jax.random.split(rng, len(widths))
-            parts = [xavier(part, (shape[0], width), dtype) for part, width in zip(part_rngs, widths, strict=True)]
+            parts = [
+                xavier(part, (shape[0], width), dtype)
+                for part, width in zip(part_rngs, widths, strict=True)
+            ]
             return jnp.concatenate(parts, axis=1)
 
         super().__init__(
@@ -143,10 +165,17 @@ class Projection(nnx.Linear):
             rngs=rngs,
         )
 
-    def __call__(self, inputs: Float[Array, "B T d_in"], out_sharding: Any = None) -> Float[Array, "B T d_out"]:
+    def __call__(
+        self, inputs: Float[Array, "B T d_in"], out_sharding: Any = None
+    ) -> Float[Array, "B T d_out"]:
         """Return x @ kernel + bias, in `dtype`; default: that of x."""
         del out_sharding  # argument of nnx.Linear; here the sharding follows from the inputs
-        return linear(*cast((inputs, self.kernel[...], None if self.bias is None else self.bias[...]), self.dtype))
+        return linear(
+            *cast(
+                (inputs, self.kernel[...], None if self.bias is None else self.bias[...]),
+                self.dtype,
+            )
+        )
 
 
 class AttentionLayer(nnx.Module):
@@ -155,7 +184,8 @@ class AttentionLayer(nnx.Module):
     Args:
         spec: specification of the layer; or d_model instead.
         num_heads: number of query heads, with d_model.
-        dtype: floating-point dtype that inputs and weights are cast to; default: their own, which must agree.
+        dtype: floating-point dtype that inputs and weights are cast to; default: their own, which
+            must agree.
         param_dtype: dtype of the weights.
         rngs: random streams: `params` for weights and, in training, `dropout`.
         fields: other fields of `AttentionSpec` by name, with d_model.
@@ -166,9 +196,10 @@ class AttentionLayer(nnx.Module):
         kernel: computes the context, unless need_weights is set; can be replaced.
 
     Raises:
-        TypeError: if spec is neither an `AttentionSpec` nor an integer, a field is unknown, or a dtype not floating
-            point.
-        ValueError: if fields accompany a spec or do not fit, or the keys of self-attention have another width.
+        TypeError: if spec is neither an `AttentionSpec` nor an integer, a field is unknown, or a
+            dtype not floating point.
+        ValueError: if fields accompany a spec or do not fit, or the keys of self-attention have
+            another width.
     """
 
     # The specification decides which of these a layer has: `projections`, `norms` and
@@ -208,7 +239,10 @@ class AttentionLayer(nnx.Module):
     ) -> None:
         spec = spec_from(spec, num_heads, fields)
         check_spec(spec, is_self_attention=self._is_self_attention)
-        dtype = None if dtype is None else jnp.dtype(dtype)
+        if dtype is None:
+            dtype = None
+        else:
+            dtype = jnp.dtype(dtype)
         dtypes: Any = {"dtype": dtype, "param_dtype": param_dtype}
         for name, given in dtypes.items():
             if given is not None and not jnp.issubdtype(jnp.dtype(given), jnp.floating):
@@ -217,7 +251,13 @@ class AttentionLayer(nnx.Module):
         self.spec, self.dtype = spec, dtype
         self.kernel: Kernel = fused.attend
         for name, projection in spec.projections.items():
-            linear = Projection(projection.d_in, projection.widths, use_bias=projection.has_bias, **dtypes, rngs=rngs)
+            linear = Projection(
+                projection.d_in,
+                projection.widths,
+                use_bias=projection.has_bias,
+                **dtypes,
+                rngs=rngs,
+            )
             setattr(self, name, linear)
         for name, norm in spec.norms.items():
             setattr(self, name, NormLayer(norm, spec.norm_shapes(name), **dtypes))
@@ -225,22 +265,34 @@ class AttentionLayer(nnx.Module):
         for name, shape in spec.score_shapes.items():
             setattr(self, name, nnx.Param(jnp.zeros(shape, param_dtype)))
         self.deterministic = False  # set by `train()` and `eval()` of nnx
-        self.dropout_rngs = rngs["dropout"].fork() if spec.dropout or spec.output_dropout else None
+        if spec.dropout or spec.output_dropout:
+            self.dropout_rngs = rngs["dropout"].fork()
+        else:
+            self.dropout_rngs = None
 
     def __repr__(self) -> str:
-        dtype = "" if self.dtype is None else f", dtype={self.dtype}"
+        if self.dtype is None:
+            dtype = ""
+        else:
+            dtype = f", dtype={self.dtype}"
         return f"{type(self).__name__}({self.spec!r}{dtype})"
 
     def project(self, name: str, x: Float[Array, "B T d_in"]) -> Float[Array, "B T d_out"]:
-        """Call the projection or norm `name` as a module, so that replaced layers (LoRA, quantized) are used."""
+        """Call the projection or norm `name` as a module, so that replaced layers (LoRA, quantized)
+        are used.
+        """
         if name in self.spec.norms:
             norm: NormLayer = getattr(self, name)
             return cast(norm(x), self.dtype)
         projection: Projection = getattr(self, name)
         kernel: Any = getattr(projection, "kernel", None)
         if isinstance(kernel, nnx.Param):  # a replaced projection may store its weights elsewhere
-            # JAX would promote mixed dtypes without an error. A layer with a dtype casts its kernel.
-            dtype = kernel.dtype if self.dtype is None else x.dtype
+            # JAX would promote mixed dtypes without an error. A layer with a dtype casts its
+            # kernel.
+            if self.dtype is None:
+                dtype = kernel.dtype
+            else:
+                dtype = x.dtype
             if (x.shape[-1], x.dtype) != (kernel.shape[0], dtype):
                 expected: Any = jax.ShapeDtypeStruct(kernel.shape, dtype)
                 check_projected(name, x, expected)
@@ -248,22 +300,33 @@ class AttentionLayer(nnx.Module):
 
     def scores(self, bias: Float[Array, "*#scores"] | None) -> Scores:
         """Return the scores of a call: bias, learned weights, and dropout in training."""
-        learned = {name: cast(getattr(self, name)[...], self.dtype) for name in self.spec.score_shapes}
-        dropout = 0.0 if self.deterministic else self.spec.dropout
+        learned = {
+            name: cast(getattr(self, name)[...], self.dtype) for name in self.spec.score_shapes
+        }
+        if self.deterministic:
+            dropout = 0.0
+        else:
+            dropout = self.spec.dropout
         return Scores(self.spec, bias, learned, dropout, dropout_rng=self.dropout_rng(dropout))
 
     def dropout_rng(self, rate: float) -> jax.Array | None:
         """Return a new random key if dropout applies: in training, at a rate above 0."""
-        return self.dropout_rngs() if rate and not self.deterministic and self.dropout_rngs is not None else None
+        if rate and not self.deterministic and self.dropout_rngs is not None:
+            return self.dropout_rngs()
+        return None
 
     def drop_output(self, output: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
         """Apply output dropout, in training and at a rate above 0."""
         rng = self.dropout_rng(self.spec.output_dropout)
-        return output if rng is None else apply_dropout(output, self.spec.output_dropout, rng=rng)
+        if rng is None:
+            return output
+        return apply_dropout(output, self.spec.output_dropout, rng=rng)
 
 
 def _check_streams(rngs: nnx.Rngs, spec: AttentionSpec) -> None:
-    """Refuse random streams without the ones that the layer draws from. A default stream serves as any."""
+    """Refuse random streams without the ones that the layer draws from. A default stream serves as
+    any.
+    """
     if not isinstance(rngs, nnx.Rngs):
         return
     names = ["params"]
@@ -272,14 +335,21 @@ def _check_streams(rngs: nnx.Rngs, spec: AttentionSpec) -> None:
     for name in names:
         if name not in rngs and "default" not in rngs:
             rule = f"have the stream {name!r}"
-            raise Refusal("rngs", rule, streams=list(rngs), hint="nnx.Rngs(params=0, dropout=1) has both streams")
+            raise Refusal(
+                "rngs",
+                rule,
+                streams=list(rngs),
+                hint="nnx.Rngs(params=0, dropout=1) has both streams",
+            )
 
 
 class MultiHeadAttention(AttentionLayer):
-    """Multi-head attention of queries over keys and values. Constructor arguments: see `AttentionLayer`.
+    """Multi-head attention of queries over keys and values. Constructor arguments: see
+    `AttentionLayer`.
 
-    A call returns a pair: the output, and the attention weights or None. `MultiHeadSelfAttention` returns the output
-    alone, for sequences of modules. Sizes are fields of the specification: `layer.spec.num_heads`.
+    A call returns a pair: the output, and the attention weights or None. `MultiHeadSelfAttention`
+    returns the output alone, for sequences of modules. Sizes are fields of the specification:
+    `layer.spec.num_heads`.
     """
 
     @checked
@@ -295,23 +365,28 @@ class MultiHeadAttention(AttentionLayer):
         mask: Bool[Array, "*#scores"] | None = None,
         is_causal: bool = False,
         key_padding_lengths: Int[Array, "*B"] | Sequence[int] | None = None,
-        segment_ids: Int[Array, "*B T"] | tuple[Int[Array, "*B T"], Int[Array, "*B S"]] | None = None,
+        segment_ids: Int[Array, "*B T"]
+        | tuple[Int[Array, "*B T"], Int[Array, "*B S"]]
+        | None = None,
     ) -> tuple[Float[Array, "*B T E"], Float[Array, "*B N T S"] | None]:
         """Attend from each query token to the key tokens.
 
         Args:
             query: (B, T, d_in).
-            key: (B, S, d_kv); default: self-attention. With `shared_kv` the keys of another layer, (B, K, S, H), as
-                `project_qkv` returns them.
-            value: (B, S, d_kv); default: the key. With `shared_kv` the values of that layer, (B, K, S, Hv).
-            bias: added to the scores, in the dtype of query; broadcasts to (B, N, T, S). -inf masks a key.
+            key: (B, S, d_kv); default: self-attention. With `shared_kv` the keys of another layer,
+                (B, K, S, H), as `project_qkv` returns them.
+            value: (B, S, d_kv); default: the key. With `shared_kv` the values of that layer, (B, K,
+                S, Hv).
+            bias: added to the scores, in the dtype of query; broadcasts to (B, N, T, S). -inf masks
+                a key.
             need_weights: also return the attention weights; uses the plain path.
-            positions: position of each token, (B or 1, T), or with sections (axes, B or 1, T); default: 0, 1, ….
+            positions: position of each token, (B or 1, T), or with sections (axes, B or 1, T);
+                default: 0, 1, ….
             mask, is_causal, key_padding_lengths, segment_ids: hide keys, see `Mask`.
 
         Returns:
-            Output (B, T, E), or (B, T, N * Hv) without `out_proj`, and the attention weights before dropout (B, N, T,
-            S) or None.
+            Output (B, T, E), or (B, T, N * Hv) without `out_proj`, and the attention weights before
+            dropout (B, N, T, S) or None.
 
         Raises:
             TypeError: if an input is not floating point, dtypes differ, or the mask is not boolean.
@@ -320,13 +395,22 @@ class MultiHeadAttention(AttentionLayer):
         query, key, value, bias = cast((query, key, value, bias), self.dtype)
         visible = Mask(mask, is_causal, key_padding_lengths, segment_ids)
         output, attn_weights = attention_layer(
-            self, query, key, value, visible, bias=bias, need_weights=need_weights, positions=positions
+            self,
+            query,
+            key,
+            value,
+            visible,
+            bias=bias,
+            need_weights=need_weights,
+            positions=positions,
         )
         return self.drop_output(output), attn_weights
 
 
 class MultiHeadSelfAttention(AttentionLayer):
-    """Multi-head attention of a sequence over itself. Constructor arguments: see `AttentionLayer`."""
+    """Multi-head attention of a sequence over itself. Constructor arguments: see
+    `AttentionLayer`.
+    """
 
     _is_self_attention = True
 
@@ -340,19 +424,25 @@ class MultiHeadSelfAttention(AttentionLayer):
         mask: Bool[Array, "*#scores"] | None = None,
         is_causal: bool = False,
         key_padding_lengths: Int[Array, "*B"] | Sequence[int] | None = None,
-        segment_ids: Int[Array, "*B T"] | tuple[Int[Array, "*B T"], Int[Array, "*B S"]] | None = None,
+        segment_ids: Int[Array, "*B T"]
+        | tuple[Int[Array, "*B T"], Int[Array, "*B S"]]
+        | None = None,
     ) -> Float[Array, "*B T E"]:
         """Attend from each token to the tokens of its own sequence.
 
-        Errors and other arguments are those of `MultiHeadAttention`, with x as query, key and value.
+        Errors and other arguments are those of `MultiHeadAttention`, with x as query, key and
+        value.
 
         Args:
             x: (B, T, d_in).
 
         Returns:
-            Output (B, T, E). At padded positions it is the attention of the padding over the real tokens.
+            Output (B, T, E). At padded positions it is the attention of the padding over the real
+            tokens.
         """
         x, bias = cast((x, bias), self.dtype)
         visible = Mask(mask, is_causal, key_padding_lengths, segment_ids)
-        output, _ = attention_layer(self, x, None, None, visible, bias=bias, need_weights=False, positions=positions)
+        output, _ = attention_layer(
+            self, x, None, None, visible, bias=bias, need_weights=False, positions=positions
+        )
         return self.drop_output(output)

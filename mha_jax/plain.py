@@ -82,7 +82,10 @@ def scaled_dot_product_attention(
 ) -> tuple[Array, Array]:
     """Attend to key and value (B, N, S, H): context (B, N, T, H) and weights (B, N, T, S)."""
     # The softmax would magnify the rounding of scores in half precision.
-    wide = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
+    if query.dtype == jnp.float64:
+        wide = jnp.float64
+    else:
+        wide = jnp.float32
     scores = query.astype(wide) @ key.astype(wide).swapaxes(-2, -1) / math.sqrt(query.shape[-1])
     if mask is not None:
         mask = jnp.broadcast_to(mask, scores.shape)
@@ -92,7 +95,10 @@ def scaled_dot_product_attention(
         # The softmax of a row without a visible key is uniform: that row becomes 0.
         attn_weights = jnp.where(mask, 0.0, attn_weights)
     attn_weights = attn_weights.astype(query.dtype)
-    dropped = attn_weights if dropout is None else dropout(attn_weights)
+    if dropout is None:
+        dropped = attn_weights
+    else:
+        dropped = dropout(attn_weights)
     return dropped @ value, attn_weights
 
 
@@ -143,7 +149,9 @@ class MultiHeadSelfAttention(AttentionLayer):
 
     def __call__(self, x: Array, *, mask: Array | None = None) -> Array:
         """Attend from each token of x (B, T, E) to all tokens of its sequence: output (B, T, E)."""
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        q = self.q_proj(x)
+        k = self.k_proj(x)
+        v = self.v_proj(x)
         output, _ = multi_head_attention_core(q, k, v, self.num_heads, mask, self.dropout)
         return self.out_proj(output)
 
@@ -163,7 +171,9 @@ class MultiHeadAttention(AttentionLayer):
         """Attend to key and value (B, S, E): output (B, T, E), and weights (B, N, T, S) or None."""
         key = query if key is None else key
         value = key if value is None else value
-        q, k, v = self.q_proj(query), self.k_proj(key), self.v_proj(value)
+        q = self.q_proj(query)
+        k = self.k_proj(key)
+        v = self.v_proj(value)
         output, weights = multi_head_attention_core(q, k, v, self.num_heads, mask, self.dropout)
         return self.out_proj(output), weights if need_weights else None
 
@@ -182,7 +192,8 @@ class MultiHeadAttentionWithCache(AttentionLayer):
             k = jnp.concatenate([cache_k, k], axis=2)
         if cache_v is not None:
             v = jnp.concatenate([cache_v, v], axis=2)
-        new, total = x.shape[1], k.shape[2]
+        new = x.shape[1]
+        total = k.shape[2]
         mask = create_causal_mask_with_cache(new, total, total - new)
         context, _ = scaled_dot_product_attention(q, k, v, mask, self.dropout)
         return self.out_proj(combine_heads(context)), k, v

@@ -1,6 +1,7 @@
 """Input and output side of attention: projections, heads, norms, RoPE; gate and output.
 
-Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv value_head_dim, E d_model.
+Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv
+value_head_dim, E d_model.
 """
 
 import jax
@@ -26,14 +27,16 @@ def project_qkv(
     spec: AttentionSpec,
     positions: Int[Array, "*axes #B T"] | None = None,
 ) -> tuple[Float[Array, "B N T H"], Float[Array, "B K S H"], Float[Array, "B K S Hv"]]:
-    """Project and clip the inputs, split heads, apply norms and RoPE, and scale queries by the temperature.
+    """Project and clip the inputs, split heads, apply norms and RoPE, and scale queries by the
+    temperature.
 
     Args:
         project: applies a projection or a norm by its name.
-        query, key, value: inputs of the layer; the same array three times for self-attention. With `shared_kv` key and
-            value are another layer's k and v, and are returned as they are.
+        query, key, value: inputs of the layer; the same array three times for self-attention. With
+            `shared_kv` key and value are another layer's k and v, and are returned as they are.
         spec: the layer.
-        positions: position of each token, (B or 1, T), or with sections (axes, B or 1, T); default: 0, 1, ….
+        positions: position of each token, (B or 1, T), or with sections (axes, B or 1, T); default:
+            0, 1, ….
 
     Returns:
         q (B, N, T, H), k (B, K, S, H) and v (B, K, S, Hv).
@@ -59,7 +62,9 @@ def project_qkv(
 def _project_inputs(
     project: Project, query: Array, key: Array, value: Array, spec: AttentionSpec
 ) -> tuple[Array, Array, Array]:
-    """Return the features of q, k and v, (B, T, width); with `shared_kv` k and v are heads already."""
+    """Return the features of q, k and v, (B, T, width); with `shared_kv` k and v are heads
+    already.
+    """
     if spec.fused_qkv:
         if key is query and value is query:
             return _unpack_qkv(project("qkv_proj", query), spec)
@@ -79,9 +84,16 @@ def _project_inputs(
 
 
 def _to_heads(
-    project: Project, norm_name: str, x: Array, num_heads: int, spec: AttentionSpec, positions: Array | None
+    project: Project,
+    norm_name: str,
+    x: Array,
+    num_heads: int,
+    spec: AttentionSpec,
+    positions: Array | None,
 ) -> Array:
-    """Clip projected features, split them into heads, and apply their norm and, with positions, RoPE."""
+    """Clip projected features, split them into heads, and apply their norm and, with positions,
+    RoPE.
+    """
     norm = spec.norms.get(norm_name)
     if spec.clip_qkv is not None:
         x = _clip(x, spec.clip_qkv)
@@ -97,7 +109,9 @@ def _to_heads(
     return x
 
 
-def apply_gate(context: Float[Array, "B N T Hv"], gate: Float[Array, "B T G"]) -> Float[Array, "B N T Hv"]:
+def apply_gate(
+    context: Float[Array, "B N T Hv"], gate: Float[Array, "B T G"]
+) -> Float[Array, "B N T Hv"]:
     """Return context * sigmoid(gate), gate (B, T, N * Hv), or (B, T, N) for one number per head.
 
     Source: Gated Attention for Large Language Models, arXiv:2505.06708.
@@ -108,7 +122,10 @@ def apply_gate(context: Float[Array, "B N T Hv"], gate: Float[Array, "B T G"]) -
 
 
 def project_output(
-    project: Project, context: Float[Array, "B N T Hv"], query: Float[Array, "B T d_in"], spec: AttentionSpec
+    project: Project,
+    context: Float[Array, "B N T Hv"],
+    query: Float[Array, "B T d_in"],
+    spec: AttentionSpec,
 ) -> Float[Array, "B T E"]:
     """Gate the context, combine its heads, normalize and project them, as the layer requires.
 
@@ -123,7 +140,9 @@ def project_output(
     """
     if spec.gate is not None:
         gate = project("gate_proj", query)
-        check_features("gate_proj", gate, spec.num_heads * (1 if spec.gate.per_head else spec.value_head_dim))
+        check_features(
+            "gate_proj", gate, spec.num_heads * (1 if spec.gate.per_head else spec.value_head_dim)
+        )
         context = apply_gate(context, gate)
     output = context.swapaxes(1, 2)
     output = output.reshape(*output.shape[:2], output.shape[2] * output.shape[3])
@@ -143,6 +162,10 @@ def _unpack_qkv(packed: Array, spec: AttentionSpec) -> tuple[Array, Array, Array
     """Return the features of q, k and v from those of their common projection."""
     width = spec.q_width + spec.k_width + spec.v_width
     if packed.shape[-1] != width:
-        raise Refusal("qkv_proj", f"return the {width} features of all q, k and v", f"{packed.shape[-1]} features")
+        raise Refusal(
+            "qkv_proj",
+            f"return the {width} features of all q, k and v",
+            f"{packed.shape[-1]} features",
+        )
     q, k, v = jnp.split(packed, [spec.q_width, spec.q_width + spec.k_width], axis=-1)
     return q, k, v

@@ -19,13 +19,16 @@ class Scores:
     """Changes to the logits of one call, and dropout of its attention weights.
 
     Attributes:
-        spec: layer whose scale, soft cap, biases and products by distance apply; or `BareHeads` of no layer.
+        spec: layer whose scale, soft cap, biases and products by distance apply; or `BareHeads` of
+            no layer.
         bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key.
-        learned: weights of the layer that change scores, by name: `sinks` (N,), one logit without a value per head;
-            `relative_bias` (num_buckets, N); `relative_keys` and `relative_queries`, vectors of distances for queries
-            and for keys, (num_buckets, H), or (num_buckets, N, H) for each head. Exactly those that the spec has.
+        learned: weights of the layer that change scores, by name: `sinks` (N,), one logit without a
+            value per head; `relative_bias` (num_buckets, N); `relative_keys` and
+            `relative_queries`, vectors of distances for queries and for keys, (num_buckets, H), or
+            (num_buckets, N, H) for each head. Exactly those that the spec has.
         dropout: probability of dropping an attention weight.
-        dropout_keep: True for attention weights to keep, instead of a random draw; broadcasts to (B, N, T, S).
+        dropout_keep: True for attention weights to keep, instead of a random draw; broadcasts to
+            (B, N, T, S).
         dropout_rng: random key for the draw.
     """
 
@@ -37,7 +40,9 @@ class Scores:
     dropout_rng: jax.Array | None = None
 
     def check_arguments(self, scores_shape: tuple[int, ...], query: Array) -> None:
-        """Refuse what a call of a layer brings and does not fit the scores (B, N, T, S) or their queries."""
+        """Refuse what a call of a layer brings and does not fit the scores (B, N, T, S) or their
+        queries.
+        """
         if self.bias is not None:
             check_bias(self.bias, scores_shape, query)
         if self.dropout_keep is not None:

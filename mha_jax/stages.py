@@ -1,7 +1,8 @@
 """Reference attention, one function per stage. All fast paths are tested against it.
 
-Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv value_head_dim, E d_model.
-A mask is boolean, True = masked (the query may not attend to the key); an additive term is a bias.
+Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv
+value_head_dim, E d_model. A mask is boolean, True = masked (the query may not attend to the key);
+an additive term is a bias.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,20 +43,23 @@ def attention_scores(
     q_offset: Int[Array, " #B"] | None = None,
     learned: Mapping[str, Float[Array, "..."]] | None = None,
 ) -> Float[Array, "B N T S"]:
-    """Return scaled dot products of queries and keys, with soft cap and biases, in at least float32.
+    """Return scaled dot products of queries and keys, with soft cap and biases, in at least
+    float32.
 
-    The scale is 1 / sqrt(H) unless the spec has one. ALiBi subtracts slope * distance; a relative bias adds numbers
-    from a table. Relative products add scaled products of queries and vectors of distances, and of keys and such
-    vectors.
+    The scale is 1 / sqrt(H) unless the spec has one. ALiBi subtracts slope * distance; a relative
+    bias adds numbers from a table. Relative products add scaled products of queries and vectors of
+    distances, and of keys and such vectors.
 
     Args:
         query, key: (B, N, T, H) and (B, K, S, H); query head n uses key head n // (N // K).
         bias: added to the scores; broadcasts to (B, N, T, S).
         spec: layer of these heads; default: only the scale 1 / sqrt(H).
-        q_offset: position of the first query among the keys, for all sequences or each, (1,) or (B,); default: 0.
+        q_offset: position of the first query among the keys, for all sequences or each, (1,) or
+            (B,); default: 0.
         learned: weights of the layer that change scores, see `Scores`.
 
-    Source: Attention Is All You Need, arXiv:1706.03762, equation 1; the soft cap: Gemma 2, arXiv:2408.00118, section 2.
+    Source: Attention Is All You Need, arXiv:1706.03762, equation 1; the soft cap: Gemma 2,
+    arXiv:2408.00118, section 2.
     """
     rules = BareHeads(query.shape[3]) if spec is None else spec
     learned = {} if learned is None else learned
@@ -72,20 +76,29 @@ def attention_scores(
     if isinstance(rules.relative_bias, GridBias):
         check_grid(rules.relative_bias, scores_shape)
     key = repeat_kv_heads(key, query.shape[1])
-    scores = jnp.einsum("bnth,bnsh->bnts", at_least_float32(query) * rules.score_scale, at_least_float32(key))
+    scores = jnp.einsum(
+        "bnth,bnsh->bnts", at_least_float32(query) * rules.score_scale, at_least_float32(key)
+    )
     if rules.soft_cap is not None:
         scores = rules.soft_cap * jnp.tanh(scores / rules.soft_cap)
-    lengths, dtype = (scores.shape[2], scores.shape[3]), scores.dtype
+    lengths = (scores.shape[2], scores.shape[3])
+    dtype = scores.dtype
     if rules.alibi_slopes is not None:
         scores = scores + alibi_bias(rules.alibi_slopes, *lengths, q_offset, scores_dtype=dtype)
     if rules.relative_bias is not None:
         table = tables["relative_bias"]
-        scores = scores + relative_position_bias(table, rules.relative_bias, *lengths, q_offset, scores_dtype=dtype)
+        scores = scores + relative_position_bias(
+            table, rules.relative_bias, *lengths, q_offset, scores_dtype=dtype
+        )
     if rules.relative_products is not None:
         vectors = (tables.get("relative_keys"), tables.get("relative_queries"))
-        products = relative_position_products(query, key, rules.relative_products, *vectors, q_offset)
+        products = relative_position_products(
+            query, key, rules.relative_products, *vectors, q_offset
+        )
         scores = scores + rules.score_scale * products
-    return scores if bias is None else scores + to_scores_rank(at_least_float32(bias))
+    if bias is None:
+        return scores
+    return scores + to_scores_rank(at_least_float32(bias))
 
 
 def masked_softmax(
@@ -93,9 +106,11 @@ def masked_softmax(
     mask: Bool[Array, "*#scores"] | None = None,
     sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B N T S"]:
-    """Softmax over keys, in at least float32. Masked keys get weight exactly 0; fully masked rows are all 0.
+    """Softmax over keys, in at least float32. Masked keys get weight exactly 0; fully masked rows
+    are all 0.
 
-    A sink is the logit of one extra key that is never masked; its weight is dropped from the result.
+    A sink is the logit of one extra key that is never masked; its weight is dropped from the
+    result.
 
     Source: the sinks: gpt-oss model card, arXiv:2508.10925, section 2.
     """
@@ -105,7 +120,9 @@ def masked_softmax(
     if not scores.size:  # JAX has no maximum over zero keys
         return scores
     if sinks is not None:
-        column = jnp.broadcast_to(at_least_float32(sinks)[None, :, None, None], (*scores.shape[:3], 1))
+        column = jnp.broadcast_to(
+            at_least_float32(sinks)[None, :, None, None], (*scores.shape[:3], 1)
+        )
         if mask is not None:
             mask = to_scores_rank(mask)
             mask = jnp.broadcast_to(mask, (*mask.shape[:3], scores.shape[3]))
@@ -118,8 +135,9 @@ def masked_softmax(
 def _softmax(scores: Array, mask: Array | None) -> Array:
     if mask is None:
         return jax.nn.softmax(scores, axis=-1)
-    # -inf, because a score may be as low as any finite value (a bias of finfo.min). The softmax of a row of -inf would
-    # be NaN, and so would its gradient: scores of fully masked rows are 0, and their weights become 0 afterwards.
+    # -inf, because a score may be as low as any finite value (a bias of finfo.min). The softmax of
+    # a row of -inf would be NaN, and so would its gradient: scores of fully masked rows are 0, and
+    # their weights become 0 afterwards.
     mask = to_scores_rank(mask)
     empty_rows = mask.all(axis=-1, keepdims=True)
     scores = zero_where(jnp.where(mask, -jnp.inf, scores), empty_rows)
@@ -131,7 +149,9 @@ def attention_context(
 ) -> Float[Array, "B N T Hv"]:
     """Return the weighted sum of values, accumulated in at least float32, in the dtype of value."""
     value_per_head = repeat_kv_heads(value, attn_weights.shape[1])
-    context = jnp.einsum("bnts,bnsh->bnth", at_least_float32(attn_weights), at_least_float32(value_per_head))
+    context = jnp.einsum(
+        "bnts,bnsh->bnth", at_least_float32(attn_weights), at_least_float32(value_per_head)
+    )
     return context.astype(value.dtype)
 
 
@@ -142,7 +162,8 @@ def apply_dropout(
     *,
     rng: jax.Array | None = None,
 ) -> Float[Array, "B N T S"]:
-    """Drop each attention weight with probability `rate`, 0 <= rate < 1, and divide the others by 1 - rate.
+    """Drop each attention weight with probability `rate`, 0 <= rate < 1, and divide the others by 1
+    - rate.
 
     `keep` is True for weights to keep; default: a random draw with the key `rng`.
 
@@ -161,7 +182,7 @@ def apply_dropout(
     return jnp.where(keep, attn_weights / (1.0 - rate), 0.0)
 
 
-# ---- Attention -------------------------------------------------------------------------------------------------------
+# ---- Attention -----------------------------------------------------------------------------------
 
 
 def scaled_dot_product_attention(
@@ -187,15 +208,17 @@ def scaled_dot_product_attention(
     Args:
         query: (B, N, T, H).
         key, value: (B, K, S, H) and (B, K, S, Hv); query head n uses key/value head n // (N // K).
-        spec: layer of these heads: scale, soft cap, biases and products by distance; default: the scale 1 / sqrt(H).
+        spec: layer of these heads: scale, soft cap, biases and products by distance; default: the
+            scale 1 / sqrt(H).
         bias, learned, dropout, dropout_keep, dropout_rng: see `Scores`.
         need_weights: also return the attention weights; without a kernel.
-        kernel: computes the context, such as `fused.attend`, the default kernel of layers; default: the formula, which
-            stores the attention weights.
+        kernel: computes the context, such as `fused.attend`, the default kernel of layers; default:
+            the formula, which stores the attention weights.
         mask, is_causal, key_padding_lengths, segment_ids: hide keys, see `Mask`.
 
     Returns:
-        Context (B, N, T, Hv), and the attention weights before dropout (B, N, T, S) or None; in the dtype of query.
+        Context (B, N, T, Hv), and the attention weights before dropout (B, N, T, S) or None; in the
+        dtype of query.
 
     Raises:
         TypeError: if an input is not floating point, the dtypes differ, or the mask is not boolean.
@@ -204,7 +227,9 @@ def scaled_dot_product_attention(
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """
     if kernel is not None and need_weights:
-        raise Refusal("need_weights", "be False with a kernel, which stores no weights", need_weights=True)
+        raise Refusal(
+            "need_weights", "be False with a kernel, which stores no weights", need_weights=True
+        )
     check_heads(query, key, value)
     rules = BareHeads(query.shape[3]) if spec is None else spec
     check_scored(query, key, rules)
@@ -238,11 +263,15 @@ def attend(
     logits = attention_scores(query, key, scores.bias, scores.spec, mask.q_offset, scores.learned)
     hidden = mask.with_bias(scores.bias).to_bool(query.shape[2], key.shape[2])
     attn_weights = masked_softmax(logits, hidden, scores.learned.get("sinks")).astype(query.dtype)
-    dropped = apply_dropout(attn_weights, scores.dropout, scores.dropout_keep, rng=scores.dropout_rng)
+    dropped = apply_dropout(
+        attn_weights, scores.dropout, scores.dropout_keep, rng=scores.dropout_rng
+    )
     return attention_context(dropped, value), attn_weights
 
 
 @compiled()
-def attend_without_weights(query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
+def attend_without_weights(
+    query: Array, key: Array, value: Array, mask: Mask, scores: Scores
+) -> Array:
     """Return only the context, like a kernel, so that XLA does not keep the attention weights."""
     return attend(query, key, value, mask, scores)[0]

@@ -16,13 +16,19 @@ from mha_jax.parallel.sharding import is_explicit, placed, spec_of
 from mha_spec import AttentionSpec
 
 Project = Callable[[str, Array], Array]
-"""Applies a projection by name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`, `gate_proj`) to an input, or a
-norm (`q_norm`, `k_norm`, `v_norm`) to projected features."""
+"""Applies a projection by name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`,
+`gate_proj`) to an input, or a norm (`q_norm`, `k_norm`, `v_norm`) to projected features.
+"""
 
 
 def project_with(weights: Mapping[str, Any], spec: AttentionSpec | None = None) -> Project:
-    """Return a function that applies projections and norms, with weights as in `multi_head_attention`."""
-    norms = {} if spec is None else spec.norms
+    """Return a function that applies projections and norms, with weights as in
+    `multi_head_attention`.
+    """
+    if spec is None:
+        norms = {}
+    else:
+        norms = spec.norms
 
     def project(name: str, x: Array) -> Array:
         if name in norms:
@@ -37,19 +43,27 @@ def project_with(weights: Mapping[str, Any], spec: AttentionSpec | None = None) 
 
 def linear(x: Array, kernel: Array, bias: Array | None) -> Array:
     """Return x @ kernel + bias, in the dtype of x."""
-    # The sum stays in float32 until the bias is added, so that the gradient is also accumulated in float32.
+    # The sum stays in float32 until the bias is added, so that the gradient is also accumulated in
+    # float32.
     placement = None
     if lies_on_mesh(x):
         kernel, placement = _placed(x, kernel)
     projected = jnp.einsum(
-        "bti,io->bto", x, kernel, preferred_element_type=at_least_float32(x).dtype, out_sharding=placement
+        "bti,io->bto",
+        x,
+        kernel,
+        preferred_element_type=at_least_float32(x).dtype,
+        out_sharding=placement,
     )
-    projected = projected if bias is None else projected + at_least_float32(bias)[None, None]
+    if bias is not None:
+        projected = projected + at_least_float32(bias)[None, None]
     return projected.astype(x.dtype)
 
 
 def _placed(x: Array, kernel: Array) -> tuple[Array, NamedSharding | None]:
-    """Return the kernel and the sharding of its product with x, if types contain their shardings."""
+    """Return the kernel and the sharding of its product with x, if types contain their
+    shardings.
+    """
     if not is_explicit(x) or not is_explicit(kernel):
         return kernel, None
     (*of_tokens, features), (rows, columns) = spec_of(x), spec_of(kernel)

@@ -5,8 +5,9 @@ import platform
 
 if importlib.util.find_spec("ttnn") is None:
     raise ImportError(
-        "mha_tt needs ttnn (pip install ttnn), which has wheels for CPython 3.10 and 3.12 on x86-64 Linux; "
-        f"this is {platform.python_implementation()} {platform.python_version()} on {platform.machine()}"
+        "mha_tt needs ttnn (pip install ttnn), which has wheels for CPython 3.10 and 3.12 on "
+        f"x86-64 Linux; this is {platform.python_implementation()} {platform.python_version()} "
+        f"on {platform.machine()}"
     )
 
 from mha_tt.cache import KVCache, append_to_cache, create_cache_mask, init_cache, kv_cache_nbytes
@@ -129,7 +130,8 @@ __all__ = [
     "weights_of_heads",
 ]
 
-# Annotations of public functions are the checks of their arguments. Functions of the package call each other unchecked.
+# Annotations of public functions are the checks of their arguments. Functions of the package call
+# each other unchecked.
 absorb_keys = _checked(absorb_keys)
 absorb_values = _checked(absorb_values)
 append_to_cache = _checked(append_to_cache)

@@ -14,7 +14,9 @@ def at_least_float32(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
 
 def as_dtype(x: Float[Tensor, "..."], dtype: ttnn.DataType) -> Float[Tensor, "..."]:
     """Return x in a dtype, converted on the device if necessary."""
-    return x if x.dtype == dtype else ttnn.typecast(x, dtype)
+    if x.dtype == dtype:
+        return x
+    return ttnn.typecast(x, dtype)
 
 
 def zero_where(x: Float[Tensor, "..."], where: Float[Tensor, "..."]) -> Float[Tensor, "..."]:

@@ -34,7 +34,9 @@ from mha_tt.layout import TILE, TILE_NBYTES, round_up
 from mha_tt.masks import Mask
 
 MOST_KV_HEADS = TILE
-"""Maximum of `paged_update_cache`: it reads one row of tiles per sequence, and accepts more heads without an error."""
+"""Maximum of `paged_update_cache`: it reads one row of tiles per sequence, and accepts more heads
+without an error.
+"""
 
 
 class Cache:
@@ -47,7 +49,8 @@ class Cache:
 
     lengths: Int[np.ndarray, " B"]
 
-    is_written_over: bool = False  # by a step that returned a cache with the same storage; not part of the value
+    # By a step that returned a cache with the same storage; not part of the value.
+    is_written_over: bool = False
 
     @property
     def slots(self) -> dict[str, Float[Tensor, "B K S W"]]:
@@ -57,9 +60,12 @@ class Cache:
     capacity: int  # not in the shape of the slots, which fill whole tiles
     pages: Any = None  # for a paged cache: pages of each sequence, in order, (B, P), on the host,
     page_table: Int[Tensor, "B P"] | None = None  # and on the device
-    places: DecodePositions | None = None  # kept on the device for the next step; dropped by any other change
+    # Kept on the device for the next step; dropped by any other change.
+    places: DecodePositions | None = None
 
-    def with_slots(self, slots: Iterable[Float[Tensor, "B K S W"]], lengths: Int[np.ndarray, " B"]) -> Self:
+    def with_slots(
+        self, slots: Iterable[Float[Tensor, "B K S W"]], lengths: Int[np.ndarray, " B"]
+    ) -> Self:
         """Return a cache of the same type with other contents.
 
         Args:
@@ -70,7 +76,9 @@ class Cache:
         return kind(*slots, lengths, self.capacity)
 
     def copy(self) -> Self:
-        """Return a cache of the same tokens with its own storage, as for going back to them after other steps."""
+        """Return a cache of the same tokens with its own storage, as for going back to them after
+        other steps.
+        """
         check_not_written_over(self)
         return self.with_slots((ttnn.clone(x) for x in self.slots.values()), self.lengths.copy())
 
@@ -133,7 +141,8 @@ class Cache:
         """Truncate each sequence to `lengths` and clear the freed slots.
 
         Args:
-            lengths: number of tokens to keep, at most the cached ones, for all sequences or each, (B,).
+            lengths: number of tokens to keep, at most the cached ones, for all sequences or each,
+                (B,).
 
         Returns:
             Cache of the same capacity, with its own storage.
@@ -149,11 +158,17 @@ class Cache:
         lengths = np.asarray(lengths, np.int32)
         if (lengths > self.lengths).any():
             raise Refusal(
-                "lengths", "not exceed those of the cache", f"lengths={lengths.tolist()} and {self.lengths.tolist()}"
+                "lengths",
+                "not exceed those of the cache",
+                f"lengths={lengths.tolist()} and {self.lengths.tolist()}",
             )
         first = next(iter(self.slots.values()))
-        is_kept = upload(self.is_within(lengths)[:, None, :, None], device=first.device(), dtype=first.dtype)
-        return self.with_slots((ttnn.where(is_kept, x, 0.0) for x in self.slots.values()), lengths.copy())
+        is_kept = upload(
+            self.is_within(lengths)[:, None, :, None], device=first.device(), dtype=first.dtype
+        )
+        return self.with_slots(
+            (ttnn.where(is_kept, x, 0.0) for x in self.slots.values()), lengths.copy()
+        )
 
     def is_within(self, lengths: Int[np.ndarray, " B"]) -> np.ndarray:
         """Return which slots contain the first tokens of each sequence, (B, S)."""
@@ -165,8 +180,8 @@ class KVCache(Cache):
     """Keys and values of all tokens so far.
 
     Attributes:
-        keys, values: (B, K, S, H) and (B, K, S, Hv) with capacity S, all in whole tiles; keys after RoPE. Slots at or
-            beyond the length of their sequence are empty.
+        keys, values: (B, K, S, H) and (B, K, S, Hv) with capacity S, all in whole tiles; keys after
+            RoPE. Slots at or beyond the length of their sequence are empty.
         lengths: number of tokens each sequence has cached, (B,), int32, on the host.
         capacity: number of slots per sequence.
     """
@@ -208,7 +223,8 @@ def init_cache(
 
     Raises:
         TypeError: if a size is not an integer or the dtype not floating point.
-        ValueError: if a size is below 1, or the batch size below 0, or there are more than 32 heads.
+        ValueError: if a size is below 1, or the batch size below 0, or there are more than 32
+            heads.
     """
     check_count("batch_size", batch_size, minimum=0)
     value_head_dim = head_dim if value_head_dim is None else value_head_dim
@@ -216,7 +232,9 @@ def init_cache(
     for name, size in {**sizes, "value_head_dim": value_head_dim}.items():
         check_count(name, size)
     if num_kv_heads > MOST_KV_HEADS:
-        raise Refusal("num_kv_heads", f"be at most {MOST_KV_HEADS} for a cache", num_kv_heads=num_kv_heads)
+        raise Refusal(
+            "num_kv_heads", f"be at most {MOST_KV_HEADS} for a cache", num_kv_heads=num_kv_heads
+        )
     check_dtype("dtype", dtype)
     shape = (batch_size, num_kv_heads, round_up(capacity))
     return KVCache(
@@ -237,18 +255,20 @@ def append_to_cache(
     """Append the keys and values of new tokens to the cache.
 
     Args:
-        cache: contains `cache.lengths` tokens. Do not use it afterwards, but a `cache.copy()` made before: its storage
-            is reused, and its next use raises an error.
-        key, value: (B, K, T, H) and (B, K, T, Hv), in the cache's dtype or, for a bfloat8_b cache, bfloat16.
-        new_lengths: number of real tokens of each sequence, 0..T, (B,); the rest is right padding, which is not cached.
-            Default: all.
+        cache: contains `cache.lengths` tokens. Do not use it afterwards, but a `cache.copy()` made
+            before: its storage is reused, and its next use raises an error.
+        key, value: (B, K, T, H) and (B, K, T, Hv), in the cache's dtype or, for a bfloat8_b cache,
+            bfloat16.
+        new_lengths: number of real tokens of each sequence, 0..T, (B,); the rest is right padding,
+            which is not cached. Default: all.
 
     Returns:
         Cache with `cache.lengths + new_lengths` tokens.
 
     Raises:
         TypeError: if the dtypes differ or the lengths are not integers.
-        ValueError: if shapes do not fit, or the tokens exceed the capacity; the cache is then unchanged.
+        ValueError: if shapes do not fit, or the tokens exceed the capacity; the cache is then
+            unchanged.
     """
     check_appended(cache, key, value, new_lengths)
     after = append_checked(cache, (key, value), num_added(cache, key.shape[2], new_lengths))
@@ -257,22 +277,35 @@ def append_to_cache(
 
 
 def mark_written_over(before: Cache, after: Cache) -> None:
-    """Mark a cache whose storage another one has, with more tokens in it, so that its next use raises an error."""
+    """Mark a cache whose storage another one has, with more tokens in it, so that its next use
+    raises an error.
+    """
     if any(x is y for x, y in zip(before.slots.values(), after.slots.values(), strict=True)):
-        object.__setattr__(before, "is_written_over", True)  # not a field, so that its value stays the same
+        # It is not a field, so that the value of the cache stays the same.
+        object.__setattr__(before, "is_written_over", True)
 
 
 def append_checked(cache: CacheT, new: tuple[Tensor, ...], added: np.ndarray) -> CacheT:
     """Append new tokens to each tensor of slots, without checks."""
-    # The device writes whole tiles or pages, or single rows: rows up to the next tile, for all sequences at once, …
-    whole = TILE if cache.pages is None else next(iter(cache.slots.values())).shape[2]
-    single = np.minimum(added, -cache.lengths % whole) if new[0].shape[2] > 1 else added
+    # The device writes whole tiles or pages, or single rows: rows up to the next tile, for all
+    # sequences at once, …
+    if cache.pages is None:
+        whole = TILE
+    else:
+        whole = next(iter(cache.slots.values())).shape[2]
+    if new[0].shape[2] > 1:
+        single = np.minimum(added, -cache.lengths % whole)
+    else:
+        single = added
     for token in range(single.max(initial=0)):
         slots = np.where(token < single, cache.lengths + token, -1)
-        write_rows(cache, [ttnn.permute(x[:, :, token : token + 1], (2, 0, 1, 3)) for x in new], slots)
+        write_rows(
+            cache, [ttnn.permute(x[:, :, token : token + 1], (2, 0, 1, 3)) for x in new], slots
+        )
     # … and then tiles or pages, one sequence at a time.
     for sequence in np.flatnonzero(added > single).tolist():
-        first, last = int(single[sequence]), int(added[sequence])
+        first = int(single[sequence])
+        last = int(added[sequence])
         for slots, x in zip(cache.slots.values(), new, strict=True):
             tokens = x[sequence : sequence + 1, :, first:last]
             write_tokens(slots, tokens, sequence, int(cache.lengths[sequence]) + first, cache.pages)
@@ -287,7 +320,8 @@ def create_cache_mask(
     window_size: int | None = None,
     chunk_size: int | None = None,
 ) -> Bool[np.ndarray, "B 1 T S"]:
-    """Return a mask of the slots that each new token cannot attend to: after its own, or outside its window or chunk.
+    """Return a mask of the slots that each new token cannot attend to: after its own, or outside
+    its window or chunk.
 
     Args:
         lengths: number of cached tokens of each sequence before the new ones, (B,).
@@ -305,33 +339,56 @@ def create_cache_mask(
     check_count("seq_len_q", seq_len_q)
     check_count("capacity", capacity)
     check_lengths("lengths", lengths, None, capacity)
-    q_offset, span = np.asarray(lengths), span_of(window_size, chunk_size)
+    q_offset = np.asarray(lengths)
+    span = span_of(window_size, chunk_size)
     return Mask(is_causal=True, span=span, q_offset=q_offset).implicit_bool(seq_len_q, capacity)
 
 
-def num_added(cache: Cache, seq_len: int, new_lengths: np.ndarray | Sequence[int] | None) -> np.ndarray:
+def num_added(
+    cache: Cache, seq_len: int, new_lengths: np.ndarray | Sequence[int] | None
+) -> np.ndarray:
     """How many tokens are appended to each sequence, (B,)."""
-    added = np.full(len(cache.lengths), seq_len) if new_lengths is None else np.asarray(new_lengths)
+    if new_lengths is None:
+        added = np.full(len(cache.lengths), seq_len)
+    else:
+        added = np.asarray(new_lengths)
     return added.astype(np.int32)
 
 
 def write_rows(cache: Cache, new: Sequence[Tensor], slots: np.ndarray | Tensor) -> None:
-    """Write one token of each sequence, (1, B, K, H) for each tensor of slots, into its slot; -1 writes nothing."""
-    device, batch_size = new[0].device(), new[0].shape[1]
+    """Write one token of each sequence, (1, B, K, H) for each tensor of slots, into its slot; -1
+    writes nothing.
+    """
+    device = new[0].device()
+    batch_size = new[0].shape[1]
     grid = device.compute_with_storage_grid_size()
     if batch_size > grid.x * grid.y:
-        raise Refusal("the batch", f"not exceed the {grid.x * grid.y} cores of the device", f"{batch_size} sequences")
-    where = slots if isinstance(slots, Tensor) else upload_integers(slots, device=device)
+        raise Refusal(
+            "the batch",
+            f"not exceed the {grid.x * grid.y} cores of the device",
+            f"{batch_size} sequences",
+        )
+    if isinstance(slots, Tensor):
+        where = slots
+    else:
+        where = upload_integers(slots, device=device)
     for held, rows in zip(cache.slots.values(), new, strict=True):
-        rows = as_dtype(rows, ttnn.bfloat16) if rows.dtype == ttnn.bfloat8_b else rows
+        if rows.dtype == ttnn.bfloat8_b:
+            rows = as_dtype(rows, ttnn.bfloat16)
         if not rows.is_sharded():
             sharded = one_core_each(batch_size, round_up(rows.shape[2]), rows.shape[3], device)
             rows = ttnn.to_memory_config(rows, sharded)
-        ttnn.experimental.paged_update_cache(held, rows, update_idxs_tensor=where, page_table=cache.page_table)
+        ttnn.experimental.paged_update_cache(
+            held, rows, update_idxs_tensor=where, page_table=cache.page_table
+        )
 
 
-def without_new(cache: CacheT, seq_len: int, new_lengths: np.ndarray | Sequence[int] | None) -> CacheT:
-    """Return the cache of another layer with its lengths before the new tokens, which it has already appended."""
+def without_new(
+    cache: CacheT, seq_len: int, new_lengths: np.ndarray | Sequence[int] | None
+) -> CacheT:
+    """Return the cache of another layer with its lengths before the new tokens, which it has
+    already appended.
+    """
     if new_lengths is not None:
         check_lengths("new_lengths", new_lengths, len(cache.lengths), seq_len)
     added = num_added(cache, seq_len, new_lengths)
@@ -349,10 +406,11 @@ def kv_cache_nbytes(
     num_layers: int = 1,
     dtype: ttnn.DataType,
 ) -> int:
-    """Return the bytes of all layers' keys and values: batch * heads * slots * (H + Hv) * itemsize per layer.
+    """Return the bytes of all layers' keys and values: batch * heads * slots * (H + Hv) * itemsize
+    per layer.
 
-    On the device slots and features fill whole tiles of 32; with RoPE pass `padded_head_dim(head_dim, rope=True)` as
-    the features of a head.
+    On the device slots and features fill whole tiles of 32; with RoPE pass
+    `padded_head_dim(head_dim, rope=True)` as the features of a head.
 
     Args:
         batch_size: number of sequences, B.
@@ -367,10 +425,16 @@ def kv_cache_nbytes(
         TypeError: if a size is not an integer.
         ValueError: if a size is below 1.
 
-    Example: kv_cache_nbytes(1, 8, 8192, 128, num_layers=80, dtype=ttnn.bfloat16) == 2684354560 (2.5 GiB)
+    Example, 2.5 GiB:
+        kv_cache_nbytes(1, 8, 8192, 128, num_layers=80, dtype=ttnn.bfloat16) == 2684354560
     """
     value_head_dim = head_dim if value_head_dim is None else value_head_dim
-    sizes = {"batch_size": batch_size, "num_kv_heads": num_kv_heads, "capacity": capacity, "head_dim": head_dim}
+    sizes = {
+        "batch_size": batch_size,
+        "num_kv_heads": num_kv_heads,
+        "capacity": capacity,
+        "head_dim": head_dim,
+    }
     for name, size in {**sizes, "value_head_dim": value_head_dim, "num_layers": num_layers}.items():
         check_count(name, size)
     check_dtype("dtype", dtype)
@@ -385,14 +449,22 @@ def check_cache(
     value: Tensor,
     names: tuple[str, str] = ("cache.keys", "cache.values"),
 ) -> None:
-    """Refuse cached keys and values (B, K, S, H) to which new ones (B, K, T, H) cannot be appended."""
+    """Refuse cached keys and values (B, K, S, H) to which new ones (B, K, T, H) cannot be
+    appended.
+    """
     for name, x, new in zip(names, (cache_k, cache_v), (key, value), strict=True):
         check_tiles(name, x)
         expected = (key.shape[0], key.shape[1], cache_k.shape[2], new.shape[3])
         if tuple(x.shape) != expected:
-            raise Refusal(name, f"have shape (B, K, S, H) = {expected}", {f"{name}.shape": tuple(x.shape)})
+            raise Refusal(
+                name, f"have shape (B, K, S, H) = {expected}", {f"{name}.shape": tuple(x.shape)}
+            )
         if (x.dtype == ttnn.float32) != (key.dtype == ttnn.float32):
-            raise WrongType(name, "be float32 if the new keys are", {f"{name}.dtype": x.dtype, "key.dtype": key.dtype})
+            raise WrongType(
+                name,
+                "be float32 if the new keys are",
+                {f"{name}.dtype": x.dtype, "key.dtype": key.dtype},
+            )
 
 
 def check_cached_input(x: Tensor, cache: Cache) -> None:
@@ -402,32 +474,50 @@ def check_cached_input(x: Tensor, cache: Cache) -> None:
     if (x.dtype == ttnn.float32) != (dtype == ttnn.float32):
         raise WrongType("x", "be float32 if the cache is", {"x.dtype": x.dtype, "dtype": dtype})
     if x.shape[0] != cache.lengths.shape[0]:
-        raise Refusal("x", "have the batch size of the cache", {"x.shape[0]": x.shape[0], "cached": len(cache.lengths)})
+        raise Refusal(
+            "x",
+            "have the batch size of the cache",
+            {"x.shape[0]": x.shape[0], "cached": len(cache.lengths)},
+        )
 
 
-def check_appended(cache: KVCache, key: Tensor, value: Tensor, new_lengths: np.ndarray | Sequence[int] | None) -> None:
+def check_appended(
+    cache: KVCache, key: Tensor, value: Tensor, new_lengths: np.ndarray | Sequence[int] | None
+) -> None:
     """Refuse new keys and values (B, K, T, H) that do not fit the cache or its capacity."""
     check_is_cache(cache, KVCache)
     if cache.pages is not None:
-        raise WrongType("cache", "be a KVCache without pages", type(cache).__name__, hint="a module takes it")
+        raise WrongType(
+            "cache", "be a KVCache without pages", type(cache).__name__, hint="a module takes it"
+        )
     check_tiles("key", key)
     check_tiles("value", value)
     check_cache(cache.keys, cache.values, key, value)
     if value.dtype != key.dtype:
-        raise WrongType("value", "have the dtype of key", {"value.dtype": value.dtype, "key.dtype": key.dtype})
+        raise WrongType(
+            "value", "have the dtype of key", {"value.dtype": value.dtype, "key.dtype": key.dtype}
+        )
     check_room(cache, key.shape[2], new_lengths)
 
 
 def check_room(cache: Cache, seq_len: int, new_lengths: np.ndarray | Sequence[int] | None) -> None:
     """Refuse more new tokens than free slots: they would be written out of bounds."""
-    batch_size = next(iter(cache.slots.values())).shape[0] if cache.pages is None else len(cache.pages)
+    if cache.pages is None:
+        batch_size = next(iter(cache.slots.values())).shape[0]
+    else:
+        batch_size = len(cache.pages)
     check_lengths("cache.lengths", cache.lengths, batch_size, cache.capacity)
     if new_lengths is not None:
         check_lengths("new_lengths", new_lengths, batch_size, seq_len)
-    added = np.full(len(cache.lengths), seq_len) if new_lengths is None else np.asarray(new_lengths)
+    if new_lengths is None:
+        added = np.full(len(cache.lengths), seq_len)
+    else:
+        added = np.asarray(new_lengths)
     if (cache.lengths + added > cache.capacity).any():
         rule = f"not exceed the {cache.capacity} slots of the cache"
-        raise Refusal("lengths + new tokens", rule, lengths=cache.lengths.tolist(), new_lengths=added.tolist())
+        raise Refusal(
+            "lengths + new tokens", rule, lengths=cache.lengths.tolist(), new_lengths=added.tolist()
+        )
 
 
 def check_cache_holds(cache: Cache, num_heads: int, *features: int) -> None:
@@ -436,4 +526,6 @@ def check_cache_holds(cache: Cache, num_heads: int, *features: int) -> None:
     for (name, x), width in zip(cache.slots.items(), features, strict=True):
         expected = (first.shape[0], num_heads, first.shape[2], width)
         if tuple(x.shape) != expected:
-            raise Refusal(f"cache.{name}", f"have shape {expected}", f"cache.{name}.shape={tuple(x.shape)}")
+            raise Refusal(
+                f"cache.{name}", f"have shape {expected}", f"cache.{name}.shape={tuple(x.shape)}"
+            )

@@ -43,7 +43,13 @@ from mha_tt.decode.pages import paged
 from mha_tt.decode.slots import first_slots
 from mha_tt.decode.step import decode_step, project_new_tokens
 from mha_tt.device import upload, zeros
-from mha_tt.features.latent import HeadWeights, LatentCache, absorb_keys, absorb_values, expand_latents
+from mha_tt.features.latent import (
+    HeadWeights,
+    LatentCache,
+    absorb_keys,
+    absorb_values,
+    expand_latents,
+)
 from mha_tt.features.rope import rotation_of
 from mha_tt.kernels import Kernel, fused
 from mha_tt.layout import padded_features, padded_width, round_up
@@ -75,7 +81,8 @@ def multi_head_attention_with_cache(
         weights: see `multi_head_attention`.
         spec: the layer; dropout is not applied.
         kernel: computes the context.
-        compute_kernel_config: arithmetic of the device, including the default kernel; default: `accurate_config`.
+        compute_kernel_config: arithmetic of the device, including the default kernel; default:
+            `accurate_config`.
     """
     check_spec(spec, is_self_attention=True)
     check_weights(weights, spec)
@@ -100,26 +107,23 @@ def cached_layer(
     `kv_b` returns the weights of the absorbed form. It is called after all checks.
     """
     spec = layer.spec
-    check_cached_input(x, cache)
-    check_width("x", x, spec.d_in)
-    batch_size, seq_len, _ = x.shape
     scores = layer.scores(bias)
-    scores_shape = (batch_size, spec.num_heads, seq_len, cache.capacity)
-    if mask is not None:
-        check_broadcasts("mask", tuple(mask.shape), scores_shape)
-    scores.check_arguments(scores_shape, x)
-    check_layer_positions(positions, batch_size, seq_len, spec)
-    _check_is_of(cache, spec)
-    # With `shared_kv` the other layer has appended the new tokens.
-    before = without_new(cache, seq_len, new_lengths) if spec.shared_kv else cache
-    check_room(before, seq_len, new_lengths)
-
-    positions = positions if spec.has_positions else None  # ignored ones must not rule out the step kernel
+    before = _check_call(layer, x, cache, mask, scores, new_lengths, positions)
+    batch_size, seq_len, _ = x.shape
+    # Ignored ones must not rule out the step kernel.
+    if not spec.has_positions:
+        positions = None
     if kv_b is not None:
         scores = replace(scores, spec=spec.absorbed)
     visible = Mask(mask, is_causal=True, span=spec.span)
     are_all_real = new_lengths is None or (np.asarray(new_lengths) == seq_len).all()
-    is_plain_step = seq_len == 1 and batch_size and are_all_real and positions is None and spec.temperature is None
+    is_plain_step = (
+        seq_len == 1
+        and batch_size
+        and are_all_real
+        and positions is None
+        and spec.temperature is None
+    )
     if is_plain_step and not spec.shared_kv:  # the kernel of a step appends
         kernel = _kernel_of_step(layer, x, cache, visible, scores)
         if kernel is not None:
@@ -134,14 +138,27 @@ def cached_layer(
     is_step = seq_len == 1
     if is_step:  # one token per sequence: tokens of all sequences share tiles
         x = ttnn.reshape(x, (1, batch_size, x.shape[2]))
-        positions = np.broadcast_to(positions, (*positions.shape[:-2], batch_size, 1)).swapaxes(-1, -2)
+        positions = np.broadcast_to(positions, (*positions.shape[:-2], batch_size, 1)).swapaxes(
+            -1, -2
+        )
     rotation = rotation_of(positions, spec, device=x.device(), side_by_side=is_step)
-    q, new = project_new_tokens(layer.project, x, before, spec, positions if rotation is None else rotation)
-    heads, config = None if kv_b is None else kv_b(), layer.compute_kernel_config
-    q = q if heads is None else absorb_keys(q, heads, spec, compute_kernel_config=config)
-    attend = _attend_in_step if is_step else _attend_in_prefill
+    q, new = project_new_tokens(
+        layer.project, x, before, spec, positions if rotation is None else rotation
+    )
+    if kv_b is None:
+        heads = None
+    else:
+        heads = kv_b()
+    config = layer.compute_kernel_config
+    if heads is not None:
+        q = absorb_keys(q, heads, spec, compute_kernel_config=config)
+    if is_step:
+        attend = _attend_in_step
+    else:
+        attend = _attend_in_prefill
     context, after = attend(layer, q, new, before, new_lengths, visible, scores)
-    mark_written_over(before, after)  # after the kernel: a step that raised an error can be repeated
+    # After the kernel: a step that raised an error can be repeated.
+    mark_written_over(before, after)
     if heads is not None:
         context = context[:, :, :, : padded_features("kv_a_norm", spec)]
         context = absorb_values(context, heads, spec, compute_kernel_config=config)
@@ -153,8 +170,42 @@ def cached_layer(
     return output, cache if spec.shared_kv else after
 
 
-def _empty_padding(x: Tensor, positions: np.ndarray, new_lengths: np.ndarray) -> tuple[Tensor, np.ndarray, Tensor]:
-    """Return tokens and positions with those of padding replaced, and 1 for each real token, (B, T, 1)."""
+def _check_call(
+    layer: AttentionLayer | FunctionalLayer,
+    x: Tensor,
+    cache: CacheT,
+    mask: np.ndarray | DeviceMask | None,
+    scores: Scores,
+    new_lengths: np.ndarray | Sequence[int] | None,
+    positions: np.ndarray | None,
+) -> CacheT:
+    """Refuse arguments that do not fit the layer or each other, and return the cache without the
+    new tokens.
+    """
+    spec = layer.spec
+    check_cached_input(x, cache)
+    check_width("x", x, spec.d_in)
+    batch_size, seq_len, _ = x.shape
+    scores_shape = (batch_size, spec.num_heads, seq_len, cache.capacity)
+    if mask is not None:
+        check_broadcasts("mask", tuple(mask.shape), scores_shape)
+    scores.check_arguments(scores_shape, x)
+    check_layer_positions(positions, batch_size, seq_len, spec)
+    _check_is_of(cache, spec)
+    before = cache
+    # With `shared_kv` the other layer has appended the new tokens.
+    if spec.shared_kv:
+        before = without_new(cache, seq_len, new_lengths)
+    check_room(before, seq_len, new_lengths)
+    return before
+
+
+def _empty_padding(
+    x: Tensor, positions: np.ndarray, new_lengths: np.ndarray
+) -> tuple[Tensor, np.ndarray, Tensor]:
+    """Return tokens and positions with those of padding replaced, and 1 for each real token, (B, T,
+    1).
+    """
     is_padding = padding_after(new_lengths, x.shape[1])
     positions = np.where(is_padding, positions[..., :1], positions)  # padding adds no length
     is_real = upload(~is_padding[:, :, None], device=x.device(), dtype=x.dtype)
@@ -171,18 +222,25 @@ def _attend_in_step(
     mask: Mask,
     scores: Scores,
 ) -> tuple[Tensor, CacheT]:
-    """Append one token per sequence, q (1, N, B, H), new (1, K, B, H) each; each attends to all tokens up to itself."""
+    """Append one token per sequence, q (1, N, B, H), new (1, K, B, H) each; each attends to all
+    tokens up to itself.
+    """
     added = num_added(cache, 1, new_lengths)
     if new:
-        write_rows(cache, [ttnn.transpose(x, 1, 2) for x in new], np.where(added > 0, cache.lengths, -1))
-    before, cache = cache.lengths, cache.with_slots(cache.slots.values(), cache.lengths + added)
+        write_rows(
+            cache, [ttnn.transpose(x, 1, 2) for x in new], np.where(added > 0, cache.lengths, -1)
+        )
+    before = cache.lengths
+    cache = cache.with_slots(cache.slots.values(), cache.lengths + added)
     kernel = _kernel_of_step(layer, q, cache, mask, scores)
     if kernel is None:
         q = ttnn.permute(q, (2, 1, 0, 3))
         context = _attend_to_slots(layer, q, cache, before, mask, scores)
         return ttnn.permute(context, (2, 1, 0, 3)), cache
-    # Sequences without a new token attend to an existing slot, so that their output is finite before it is set to 0.
-    last_positions, slots = np.minimum(before, cache.capacity - 1), tuple(cache.slots.values())
+    # Sequences without a new token attend to an existing slot, so that their output is finite
+    # before it is set to 0.
+    last_positions = np.minimum(before, cache.capacity - 1)
+    slots = tuple(cache.slots.values())
     context = fused.attend_to_checked(
         ttnn.transpose(q, 1, 2),
         slots[0],
@@ -205,14 +263,24 @@ def _kernel_of_step(
 ) -> fused.FusedAttention | None:
     """Return the kernel of the layer if its step form supports the call, else None.
 
-    The step form multiplies a mask by the scale (tt-metal#55337). Its windows are correct, but leak non-finite values
-    of keys before the window (docs/reference/ttnn.md).
+    The step form multiplies a mask by the scale (tt-metal#55337). Its windows are correct, but leak
+    non-finite values of keys before the window (docs/reference/ttnn.md).
     """
     first, *others = cache.slots.values()
-    are_alike = others[0].shape[3] == first.shape[3] if others else not _are_expanded(scores)
+    if others:
+        are_alike = others[0].shape[3] == first.shape[3]
+    else:
+        are_alike = not _are_expanded(scores)
     has_mask = mask.mask is not None or mask.span is not None or scores.bias is not None
-    is_supported = are_alike and not has_mask and fused.step_supports(first.shape[3]) and fused.supports(x, scores)
-    return layer.kernel if is_supported and isinstance(layer.kernel, fused.FusedAttention) else None
+    is_supported = (
+        are_alike
+        and not has_mask
+        and fused.step_supports(first.shape[3])
+        and fused.supports(x, scores)
+    )
+    if is_supported and isinstance(layer.kernel, fused.FusedAttention):
+        return layer.kernel
+    return None
 
 
 def _attend_in_prefill(
@@ -224,10 +292,15 @@ def _attend_in_prefill(
     mask: Mask,
     scores: Scores,
 ) -> tuple[Tensor, CacheT]:
-    """Append tokens, q (B, N, T, H), new (B, K, T, H) each; each attends to all tokens up to itself."""
-    before, seq_len = cache.lengths, q.shape[2]
-    cache = append_checked(cache, new, num_added(cache, seq_len, new_lengths)) if new else cache
-    if not new or before.any() or seq_len > cache.capacity:  # padding beyond the capacity has no column in the mask
+    """Append tokens, q (B, N, T, H), new (B, K, T, H) each; each attends to all tokens up to
+    itself.
+    """
+    before = cache.lengths
+    seq_len = q.shape[2]
+    if new:
+        cache = append_checked(cache, new, num_added(cache, seq_len, new_lengths))
+    # Padding beyond the capacity has no column in the mask.
+    if not new or before.any() or seq_len > cache.capacity:
         return _attend_to_slots(layer, q, cache, before, mask, scores), cache
     # Right padding needs no mask: causality hides it from real tokens.
     return _attend(layer, q, new, mask, scores), cache
@@ -241,25 +314,34 @@ def _attend_to_slots(
     mask: Mask,
     scores: Scores,
 ) -> Tensor:
-    """Attend from new tokens, q (B, N, T, H), that are already cached, each to all tokens up to itself."""
+    """Attend from new tokens, q (B, N, T, H), that are already cached, each to all tokens up to
+    itself.
+    """
     filled = min(round_up(int(before.max(initial=0)) + q.shape[2]), cache.capacity)
     slots = tuple(first_slots(x, filled, cache.pages) for x in cache.slots.values())
     return _attend(layer, q, slots, replace(mask, q_offset=before), scores)
 
 
 def _attend(
-    layer: AttentionLayer | FunctionalLayer, q: Tensor, slots: tuple[Tensor, ...], mask: Mask, scores: Scores
+    layer: AttentionLayer | FunctionalLayer,
+    q: Tensor,
+    slots: tuple[Tensor, ...],
+    mask: Mask,
+    scores: Scores,
 ) -> Tensor:
     """Attend to keys and values, to latents, or to keys and values expanded from latents.
 
-    Values of the absorbed form are whole latents, because kernels need values as wide as keys; the context is cut
-    later.
+    Values of the absorbed form are whole latents, because kernels need values as wide as keys; the
+    context is cut later.
     """
-    keys, values = slots[0], slots[-1]
+    keys = slots[0]
+    values = slots[-1]
     if len(slots) == 1 and _are_expanded(scores):
         keys, values = expand_latents(layer.project, as_dtype(keys, q.dtype), layer.spec)
-    rows, held = slice(0, q.shape[2]), slice(0, keys.shape[2])
-    mask, scores = replace(mask, mask=block_of(mask.mask, rows, held)), scores.block(rows, held)
+    rows = slice(0, q.shape[2])
+    held = slice(0, keys.shape[2])
+    mask = replace(mask, mask=block_of(mask.mask, rows, held))
+    scores = scores.block(rows, held)
     return layer.kernel(q, keys, values, mask, scores)
 
 
@@ -269,35 +351,51 @@ def _are_expanded(scores: Scores) -> bool:
 
 
 class MultiHeadAttentionWithCache(AttentionLayer):
-    """Causal multi-head self-attention with a cache of fixed capacity. Constructor arguments: see `AttentionLayer`.
+    """Causal multi-head self-attention with a cache of fixed capacity. Constructor arguments: see
+    `AttentionLayer`.
 
-    The first call takes an empty cache, `layer.init_cache(batch_size, capacity)`, and each other call the cache that
-    the last one returned.
+    The first call takes an empty cache, `layer.init_cache(batch_size, capacity)`, and each other
+    call the cache that the last one returned.
     """
 
     _is_self_attention = True
 
     def init_cache(
-        self, batch_size: int, capacity: int, dtype: ttnn.DataType | None = None, *, page_size: int | None = None
+        self,
+        batch_size: int,
+        capacity: int,
+        dtype: ttnn.DataType | None = None,
+        *,
+        page_size: int | None = None,
     ) -> KVCache:
         """Return an empty cache for this module, on the device of its weights.
 
         Args:
             batch_size: number of sequences, B.
             capacity: number of slots per sequence.
-            dtype: dtype of keys and values; default: that of the module's inputs. bfloat8_b halves the memory of a
-                bfloat16 module.
-            page_size: slots per page, whole tiles; the cache is then a `PagedKVCache`, for bfloat16 and bfloat8_b.
+            dtype: dtype of keys and values; default: that of the module's inputs. bfloat8_b halves
+                the memory of a bfloat16 module.
+            page_size: slots per page, whole tiles; the cache is then a `PagedKVCache`, for bfloat16
+                and bfloat8_b.
 
         Raises:
             TypeError: if a size is not an integer or the dtype not floating point.
-            ValueError: if the capacity is below 1, the batch size below 0, or a page is not whole tiles.
+            ValueError: if the capacity is below 1, the batch size below 0, or a page is not whole
+                tiles.
         """
         dtype = self.dtype if dtype is None else dtype
-        spec, device = self.spec, self.device
-        widths = {"head_dim": padded_features("k_proj", spec), "value_head_dim": padded_features("v_proj", spec)}
-        cache = init_cache(batch_size, spec.num_kv_heads, capacity, dtype=dtype, device=device, **widths)
-        return cache if page_size is None else paged(cache, page_size)
+        spec = self.spec
+        device = self.device
+        widths = {
+            "head_dim": padded_features("k_proj", spec),
+            "value_head_dim": padded_features("v_proj", spec),
+        }
+        cache = init_cache(
+            batch_size, spec.num_kv_heads, capacity, dtype=dtype, device=device, **widths
+        )
+        if page_size is None:
+            return cache
+        return paged(cache, page_size)
 
     @checked
     def __call__(
@@ -313,32 +411,35 @@ class MultiHeadAttentionWithCache(AttentionLayer):
         """Append new tokens to the cache; each attends to all tokens up to itself.
 
         Args:
-            x: new tokens, (B, T, d_in): a prompt, a part of one, or one token per sequence. On the device, in the dtype
-                of the module.
-            cache: tokens so far. Do not use it afterwards, but a `cache.copy()` made before: its storage is reused.
-                With `shared_kv` the cache of another layer, which has already appended the new tokens; it is returned
-                unchanged.
-            new_lengths: number of real tokens of each sequence, 0..T, (B,). The rest is right padding with arbitrary
-                contents: it is not cached, not attended to, and its output is 0. Default: all.
-            mask: boolean, True = masked, in addition to causality; broadcasts to (B, N, T, capacity). The output of a
-                fully masked row is 0. A mask or a bias rules out the step kernel; all heads of the filled slots are
-                then read.
-            bias: added to the scores; broadcasts to (B, N, T, capacity). -inf masks a key; on the device it is not
-                read.
-            positions: position of each new token, (B or 1, T), or with sections (axes, B or 1, T), on the host;
-                default: `cache.lengths` and up.
+            x: new tokens, (B, T, d_in): a prompt, a part of one, or one token per sequence. On the
+                device, in the dtype of the module.
+            cache: tokens so far. Do not use it afterwards, but a `cache.copy()` made before: its
+                storage is reused. With `shared_kv` the cache of another layer, which has already
+                appended the new tokens; it is returned unchanged.
+            new_lengths: number of real tokens of each sequence, 0..T, (B,). The rest is right
+                padding with arbitrary contents: it is not cached, not attended to, and its output
+                is 0. Default: all.
+            mask: boolean, True = masked, in addition to causality; broadcasts to (B, N, T,
+                capacity). The output of a fully masked row is 0. A mask or a bias rules out the
+                step kernel; all heads of the filled slots are then read.
+            bias: added to the scores; broadcasts to (B, N, T, capacity). -inf masks a key; on the
+                device it is not read.
+            positions: position of each new token, (B or 1, T), or with sections (axes, B or 1, T),
+                on the host; default: `cache.lengths` and up.
 
         Returns:
             Output (B, T, E), and the cache with the new tokens.
 
         Raises:
-            TypeError: if x is not on the device, dtypes differ, the mask is not boolean or the lengths are not
-                integers.
+            TypeError: if x is not on the device, dtypes differ, the mask is not boolean or the
+                lengths are not integers.
             ValueError: if the shapes do not fit, or the new tokens exceed the capacity.
         """
         check_is_cache(cache, KVCache)
         self.check_input("x", x)
-        output, cache = cached_layer(self, x, cache, mask, bias, new_lengths=new_lengths, positions=positions)
+        output, cache = cached_layer(
+            self, x, cache, mask, bias, new_lengths=new_lengths, positions=positions
+        )
         return self.drop_output(output), cache
 
 
@@ -347,4 +448,6 @@ def _check_is_of(cache: Cache, spec: AttentionSpec) -> None:
     if isinstance(cache, LatentCache):
         check_cache_holds(cache, 1, padded_features("kv_a_proj", spec))
     else:
-        check_cache_holds(cache, spec.num_kv_heads, *(padded_features(f"{part}_proj", spec) for part in "kv"))
+        check_cache_holds(
+            cache, spec.num_kv_heads, *(padded_features(f"{part}_proj", spec) for part in "kv")
+        )

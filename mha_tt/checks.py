@@ -1,4 +1,6 @@
-"""Argument checks in the order of the data flow. Messages: `<what> must <rule>, got <name>=<value>`."""
+"""Argument checks in the order of the data flow. Messages: `<what> must <rule>, got
+<name>=<value>`.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ _FLOATING += [np.dtype(code).name for code in np.typecodes["Float"]]
 _INTEGERS = [ttnn.int32, ttnn.uint32, ttnn.uint16, ttnn.uint8]
 _INTEGERS += [np.dtype(code).name for code in np.typecodes["AllInteger"]]
 
-checked = checking({FLOATING: _FLOATING, INTEGERS: _INTEGERS, BOOLEAN: ["bool"]}, {"Tensor": Tensor})
+checked = checking(
+    {FLOATING: _FLOATING, INTEGERS: _INTEGERS, BOOLEAN: ["bool"]}, {"Tensor": Tensor}
+)
 """Decorator of public functions: their annotations are checks of their arguments."""
 
 
@@ -54,7 +58,9 @@ def check_on_device(name: str, x: Tensor) -> None:
     """Refuse a tensor on the host, with which several operations crash."""
     check_array(name, x)
     if x.storage_type() != ttnn.StorageType.DEVICE:
-        raise WrongType(name, "lie on a device (mha_tt.upload)", {f"{name}.storage_type()": x.storage_type()})
+        raise WrongType(
+            name, "lie on a device (mha_tt.upload)", {f"{name}.storage_type()": x.storage_type()}
+        )
 
 
 def check_dtype(name: str, dtype: object) -> None:
@@ -84,7 +90,9 @@ def check_broadcasts(name: str, shape: tuple[int, ...], scores_shape: tuple[int,
     sizes = zip(reversed(shape), reversed(scores_shape), strict=False)
     if len(shape) > 4 or not all(a == 1 or a == b for a, b in sizes):
         rule = f"broadcast to the scores (B, N, T, S) = {scores_shape}"
-        raise Refusal(name, rule, {f"{name}.shape": shape}, hint=missing_axes(name, shape, scores_shape))
+        raise Refusal(
+            name, rule, {f"{name}.shape": shape}, hint=missing_axes(name, shape, scores_shape)
+        )
 
 
 def check_integers(name: str, x: object, shapes: Sequence[tuple[int, ...]], in_words: str) -> None:
@@ -97,13 +105,19 @@ def check_integers(name: str, x: object, shapes: Sequence[tuple[int, ...]], in_w
         raise Refusal(name, f"have shape {in_words}", {f"{name}.shape": x.shape})
 
 
-def check_lengths(name: str, lengths: np.ndarray | Sequence[int], batch_size: int | None, maximum: int) -> None:
+def check_lengths(
+    name: str, lengths: np.ndarray | Sequence[int], batch_size: int | None, maximum: int
+) -> None:
     """Refuse lengths that are not one integer in 0..maximum per sequence."""
     lengths = np.asarray(lengths)
-    if lengths.dtype.kind not in "iu" and lengths.shape != (0,):  # NumPy reads an empty list as float64
+    # NumPy reads an empty list as float64.
+    if lengths.dtype.kind not in "iu" and lengths.shape != (0,):
         raise WrongType(name, "be integers", {f"{name}.dtype": lengths.dtype})
     if lengths.ndim != 1 or (batch_size is not None and len(lengths) != batch_size):
-        expected = "(B,)" if batch_size is None else f"(B,) = ({batch_size},)"
+        if batch_size is None:
+            expected = "(B,)"
+        else:
+            expected = f"(B,) = ({batch_size},)"
         raise Refusal(name, f"have shape {expected}", {f"{name}.shape": lengths.shape})
     if ((lengths < 0) | (lengths > maximum)).any():
         raise Refusal(name, f"lie in 0..{maximum}", {name: lengths.tolist()})
@@ -122,7 +136,12 @@ def check_input_dtype(name: str, x: Tensor, dtype: ttnn.DataType) -> None:
     """Refuse an input whose dtype is not the module's."""
     if x.dtype != dtype:
         hint = "ttnn.typecast converts it, dtype= of a new module makes one for it"
-        raise WrongType(name, "have the dtype of the module", {f"{name}.dtype": x.dtype, "dtype": dtype}, hint=hint)
+        raise WrongType(
+            name,
+            "have the dtype of the module",
+            {f"{name}.dtype": x.dtype, "dtype": dtype},
+            hint=hint,
+        )
 
 
 def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:
@@ -130,7 +149,8 @@ def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:
     check_spec(spec)
     shapes: dict[str, tuple[int, ...]] = {}
     for name, projection in spec.projections.items():
-        d_in, d_out = projection.d_in, projection.d_out
+        d_in = projection.d_in
+        d_out = projection.d_out
         if name == "qkv_proj":
             d_out = sum(padded_width(f"{part}_proj", spec) for part in "qkv")
         elif has_heads(name, spec):
@@ -146,12 +166,21 @@ def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:
     for name, shape in shapes.items():
         weight = weights[name]
         check_weight(name, weight, shape)
-        if weight.dtype not in (weights[first].dtype, weight_dtype(name, weights[first].dtype, spec)):
-            raise WrongType(name, f"have the dtype of {first}", f"{weight.dtype} and {weights[first].dtype}")
+        if weight.dtype not in (
+            weights[first].dtype,
+            weight_dtype(name, weights[first].dtype, spec),
+        ):
+            raise WrongType(
+                name, f"have the dtype of {first}", f"{weight.dtype} and {weights[first].dtype}"
+            )
 
 
-def check_score_weights(weights: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], query: Tensor) -> None:
-    """Refuse weights that change scores if their names or shapes are not exactly those of the layer."""
+def check_score_weights(
+    weights: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], query: Tensor
+) -> None:
+    """Refuse weights that change scores if their names or shapes are not exactly those of the
+    layer.
+    """
     check_names("learned", weights, shapes)
     for name, shape in shapes.items():
         check_weight(name, weights[name], score_weight_shape(name, shape, query.shape[3]))
@@ -164,7 +193,9 @@ def check_names(argument: str, weights: Mapping[str, Tensor], names: Collection[
     missing = sorted(set(names) - weights.keys())
     unexpected = sorted(weights.keys() - set(names))
     if missing or unexpected:
-        raise Refusal(argument, "have exactly the names of the spec", missing=missing, unexpected=unexpected)
+        raise Refusal(
+            argument, "have exactly the names of the spec", missing=missing, unexpected=unexpected
+        )
 
 
 def check_weight(name: str, weight: Tensor, shape: tuple[int, ...]) -> None:
@@ -177,7 +208,11 @@ def check_weight(name: str, weight: Tensor, shape: tuple[int, ...]) -> None:
 def check_finite(weights: Mapping[str, np.ndarray]) -> None:
     """Refuse weights with NaN or infinity, if their values are known."""
     with np.errstate(over="ignore"):  # values beyond float32 become infinite
-        wrong = [name for name, weight in weights.items() if not np.isfinite(np.asarray(weight, np.float32)).all()]
+        wrong = [
+            name
+            for name, weight in weights.items()
+            if not np.isfinite(np.asarray(weight, np.float32)).all()
+        ]
     if wrong:
         raise Refusal("weights", "be finite", f"NaN or infinities in {wrong}")
 
@@ -199,7 +234,9 @@ def check_layer_inputs(
     if key is not None and spec.rope is not None and not spec.shared_kv:
         raise Refusal("key", "be None (self-attention) with RoPE", f"a key and rope={spec.rope}")
     if key is not None and spec.latent is not None:
-        raise Refusal("key", "be None (self-attention) with latents", f"a key and latent={spec.latent}")
+        raise Refusal(
+            "key", "be None (self-attention) with latents", f"a key and latent={spec.latent}"
+        )
     check_layer_positions(positions, query.shape[0], query.shape[1], spec)
     if spec.shared_kv:
         check_shared_kv(query, key, value, spec)
@@ -210,7 +247,11 @@ def check_layer_inputs(
         check_tiles(name, x)
         check_width(name, x, spec.d_kv)
         if x.dtype != query.dtype:
-            raise WrongType(name, "have the dtype of query", {f"{name}.dtype": x.dtype, "query.dtype": query.dtype})
+            raise WrongType(
+                name,
+                "have the dtype of query",
+                {f"{name}.dtype": x.dtype, "query.dtype": query.dtype},
+            )
 
 
 def check_width(name: str, x: Tensor, width: int) -> None:
@@ -226,13 +267,18 @@ def check_shared_kv(
     spec: AttentionSpec,
     names: tuple[str, str] = ("key", "value"),
 ) -> None:
-    """Refuse anything but keys (B, K, S, H) and values (B, K, S, Hv) of another layer for these queries."""
+    """Refuse anything but keys (B, K, S, H) and values (B, K, S, Hv) of another layer for these
+    queries.
+    """
     if key is None or value is None:
         rule = "be given with shared_kv: those of another layer"
         raise Refusal(" and ".join(names), rule, "None")
     check_floating(names[0], key, rank=4)
     for name, x, width in zip(
-        names, (key, value), (padded_features("k_proj", spec), padded_features("v_proj", spec)), strict=True
+        names,
+        (key, value),
+        (padded_features("k_proj", spec), padded_features("v_proj", spec)),
+        strict=True,
     ):
         check_floating(name, x, rank=4)
         expected = (query.shape[0], spec.num_kv_heads, key.shape[2], width)
@@ -240,13 +286,19 @@ def check_shared_kv(
             rule = f"have shape {expected} with shared_kv"
             raise Refusal(name, rule, {f"{name}.shape": tuple(x.shape)})
         if (x.dtype == ttnn.float32) != (query.dtype == ttnn.float32):  # a cache may be narrower
-            raise WrongType(name, "be float32 if query is", {f"{name}.dtype": x.dtype, "query.dtype": query.dtype})
+            raise WrongType(
+                name,
+                "be float32 if query is",
+                {f"{name}.dtype": x.dtype, "query.dtype": query.dtype},
+            )
 
 
 def check_projected(name: str, x: Tensor, weight: Tensor) -> None:
     """Refuse an input that does not fit its projection."""
     if x.shape[-1] != weight.shape[0]:
-        raise Refusal(f"the input of {name}", f"have {weight.shape[0]} features", shape=tuple(x.shape))
+        raise Refusal(
+            f"the input of {name}", f"have {weight.shape[0]} features", shape=tuple(x.shape)
+        )
 
 
 def check_features(name: str, x: Tensor, width: int) -> None:
@@ -267,26 +319,37 @@ def check_pair_order(rope: Rope, head_dim: int | None, padded: int) -> None:
     if head_dim is not None and padded != padded_head_dim(head_dim, rope=True):
         raise Refusal(
             f"heads of head_dim={head_dim}",
-            f"be padded to {padded_head_dim(head_dim, rope=True)} features for RoPE (upload_weights with a "
-            "spec that has rope)",
+            f"be padded to {padded_head_dim(head_dim, rope=True)} features for RoPE "
+            "(upload_weights with a spec that has rope)",
             str(padded),
         )
 
 
 def check_positions(positions: object, batch_size: int, seq_len: int, rope: Rope | None) -> None:
-    """Refuse positions that are not integers of shape (B, T) or (1, T), or with sections (axes, B or 1, T)."""
+    """Refuse positions that are not integers of shape (B, T) or (1, T), or with sections (axes, B
+    or 1, T).
+    """
     if (found := getattr(positions, "counts", None)) is not None:  # a Rotation
         if found not in ((batch_size, seq_len), (1, seq_len)):
-            raise Refusal("positions", f"be (B or 1, T) = ({batch_size} or 1, {seq_len})", f"those of {found}")
+            raise Refusal(
+                "positions", f"be (B or 1, T) = ({batch_size} or 1, {seq_len})", f"those of {found}"
+            )
         return
     is_flat = getattr(positions, "ndim", 2) == 2
-    axes = () if is_flat or rope is None or rope.sections is None else (len(rope.sections),)
+    if is_flat or rope is None or rope.sections is None:
+        axes = ()
+    else:
+        axes = (len(rope.sections),)
     shapes = [(*axes, batch_size, seq_len), (*axes, 1, seq_len)]
     check_integers("positions", positions, shapes, position_shapes(batch_size, seq_len, rope))
 
 
-def check_layer_positions(positions: object, batch_size: int, seq_len: int, spec: AttentionSpec) -> None:
-    """Refuse positions that do not fit; a layer without RoPE and temperature ignores those that do."""
+def check_layer_positions(
+    positions: object, batch_size: int, seq_len: int, spec: AttentionSpec
+) -> None:
+    """Refuse positions that do not fit; a layer without RoPE and temperature ignores those that
+    do.
+    """
     if positions is not None:
         check_positions(positions, batch_size, seq_len, spec.rope)
 
@@ -299,8 +362,14 @@ def check_normed(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | No
     width = x.shape[-1]
     shapes = norm.shapes(x.shape[1] if norm.per_head else 1, width)
     for name, parameter in (("weight", weight), ("bias", bias)):
-        expected = norm_parameter_shape(shapes[name]) if name in shapes else None
-        found = None if parameter is None else tuple(parameter.shape)
+        if name in shapes:
+            expected = norm_parameter_shape(shapes[name])
+        else:
+            expected = None
+        if parameter is None:
+            found = None
+        else:
+            found = tuple(parameter.shape)
         if found != expected:
             raise Refusal(name, f"have shape {expected} for {norm}", {f"{name}.shape": found})
 
@@ -319,7 +388,9 @@ def check_latent_heads(name: str, x: Tensor, spec: AttentionSpec, features: int)
     check_tiles(name, x)
     if (x.shape[1], x.shape[3]) != (spec.num_heads, features):
         shape = tuple(x.shape)
-        raise Refusal(name, f"have shape (B, {spec.num_heads}, T, {features})", {f"{name}.shape": shape})
+        raise Refusal(
+            name, f"have shape (B, {spec.num_heads}, T, {features})", {f"{name}.shape": shape}
+        )
 
 
 def check_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -327,11 +398,17 @@ def check_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_tiles(name, x)
         if (x.dtype == ttnn.float32) != (query.dtype == ttnn.float32):  # a cache may be narrower
-            raise WrongType(name, "be float32 if query is", {f"{name}.dtype": x.dtype, "query.dtype": query.dtype})
+            raise WrongType(
+                name,
+                "be float32 if query is",
+                {f"{name}.dtype": x.dtype, "query.dtype": query.dtype},
+            )
 
 
 def check_scored(query: Tensor, key: Tensor, spec: AttentionSpec | BareHeads) -> None:
-    """Refuse queries (B, N, T, H) and keys (B, K, S, H) whose heads do not fit each other or the layer."""
+    """Refuse queries (B, N, T, H) and keys (B, K, S, H) whose heads do not fit each other or the
+    layer.
+    """
     check_head_groups(query.shape[1], key.shape[1])
     check_heads_of_spec(query, query.shape[1], spec)
 
@@ -351,29 +428,48 @@ def check_heads_of_spec(query: Tensor, num_heads: int, spec: AttentionSpec | Bar
 
 
 def check_bias(bias: np.ndarray | Tensor, scores_shape: tuple[int, ...], query: Tensor) -> None:
-    """Refuse a bias that does not fit the queries, or does not broadcast to the scores (B, N, T, S)."""
-    if isinstance(bias, Tensor):  # an array is rounded to the dtype of the device when it is uploaded
+    """Refuse a bias that does not fit the queries, or does not broadcast to the scores (B, N, T,
+    S).
+    """
+    # An array is rounded to the dtype of the device when it is uploaded.
+    if isinstance(bias, Tensor):
         check_tiles("bias", bias)
-        # A block format rounds a row by its largest element: queries in blocks may have a bias in bfloat16.
+        # A block format rounds a row by its largest element: queries in blocks may have a bias in
+        # bfloat16.
         is_finer = (bias.dtype, query.dtype) == (ttnn.bfloat16, ttnn.bfloat8_b)
         if bias.dtype != query.dtype and not is_finer:
-            raise WrongType("bias", "have the dtype of query", {"bias.dtype": bias.dtype, "query.dtype": query.dtype})
+            raise WrongType(
+                "bias",
+                "have the dtype of query",
+                {"bias.dtype": bias.dtype, "query.dtype": query.dtype},
+            )
     check_broadcasts("bias", tuple(bias.shape), scores_shape)
 
 
 def check_grid(relative_bias: GridBias, scores_shape: tuple[int, ...]) -> None:
     """Refuse scores (B, N, T, S) of more tokens than the grid of the relative bias has."""
     if max(scores_shape[2:]) > relative_bias.num_tokens:
-        raise Refusal("tokens", f"be at most the {relative_bias.num_tokens} of the grid", {"(T, S)": scores_shape[2:]})
+        raise Refusal(
+            "tokens",
+            f"be at most the {relative_bias.num_tokens} of the grid",
+            {"(T, S)": scores_shape[2:]},
+        )
 
 
 def check_gate(gate: Tensor, context: Tensor) -> None:
-    """Refuse a gate that has neither a number for each feature of the context (B, N, T, Hv) nor one for each head."""
+    """Refuse a gate that has neither a number for each feature of the context (B, N, T, Hv) nor one
+    for each head.
+    """
     check_tiles("context", context)
     check_tiles("gate", gate)
-    num_heads, num_features = context.shape[1], context.shape[1] * context.shape[3]
+    num_heads = context.shape[1]
+    num_features = context.shape[1] * context.shape[3]
     if gate.shape[-1] not in (num_heads, num_features):
-        raise Refusal("gate", f"have {num_features} or {num_heads} features", {"gate.shape": tuple(gate.shape)})
+        raise Refusal(
+            "gate",
+            f"have {num_features} or {num_heads} features",
+            {"gate.shape": tuple(gate.shape)},
+        )
 
 
 def check_is_cache(cache: object, kind: type) -> None:

@@ -15,19 +15,22 @@ from mha_tt.arrays import as_dtype
 from mha_tt.checks import check_dtype, check_on_device
 from ttnn_mock.hooks import observers, readers
 
-# ---- Opening ---------------------------------------------------------------------------------------------------------
+# ---- Opening -------------------------------------------------------------------------------------
 
 
 def target() -> str | None:
     """Return the kind of device that would be opened now: `mock`, `simulator`, `silicon`, or None.
 
-    ttnn does not distinguish mock boards from cards, so the environment decides, in the order in which ttnn reads it.
+    ttnn does not distinguish mock boards from cards, so the environment decides, in the order in
+    which ttnn reads it.
     """
     if os.environ.get("TT_METAL_MOCK_CLUSTER_DESC_PATH"):
         return "mock"
     if os.environ.get("TT_METAL_SIMULATOR"):
         return "simulator"
-    return "silicon" if _cards() else None
+    if _cards():
+        return "silicon"
+    return None
 
 
 def describe_target() -> str:
@@ -38,7 +41,8 @@ def describe_target() -> str:
         return f"mock {board} (no hardware: ttnn validates every program and computes nothing)"
     if found == "simulator":
         compiler = _compiler() or "none found"
-        return f"simulator (TT_METAL_SIMULATOR={os.environ['TT_METAL_SIMULATOR']}; compiler: {compiler})"
+        simulator = os.environ["TT_METAL_SIMULATOR"]
+        return f"simulator (TT_METAL_SIMULATOR={simulator}; compiler: {compiler})"
     if found == "silicon":
         return f"silicon ({', '.join(_cards())})"
     return "nothing (no /dev/tenstorrent/*, TT_METAL_SIMULATOR is not set, no mock board is in use)"
@@ -61,8 +65,13 @@ def open_device(device_id: int = 0, *, trace_region_size: int = 0) -> Iterator[t
     if target() == "simulator" and (reason := _simulator_lacks()):
         raise RuntimeError(f"{reason}; tools/tt-simulator sets it up")
     with _opening(f"device {device_id}"):
-        options = _dispatch_of_mock() if target() == "mock" and ttnn.get_num_devices() > 1 else {}
-        device = ttnn.open_device(device_id=device_id, trace_region_size=trace_region_size, **options)
+        if target() == "mock" and ttnn.get_num_devices() > 1:
+            options = _dispatch_of_mock()
+        else:
+            options = {}
+        device = ttnn.open_device(
+            device_id=device_id, trace_region_size=trace_region_size, **options
+        )
     try:
         yield device
     finally:
@@ -74,7 +83,9 @@ def _opening(what: str) -> Iterator[None]:
     """Refuse to open without a device; if opening fails, report the device searched for."""
     where = describe_target()
     if target() is None:
-        raise RuntimeError(f"a device must be there to be opened, found {where}; ttnn_mock.board() needs none")
+        raise RuntimeError(
+            f"a device must be there to be opened, found {where}; ttnn_mock.board() needs none"
+        )
     try:
         yield
     except RuntimeError as error:
@@ -83,7 +94,9 @@ def _opening(what: str) -> Iterator[None]:
 
 
 def _dispatch_of_mock() -> dict[str, ttnn.DispatchCoreConfig]:
-    """Return options of a mock board of several chips, for which the default dispatch cores are not validated."""
+    """Return options of a mock board of several chips, for which the default dispatch cores are not
+    validated.
+    """
     return {"dispatch_core_config": ttnn.DispatchCoreConfig(ttnn.DispatchCoreType.WORKER)}
 
 
@@ -91,12 +104,17 @@ def _simulator_lacks() -> str | None:
     """Describe a missing part of a simulator, which ttnn barely reports; None if it is complete."""
     simulator = Path(os.environ["TT_METAL_SIMULATOR"])
     if not simulator.exists():
-        return f"TT_METAL_SIMULATOR must be a simulator's library or folder, got {simulator}, which is not there"
-    folder = simulator if simulator.is_dir() else simulator.parent
+        rule = "be a simulator's library or folder"
+        return f"TT_METAL_SIMULATOR must {rule}, got {simulator}, which does not exist"
+    if simulator.is_dir():
+        folder = simulator
+    else:
+        folder = simulator.parent
     if not (folder / "soc_descriptor.yaml").is_file():
         return f"soc_descriptor.yaml, which describes the chip, must lie in {folder}, found none"
     if _compiler() is None:
-        return f"Tenstorrent's compiler, SFPI, must lie in {' or '.join(map(str, _sfpi_folders()))}, found none"
+        folders = " or ".join(map(str, _sfpi_folders()))
+        return f"Tenstorrent's compiler, SFPI, must lie in {folders}, found none"
     return None
 
 
@@ -124,7 +142,8 @@ def open_mesh(shape: Sequence[int]) -> Iterator[ttnn.MeshDevice]:
 
     Raises:
         ValueError: if the shape is not two sizes.
-        RuntimeError: if there are too few chips or they do not open; reports the devices searched for.
+        RuntimeError: if there are too few chips or they do not open; reports the devices searched
+            for.
     """
     if len(shape) != 2:
         raise Refusal("shape", "be rows and columns", shape=tuple(shape))
@@ -132,7 +151,9 @@ def open_mesh(shape: Sequence[int]) -> Iterator[ttnn.MeshDevice]:
         with _opening(f"a mesh of {tuple(shape)}"):
             ttnn.set_fabric_config(ttnn.FabricConfig.FABRIC_1D)  # only before a mesh is opened
             stack.callback(ttnn.set_fabric_config, ttnn.FabricConfig.DISABLED)
-            mesh = ttnn.open_mesh_device(ttnn.MeshShape(*shape), **_dispatch_of_mock() if target() == "mock" else {})
+            mesh = ttnn.open_mesh_device(
+                ttnn.MeshShape(*shape), **_dispatch_of_mock() if target() == "mock" else {}
+            )
             stack.callback(ttnn.close_mesh_device, mesh)
         yield mesh
 
@@ -141,24 +162,33 @@ def _cards() -> list[str]:
     return sorted(str(path) for path in Path("/dev/tenstorrent").glob("[0-9]*"))
 
 
-# ---- Arithmetic ------------------------------------------------------------------------------------------------------
+# ---- Arithmetic ----------------------------------------------------------------------------------
 
 
 def accurate_config(device: ttnn.MeshDevice) -> ttnn.DeviceComputeKernelConfig:
     """Return the most accurate arithmetic of a device, the default throughout this package.
 
-    All bits of bfloat16 operands (float32 operands always enter the matrix engine as TF32), float32 sums, no
-    approximations. HiFi3 on Wormhole, because HiFi4 with float32 sums occasionally returns wrong results there
-    (tt-metal#38306).
+    All bits of bfloat16 operands (float32 operands always enter the matrix engine as TF32), float32
+    sums, no approximations. HiFi3 on Wormhole, because HiFi4 with float32 sums occasionally returns
+    wrong results there (tt-metal#38306).
     """
-    fidelity = ttnn.MathFidelity.HiFi3 if device.arch() == ttnn.Arch.WORMHOLE_B0 else ttnn.MathFidelity.HiFi4
+    if device.arch() == ttnn.Arch.WORMHOLE_B0:
+        fidelity = ttnn.MathFidelity.HiFi3
+    else:
+        fidelity = ttnn.MathFidelity.HiFi4
     return ttnn.init_device_compute_kernel_config(
-        device.arch(), math_fidelity=fidelity, math_approx_mode=False, fp32_dest_acc_en=True, packer_l1_acc=True
+        device.arch(),
+        math_fidelity=fidelity,
+        math_approx_mode=False,
+        fp32_dest_acc_en=True,
+        packer_l1_acc=True,
     )
 
 
 def fast_config(device: ttnn.MeshDevice) -> ttnn.DeviceComputeKernelConfig:
-    """Return a fast arithmetic: HiFi2, which drops a bit of each operand, bfloat16 sums, approximate exponentials."""
+    """Return a fast arithmetic: HiFi2, which drops a bit of each operand, bfloat16 sums,
+    approximate exponentials.
+    """
     return ttnn.init_device_compute_kernel_config(
         device.arch(),
         math_fidelity=ttnn.MathFidelity.HiFi2,
@@ -184,22 +214,31 @@ def with_bfloat16_sums(
 def describe_config(config: ttnn.DeviceComputeKernelConfig) -> str:
     """Describe a compute-kernel configuration, such as `HiFi3, float32 sums, no approximations`."""
     fidelity = str(config.math_fidelity).rpartition(".")[2]
-    sums = "float32" if config.fp32_dest_acc_en else "bfloat16"
-    return f"{fidelity}, {sums} sums, {'approximations' if config.math_approx_mode else 'no approximations'}"
+    if config.fp32_dest_acc_en:
+        sums = "float32"
+    else:
+        sums = "bfloat16"
+    approximations = "approximations" if config.math_approx_mode else "no approximations"
+    return f"{fidelity}, {sums} sums, {approximations}"
 
 
-# ---- Arrays ----------------------------------------------------------------------------------------------------------
+# ---- Arrays --------------------------------------------------------------------------------------
 
 
 def upload(
-    array: np.ndarray, *, device: ttnn.MeshDevice, dtype: ttnn.DataType = ttnn.bfloat16, pad_value: float = 0.0
+    array: np.ndarray,
+    *,
+    device: ttnn.MeshDevice,
+    dtype: ttnn.DataType = ttnn.bfloat16,
+    pad_value: float = 0.0,
 ) -> ttnn.Tensor:
     """Upload an array to a device, in tiles.
 
     Args:
         array: any floating-point dtype, or booleans (True becomes 1), with at least one axis.
         device: destination.
-        dtype: `ttnn.bfloat16`, `ttnn.bfloat8_b` or `ttnn.float32`; values are rounded to nearest even.
+        dtype: `ttnn.bfloat16`, `ttnn.bfloat8_b` or `ttnn.float32`; values are rounded to nearest
+            even.
         pad_value: padding of the last tiles. Some kernels read it, for example in masks.
 
     Raises:
@@ -212,15 +251,26 @@ def upload(
         raise Refusal("array", "have at least 1 axis", shape=array.shape)
     if array.dtype.kind not in "fb" and array.dtype.name != "bfloat16":
         raise WrongType("array", "be floating point or boolean", dtype=array.dtype)
-    # ttnn supports neither float16 nor read-only arrays, and float64 aborts the process. Tiling here uses `pad_value`.
+    # ttnn supports neither float16 nor read-only arrays, and float64 aborts the process. Tiling
+    # here uses `pad_value`.
     array = np.array(array, dtype=np.float32, order="C")
-    return _sent(ttnn.Tensor(array, dtype, None, ttnn.TILE_LAYOUT, pad_value=pad_value), device, array, pad_value)
+    return _sent(
+        ttnn.Tensor(array, dtype, None, ttnn.TILE_LAYOUT, pad_value=pad_value),
+        device,
+        array,
+        pad_value,
+    )
 
 
 def _sent(
-    host: ttnn.Tensor, device: ttnn.MeshDevice, array: np.ndarray | list[np.ndarray], pad_value: float = 0.0
+    host: ttnn.Tensor,
+    device: ttnn.MeshDevice,
+    array: np.ndarray | list[np.ndarray],
+    pad_value: float = 0.0,
 ) -> ttnn.Tensor:
-    """Move a tensor of an array, or of one per chip, to a device, and notify observers of uploads."""
+    """Move a tensor of an array, or of one per chip, to a device, and notify observers of
+    uploads.
+    """
     tensor = ttnn.to_device(host, device)
     for observe in observers:
         observe(tensor, array, pad_value)
@@ -228,7 +278,11 @@ def _sent(
 
 
 def upload_parts(
-    arrays: Sequence[np.ndarray], *, axis: int, device: ttnn.MeshDevice, dtype: ttnn.DataType = ttnn.bfloat16
+    arrays: Sequence[np.ndarray],
+    *,
+    axis: int,
+    device: ttnn.MeshDevice,
+    dtype: ttnn.DataType = ttnn.bfloat16,
 ) -> ttnn.Tensor:
     """Upload one array to each chip along an axis of a mesh, replicated along the others, in tiles.
 
@@ -260,7 +314,11 @@ def upload_integers(
 
 def upload_rows(array: np.ndarray, *, device: ttnn.MeshDevice, dtype: ttnn.DataType) -> ttnn.Tensor:
     """Upload an array in rows instead of tiles: for positions, row indices and lookup tables."""
-    array = np.array(array, dtype={ttnn.int32: np.int32, ttnn.uint32: np.uint32}.get(dtype, np.float32), order="C")
+    array = np.array(
+        array,
+        dtype={ttnn.int32: np.int32, ttnn.uint32: np.uint32}.get(dtype, np.float32),
+        order="C",
+    )
     return _sent(ttnn.Tensor(array, dtype, None, ttnn.ROW_MAJOR_LAYOUT), device, array)
 
 
@@ -277,7 +335,8 @@ def download(tensor: ttnn.Tensor) -> np.ndarray:
         return readers[-1](tensor)
     if target() == "mock":
         raise RuntimeError(
-            "values must come from a device that computes, got a mock one; ttnn_mock.shadow() gives them"
+            "values must come from a device that computes, got a mock one; "
+            "ttnn_mock.shadow() gives them"
         )
     return read_back(tensor)
 
@@ -285,7 +344,8 @@ def download(tensor: ttnn.Tensor) -> np.ndarray:
 def read_back(tensor: ttnn.Tensor) -> np.ndarray:
     """Read back a tensor from a device that computes, exactly, as float32."""
     first, *others = (
-        ttnn.to_dtype(part, ttnn.float32).to_numpy() for part in ttnn.get_device_tensors(ttnn.from_device(tensor))
+        ttnn.to_dtype(part, ttnn.float32).to_numpy()
+        for part in ttnn.get_device_tensors(ttnn.from_device(tensor))
     )
     for chip, other in enumerate(others, 1):
         if not np.array_equal(first, other, equal_nan=True):
@@ -304,12 +364,19 @@ def has_values() -> bool:
 
 
 def download_parts(tensor: ttnn.Tensor) -> list[np.ndarray]:
-    """Return the part of a tensor on each chip of a mesh, in row-major order; otherwise see `download`."""
+    """Return the part of a tensor on each chip of a mesh, in row-major order; otherwise see
+    `download`.
+    """
     check_on_device("tensor", tensor)
     return [download(part) for part in ttnn.get_device_tensors(tensor)]
 
 
 def zeros(shape: Sequence[int], dtype: ttnn.DataType, device: ttnn.MeshDevice) -> ttnn.Tensor:
-    """Return zeros; bfloat8_b is narrowed on the device, because the host needs seconds for a large cache."""
-    made_as = ttnn.bfloat16 if dtype == ttnn.bfloat8_b else dtype
+    """Return zeros; bfloat8_b is narrowed on the device, because the host needs seconds for a large
+    cache.
+    """
+    if dtype == ttnn.bfloat8_b:
+        made_as = ttnn.bfloat16
+    else:
+        made_as = dtype
     return as_dtype(ttnn.zeros(shape, dtype=made_as, layout=ttnn.TILE_LAYOUT, device=device), dtype)

@@ -1,7 +1,8 @@
 """Functional multi-head attention, with weights as arguments.
 
-Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv value_head_dim, E d_model.
-A mask is boolean, True = masked (the query may not attend to the key); an additive term is a bias.
+Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv
+value_head_dim, E d_model. A mask is boolean, True = masked (the query may not attend to the key);
+an additive term is a bias.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ def multi_head_attention(
     mask: Bool[np.ndarray, "*#scores"] | DeviceMask | None = None,
     is_causal: bool = False,
     key_padding_lengths: Int[np.ndarray, "*B"] | Sequence[int] | None = None,
-    segment_ids: Int[np.ndarray, "*B T"] | tuple[Int[np.ndarray, "*B T"], Int[np.ndarray, "*B S"]] | None = None,
+    segment_ids: Int[np.ndarray, "*B T"]
+    | tuple[Int[np.ndarray, "*B T"], Int[np.ndarray, "*B S"]]
+    | None = None,
 ) -> tuple[Float[Tensor, "*B T E"], Float[Tensor, "*B N T S"] | None]:
     """Functional multi-head attention: project, split heads, attend, combine heads, project.
 
@@ -49,11 +52,14 @@ def multi_head_attention(
     Args:
         weights: weights from `upload_weights`.
         spec: the layer.
-        training: apply dropout to attention weights, which uses the plain path, and outputs, at the rates of the spec.
-        dropout_keep: True for attention weights to keep, instead of a random draw; uses the plain path.
+        training: apply dropout to attention weights, which uses the plain path, and outputs, at the
+            rates of the spec.
+        dropout_keep: True for attention weights to keep, instead of a random draw; uses the plain
+            path.
         seed: seed of dropout.
         kernel: computes the context, unless need_weights is set.
-        compute_kernel_config: arithmetic of the device, including the default kernel; default: `accurate_config`.
+        compute_kernel_config: arithmetic of the device, including the default kernel; default:
+            `accurate_config`.
 
     Source: Attention Is All You Need, arXiv:1706.03762, section 3.2.2.
     """

@@ -35,8 +35,11 @@ def split_checked(x: Float[Tensor, "B T NH"], num_heads: int) -> Float[Tensor, "
     batch_size, seq_len, width = x.shape
     if 0 in (batch_size, seq_len):  # most operations reject empty tensors
         return zeros((batch_size, num_heads, seq_len, width // num_heads), x.dtype, x.device())
-    if width // num_heads % TILE:  # the operation below would accept this and return heads of another width
-        return ttnn.transpose(ttnn.reshape(x, (batch_size, seq_len, num_heads, width // num_heads)), 1, 2)
+    # The operation below would accept this and return heads of another width.
+    if width // num_heads % TILE:
+        return ttnn.transpose(
+            ttnn.reshape(x, (batch_size, seq_len, num_heads, width // num_heads)), 1, 2
+        )
     x = ttnn.reshape(x, (batch_size, 1, seq_len, width))
     heads, _, _ = ttnn.experimental.nlp_create_qkv_heads(
         x, num_heads=num_heads, num_kv_heads=0, transpose_k_heads=False
@@ -55,7 +58,8 @@ def combine_checked(x: Float[Tensor, "B N T H"]) -> Float[Tensor, "B T NH"]:
     batch_size, num_heads, seq_len, head_dim = x.shape
     if 0 in (batch_size, seq_len):
         return zeros((batch_size, seq_len, num_heads * head_dim), x.dtype, x.device())
-    # The operation needs whole tiles and stores a row of them twice on a core: 64 heads of 128 in float32 do not fit.
+    # The operation needs whole tiles and stores a row of them twice on a core: 64 heads of 128 in
+    # float32 do not fit.
     row_nbytes = num_heads * round_up(head_dim) // TILE * TILE_NBYTES[x.dtype]
     if head_dim % TILE or row_nbytes > 2**19:
         return ttnn.reshape(ttnn.transpose(x, 1, 2), (batch_size, seq_len, num_heads * head_dim))
@@ -63,7 +67,8 @@ def combine_checked(x: Float[Tensor, "B N T H"]) -> Float[Tensor, "B T NH"]:
 
 
 def repeat_kv_heads(x: Float[Tensor, "B K S H"], num_heads: int) -> Float[Tensor, "B N S H"]:
-    """Repeat each key/value head for its group of query heads: query head n uses head n // (N // K).
+    """Repeat each key/value head for its group of query heads: query head n uses head n // (N //
+    K).
 
     Raises:
         ValueError: if num_heads is not a multiple of the key/value heads.
@@ -73,4 +78,7 @@ def repeat_kv_heads(x: Float[Tensor, "B K S H"], num_heads: int) -> Float[Tensor
     check_tiles("x", x)
     check_head_groups(num_heads, x.shape[1])
     repeats = num_heads // x.shape[1]
-    return x if repeats == 1 else ttnn.repeat_interleave(x, repeats, dim=1)  # repeat_interleave, not tile
+    # Repeat_interleave, not tile.
+    if repeats == 1:
+        return x
+    return ttnn.repeat_interleave(x, repeats, dim=1)

@@ -15,7 +15,9 @@ TILE = 32
 
 
 TILE_NBYTES = {ttnn.float32: 4096, ttnn.bfloat16: 2048, ttnn.bfloat8_b: 1088}
-"""Bytes per tile: bfloat8_b has one byte per element, and one per 16 elements that share an exponent."""
+"""Bytes per tile: bfloat8_b has one byte per element, and one per 16 elements that share an
+exponent.
+"""
 
 
 OF_SCORES = ("sinks", "relative_bias")
@@ -37,16 +39,21 @@ def largest_divisor(count: int, most: int) -> int:
 
 
 def padded_head_dim(head_dim: int, *, rope: bool = False) -> int:
-    """Return the features of a head on the device: whole tiles, and with RoPE two halves of whole tiles."""
-    return 2 * round_up(-(-head_dim // 2)) if rope else round_up(head_dim)
+    """Return the features of a head on the device: whole tiles, and with RoPE two halves of whole
+    tiles.
+    """
+    if rope:
+        return 2 * round_up(-(-head_dim // 2))
+    return round_up(head_dim)
 
 
 def head_slots(head_dim: int, *, rope: Rope | None = None) -> np.ndarray:
-    """Return the indices of the features of a head within the padded head, (H,); the others are zeros.
+    """Return the indices of the features of a head within the padded head, (H,); the others are
+    zeros.
 
-    With RoPE the first features of all pairs start at a tile and the second ones, in the same order, at another, so
-    that pairs are split between tiles, whichever features form them. Unrotated features follow. Queries and keys have
-    the same order, so scores do not change.
+    With RoPE the first features of all pairs start at a tile and the second ones, in the same
+    order, at another, so that pairs are split between tiles, whichever features form them.
+    Unrotated features follow. Queries and keys have the same order, so scores do not change.
 
     Raises:
         TypeError: if rope is not a `Rope`: the order depends on its pairs.
@@ -59,7 +66,8 @@ def head_slots(head_dim: int, *, rope: Rope | None = None) -> np.ndarray:
     rotated = rope.rotated_features(head_dim)
     features = np.arange(rotated.start, rotated.stop)
     if rope.pairs == "interleaved":
-        first, second = features[0::2], features[1::2]
+        first = features[0::2]
+        second = features[1::2]
     else:
         first, second = np.split(features, 2)
     left, right = np.array_split(np.delete(np.arange(head_dim), features), 2)
@@ -72,14 +80,18 @@ def head_slots(head_dim: int, *, rope: Rope | None = None) -> np.ndarray:
 
 
 def slots_of(part: str, spec: AttentionSpec) -> np.ndarray:
-    """Return the indices of the features of a head in a projection or norm of that name: see `head_slots`.
+    """Return the indices of the features of a head in a projection or norm of that name: see
+    `head_slots`.
 
-    Values and the context have the layout of queries and keys if they have equally many features, and their own
-    otherwise. With latents a head consists of blocks, each of whole tiles, and a latent is a separate head.
+    Values and the context have the layout of queries and keys if they have equally many features,
+    and their own otherwise. With latents a head consists of blocks, each of whole tiles, and a
+    latent is a separate head.
     """
     blocks = _blocks(part, spec)
     begins = np.cumsum([0, *(block.padded for block in blocks[:-1])])
-    return np.concatenate([begin + block.slots for begin, block in zip(begins, blocks, strict=True)])
+    return np.concatenate(
+        [begin + block.slots for begin, block in zip(begins, blocks, strict=True)]
+    )
 
 
 def slots_in(part: str, width: int, spec: AttentionSpec) -> np.ndarray:
@@ -96,8 +108,13 @@ def padded_features(part: str, spec: AttentionSpec) -> int:
 
 @cache
 def padded_width(part: str, spec: AttentionSpec) -> int:
-    """Return the width of all padded heads in the output of a projection, or in its input if that is padded."""
-    num_heads = spec.num_kv_heads if part.startswith(("k_", "v_")) else spec.num_heads
+    """Return the width of all padded heads in the output of a projection, or in its input if that
+    is padded.
+    """
+    if part.startswith(("k_", "v_")):
+        num_heads = spec.num_kv_heads
+    else:
+        num_heads = spec.num_heads
     return (1 if part.startswith(("q_a_", "kv_a_")) else num_heads) * padded_features(part, spec)
 
 
@@ -110,17 +127,33 @@ class _Block(NamedTuple):
 
 def _blocks(part: str, spec: AttentionSpec) -> list[_Block]:
     """Return the blocks of a head in a projection or norm of that name."""
-    latent, values = spec.latent, _block(spec.value_head_dim)
+    latent = spec.latent
+    values = _block(spec.value_head_dim)
     is_of_keys = part.startswith(("q_", "k_"))
     if latent is None:
-        return [_block(spec.head_dim, spec.rope) if is_of_keys or spec.value_head_dim == spec.head_dim else values]
-    if part.startswith("q_a_") and latent.q_rank is not None:  # not features of heads: ttnn supports any width
+        return [
+            _block(spec.head_dim, spec.rope)
+            if is_of_keys or spec.value_head_dim == spec.head_dim
+            else values
+        ]
+    # Not features of heads: ttnn supports any width.
+    if part.startswith("q_a_") and latent.q_rank is not None:
         return [_Block(np.arange(latent.q_rank), latent.q_rank)]
-    own, compressed = _block(spec.head_dim - latent.rope_dim), _block(latent.kv_rank)
-    # Equally wide without RoPE, so that the width of cached vectors depends on kv_rank and rope_dim only.
-    shared = _Block(head_slots(latent.rope_dim, rope=spec.rope), padded_head_dim(latent.rope_dim, rope=True))
-    found = {"kv_a_proj": [compressed, shared], "kv_a_norm": [compressed], "kv_b_proj": [own, values]}
-    return [own, shared] if is_of_keys else found.get(part, [values])
+    own = _block(spec.head_dim - latent.rope_dim)
+    compressed = _block(latent.kv_rank)
+    # Equally wide without RoPE, so that the width of cached vectors depends on kv_rank and rope_dim
+    # only.
+    shared = _Block(
+        head_slots(latent.rope_dim, rope=spec.rope), padded_head_dim(latent.rope_dim, rope=True)
+    )
+    found = {
+        "kv_a_proj": [compressed, shared],
+        "kv_a_norm": [compressed],
+        "kv_b_proj": [own, values],
+    }
+    if is_of_keys:
+        return [own, shared]
+    return found.get(part, [values])
 
 
 def _block(features: int, rope: Rope | None = None) -> _Block:
@@ -150,14 +183,19 @@ def real_heads(rows: np.ndarray, part: str, spec: AttentionSpec) -> np.ndarray:
 
 def parameter_shape(name: str, spec: AttentionSpec) -> tuple[int, ...]:
     """Return the shape on the device of a parameter of a norm or of scores."""
-    part, shape = name.partition(".")[0], spec.parameters[name]
+    part = name.partition(".")[0]
+    shape = spec.parameters[name]
     if name in spec.score_shapes:
         return score_weight_shape(name, shape, padded_features("q_proj", spec))
-    return norm_parameter_shape((*shape[:-1], shape[-1] // len(slots_of(part, spec)) * padded_features(part, spec)))
+    return norm_parameter_shape(
+        (*shape[:-1], shape[-1] // len(slots_of(part, spec)) * padded_features(part, spec))
+    )
 
 
 def score_weight_shape(name: str, shape: tuple[int, ...], num_features: int) -> tuple[int, ...]:
-    """Return the shape on the device of a weight that changes scores, for heads of this width there."""
+    """Return the shape on the device of a weight that changes scores, for heads of this width
+    there.
+    """
     if name in OF_SCORES:
         return (1, shape[-1], 1, *(shape[:-1] or (1,)))
     return (1, shape[1] if len(shape) == 3 else 1, shape[0], num_features)
@@ -169,9 +207,15 @@ def weight_dtype(name: str, dtype: ttnn.DataType, spec: AttentionSpec) -> ttnn.D
     A block format rounds a row by its largest element: only matrices have it.
     """
     is_matrix = name.endswith(".weight") and name not in spec.parameters
-    return ttnn.bfloat16 if dtype == ttnn.bfloat8_b and not is_matrix else dtype
+    if dtype == ttnn.bfloat8_b and not is_matrix:
+        return ttnn.bfloat16
+    return dtype
 
 
 def norm_parameter_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape on the device of a norm's parameter (H,), (heads, H) or (width,), ready to broadcast."""
-    return (1, shape[0], 1, shape[1]) if len(shape) == 2 else (1, *shape)
+    """Return the shape on the device of a norm's parameter (H,), (heads, H) or (width,), ready to
+    broadcast.
+    """
+    if len(shape) == 2:
+        return (1, shape[0], 1, shape[1])
+    return (1, *shape)

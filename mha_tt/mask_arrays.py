@@ -28,7 +28,9 @@ def create_causal_mask(seq_len_q: int, seq_len_k: int | None = None) -> Bool[np.
     return np.arange(seq_len_k)[None, :] > np.arange(seq_len_q)[:, None]
 
 
-def create_padding_mask(lengths: Int[np.ndarray, " B"] | Sequence[int], seq_len_k: int) -> Bool[np.ndarray, "B 1 1 S"]:
+def create_padding_mask(
+    lengths: Int[np.ndarray, " B"] | Sequence[int], seq_len_k: int
+) -> Bool[np.ndarray, "B 1 1 S"]:
     """Return a padding mask, which hides keys at or after the length of their sequence.
 
     Other arguments are those of `create_attention_mask`.
@@ -49,11 +51,13 @@ def create_padding_mask(lengths: Int[np.ndarray, " B"] | Sequence[int], seq_len_
     return (np.arange(seq_len_k)[None, :] >= np.asarray(lengths)[:, None])[:, None, None, :]
 
 
-def create_causal_mask_with_cache(seq_len_q: int, seq_len_k: int, cache_len: int) -> Bool[np.ndarray, "T S"]:
+def create_causal_mask_with_cache(
+    seq_len_q: int, seq_len_k: int, cache_len: int
+) -> Bool[np.ndarray, "T S"]:
     """Return a causal mask for new tokens after cached ones.
 
-    Aligned to the end of the cache: the queries are the newest tokens, at positions cache_len, cache_len + 1, …. Query
-    i attends to keys 0..cache_len + i.
+    Aligned to the end of the cache: the queries are the newest tokens, at positions cache_len,
+    cache_len + 1, …. Query i attends to keys 0..cache_len + i.
 
     Other arguments are those of `create_attention_mask`.
 
@@ -73,7 +77,11 @@ def create_causal_mask_with_cache(seq_len_q: int, seq_len_k: int, cache_len: int
     check_count("cache_len", cache_len, minimum=0)
     if seq_len_k != cache_len + seq_len_q:
         raise Refusal(
-            "seq_len_k", "be cache_len + seq_len_q", seq_len_k=seq_len_k, cache_len=cache_len, seq_len_q=seq_len_q
+            "seq_len_k",
+            "be cache_len + seq_len_q",
+            seq_len_k=seq_len_k,
+            cache_len=cache_len,
+            seq_len_q=seq_len_q,
         )
     return np.arange(seq_len_k)[None, :] > cache_len + np.arange(seq_len_q)[:, None]
 
@@ -81,9 +89,11 @@ def create_causal_mask_with_cache(seq_len_q: int, seq_len_k: int, cache_len: int
 def create_sliding_window_mask(
     seq_len_q: int, seq_len_k: int | None = None, *, window_size: int
 ) -> Bool[np.ndarray, "T S"]:
-    """Return a causal sliding-window mask: a query attends to the last window_size keys up to its own position.
+    """Return a causal sliding-window mask: a query attends to the last window_size keys up to its
+    own position.
 
-    Aligned top-left: query i attends to keys i - window_size + 1..i. With window_size >= S it is the causal mask.
+    Aligned top-left: query i attends to keys i - window_size + 1..i. With window_size >= S it is
+    the causal mask.
 
     Other arguments are those of `create_attention_mask`.
 
@@ -95,12 +105,16 @@ def create_sliding_window_mask(
          [False, False, True ],
          [True,  False, False]]
 
-    Source: Longformer, arXiv:2004.05150, section 3.1; causal as in Mistral 7B, arXiv:2310.06825, section 2.
+    Source: Longformer, arXiv:2004.05150, section 3.1; causal as in Mistral 7B, arXiv:2310.06825,
+    section 2.
     """
     seq_len_k = seq_len_q if seq_len_k is None else seq_len_k
     check_count("seq_len_q", seq_len_q)
     check_count("seq_len_k", seq_len_k)
     check_count("window_size", window_size)
-    distance = np.arange(1 - seq_len_q, seq_len_k)  # from query to key; each row contains a part of these
+    # From query to key; each row contains a part of these.
+    distance = np.arange(1 - seq_len_q, seq_len_k)
     is_hidden = (distance > 0) | (distance <= -window_size)
-    return np.ascontiguousarray(np.lib.stride_tricks.sliding_window_view(is_hidden, seq_len_k)[::-1])
+    return np.ascontiguousarray(
+        np.lib.stride_tricks.sliding_window_view(is_hidden, seq_len_k)[::-1]
+    )

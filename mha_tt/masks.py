@@ -33,7 +33,9 @@ def create_attention_mask(
     key_padding_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
     window_size: int | None = None,
     chunk_size: int | None = None,
-    segment_ids: Int[np.ndarray, "B T"] | tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B S"]] | None = None,
+    segment_ids: Int[np.ndarray, "B T"]
+    | tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B S"]]
+    | None = None,
 ) -> Bool[np.ndarray, "#B 1 T S"]:
     """Return a mask of the keys that any of the arguments hides from a query.
 
@@ -51,7 +53,8 @@ def create_attention_mask(
 
     Raises:
         TypeError: if the lengths or the ids are not integers.
-        ValueError: if a length lies outside its range, the ids do not fit, or both a window and chunks are set.
+        ValueError: if a length lies outside its range, the ids do not fit, or both a window and
+            chunks are set.
 
     Example: create_attention_mask(2, is_causal=True, key_padding_lengths=[1])
         [[[[False, True],
@@ -61,7 +64,8 @@ def create_attention_mask(
     check_count("seq_len_q", seq_len_q)
     check_count("seq_len_k", seq_len_k)
     as_boolean("is_causal", is_causal)
-    span, batch_size = span_of(window_size, chunk_size), None
+    span = span_of(window_size, chunk_size)
+    batch_size = None
     visible = Mask(None, is_causal, key_padding_lengths, segment_ids, span)
     if visible.segments is not None:
         batch_size = next(iter(getattr(next(iter(visible.segments), None), "shape", ())), 0)
@@ -76,8 +80,8 @@ class DeviceMask:
 
     Attributes:
         mask: boolean mask on the host, with four axes, True = masked.
-        is_causal: the mask is causal for T queries and T keys, with or without a sliding window; the fused kernel then
-            needs no tensor.
+        is_causal: the mask is causal for T queries and T keys, with or without a sliding window;
+            the fused kernel then needs no tensor.
         window_size: maximum number of keys per query in a sliding-window mask; otherwise None.
     """
 
@@ -107,7 +111,9 @@ class DeviceMask:
 
     @cached_property
     def hidden(self) -> Tensor:
-        """1 for masked keys, else 0, in float32. Fully masked rows mask no key here; `keep` sets them to 0."""
+        """1 for masked keys, else 0, in float32. Fully masked rows mask no key here; `keep` sets
+        them to 0.
+        """
         return upload(self.mask & ~self._empty_rows, device=self.device, dtype=ttnn.float32)
 
     @cached_property
@@ -119,7 +125,9 @@ class DeviceMask:
 
     @cached_property
     def real_keys(self) -> Tensor | None:
-        """0 for masked keys, else 1, (B or 1, 1, S or 1, 1), if all rows are equal; otherwise None."""
+        """0 for masked keys, else 1, (B or 1, 1, S or 1, 1), if all rows are equal; otherwise
+        None.
+        """
         first = self.mask[:, :1, :1]
         if not np.array_equal(self.mask, np.broadcast_to(first, self.shape)):
             return None
@@ -133,14 +141,19 @@ class DeviceMask:
         return self._shown
 
     def additive(self, seq_len_q: int, seq_len_k: int) -> Tensor:
-        """`MASKED` for masked keys, else 0, in bfloat16, (B or 1, N or 1, T, S), for the fused kernel.
+        """`MASKED` for masked keys, else 0, in bfloat16, (B or 1, N or 1, T, S), for the fused
+        kernel.
 
-        The kernel does not broadcast queries, and reads the padding of the last tiles, which is therefore also `MASKED`
-        (tt-metal#54833).
+        The kernel does not broadcast queries, and reads the padding of the last tiles, which is
+        therefore also `MASKED` (tt-metal#54833).
         """
         if self._additive is None or tuple(self._additive.shape)[2:] != (seq_len_q, seq_len_k):
-            hidden = np.broadcast_to(self.mask & ~self._empty_rows, (*self.shape[:2], seq_len_q, seq_len_k))
-            self._additive = upload(np.where(hidden, np.float32(MASKED), 0), device=self.device, pad_value=MASKED)
+            hidden = np.broadcast_to(
+                self.mask & ~self._empty_rows, (*self.shape[:2], seq_len_q, seq_len_k)
+            )
+            self._additive = upload(
+                np.where(hidden, np.float32(MASKED), 0), device=self.device, pad_value=MASKED
+            )
         return self._additive
 
     _additive: Tensor | None = None
@@ -152,7 +165,9 @@ class DeviceMask:
 
 
 def _known(mask: Bool[np.ndarray, "..."]) -> tuple[bool, int | None]:
-    """Return whether the mask is causal for T queries and T keys, and the size of its sliding window, if any."""
+    """Return whether the mask is causal for T queries and T keys, and the size of its sliding
+    window, if any.
+    """
     if mask.shape[:2] != (1, 1) or mask.shape[2] != mask.shape[3] or not mask.size:
         return False, None
     seq_len = mask.shape[2]
@@ -164,13 +179,18 @@ def _known(mask: Bool[np.ndarray, "..."]) -> tuple[bool, int | None]:
 class CausalMask(DeviceMask):
     """Causal mask with T = S, created on demand: the fused kernel does not need it."""
 
-    def __init__(self, seq_len: int, window_size: int | None = None, *, device: ttnn.MeshDevice) -> None:
+    def __init__(
+        self, seq_len: int, window_size: int | None = None, *, device: ttnn.MeshDevice
+    ) -> None:
         """Initialize a mask of T queries and keys, with a sliding window or None, for a device."""
         check_count("seq_len", seq_len, minimum=0)
         self.seq_len = seq_len
         self.device = device
         self.is_causal = True
-        self.window_size = window_size if window_size is not None and window_size < seq_len else None
+        if window_size is not None and window_size < seq_len:
+            self.window_size = window_size
+        else:
+            self.window_size = None
 
     def within(self, window_size: int | None) -> CausalMask:
         """Return the mask with a narrower window, or itself if the window hides no more keys."""
@@ -203,27 +223,35 @@ class CausalMask(DeviceMask):
 
 @dataclass(frozen=True, eq=False)  # comparing arrays yields no single truth value
 class Mask:
-    """Keys that each query cannot attend to, as an array or in implicit form; any attribute suffices to hide a key.
+    """Keys that each query cannot attend to, as an array or in implicit form; any attribute
+    suffices to hide a key.
 
     Attributes:
-        mask: boolean, True = masked; broadcasts to (B, N, T, S). The output of a fully masked row is 0.
+        mask: boolean, True = masked; broadcasts to (B, N, T, S). The output of a fully masked row
+            is 0.
         is_causal: hide keys after the query's own position, see `create_causal_mask`.
-        key_padding_lengths: number of real keys of each sequence, (B,), on the host, see `create_padding_mask`.
-        segment_ids: segment of each token, (B, T), on the host: hide keys whose id is not the query's. A pair if keys
-            have other ids: (B, T) of the queries and (B, S) of the keys.
+        key_padding_lengths: number of real keys of each sequence, (B,), on the host, see
+            `create_padding_mask`.
+        segment_ids: segment of each token, (B, T), on the host: hide keys whose id is not the
+            query's. A pair if keys have other ids: (B, T) of the queries and (B, S) of the keys.
         span: attention span of the layer, a window or chunks; None for all keys.
-        q_offset: position of the first query among the keys, for all sequences or each, (1,) or (B,); default: 0.
+        q_offset: position of the first query among the keys, for all sequences or each, (1,) or
+            (B,); default: 0.
     """
 
     mask: Bool[np.ndarray, "*#scores"] | DeviceMask | None = None
     is_causal: bool = False
     key_padding_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None
-    segment_ids: Int[np.ndarray, "B T"] | tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B S"]] | None = None
+    segment_ids: (
+        Int[np.ndarray, "B T"] | tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B S"]] | None
+    ) = None
     span: Span | None = None
     q_offset: Int[np.ndarray, " B"] | None = None
 
     def check(self, scores_shape: tuple[int, ...]) -> None:
-        """Refuse a mask that does not fit the scores (B, N, T, S). `find_padding` checks lengths."""
+        """Refuse a mask that does not fit the scores (B, N, T, S). `find_padding` checks
+        lengths.
+        """
         as_boolean("is_causal", self.is_causal)
         if self.mask is not None:
             check_broadcasts("mask", tuple(self.mask.shape), scores_shape)
@@ -234,11 +262,19 @@ class Mask:
     def segments(self) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B S"]] | None:
         """Segments of the queries, (B, T), and of the keys, (B, S)."""
         ids = self.segment_ids
-        return ids if ids is None or isinstance(ids, tuple) else (ids, ids)
+        if ids is None or isinstance(ids, tuple):
+            return ids
+        return (ids, ids)
 
     def fields_beyond(self, *known: str) -> list[str]:
-        """Return the names of other fields in use, so that kernels can reject fields they do not support."""
-        return [name for name, x in vars(self).items() if x is not None and x is not False and name not in known]
+        """Return the names of other fields in use, so that kernels can reject fields they do not
+        support.
+        """
+        return [
+            name
+            for name, x in vars(self).items()
+            if x is not None and x is not False and name not in known
+        ]
 
     def has_only(self, *known: str) -> bool:
         """Return whether no other field is in use."""
@@ -246,7 +282,9 @@ class Mask:
 
     def within(self, spec: AttentionSpec | BareHeads) -> Mask:
         """Return the mask with the attention span of a layer."""
-        return self if spec.span is None else replace(self, span=spec.span)
+        if spec.span is None:
+            return self
+        return replace(self, span=spec.span)
 
     def with_bias(self, bias: Float[np.ndarray | Tensor, "*#scores"] | None) -> Mask:
         """Fold biases of -inf into the mask, so that rows of -inf count as fully masked."""
@@ -255,15 +293,24 @@ class Mask:
         is_hidden = bias == -np.inf
         if not is_hidden.any():
             return self
-        return replace(self, mask=is_hidden if self.mask is None else is_hidden | on_host(self.mask))
+        return replace(
+            self, mask=is_hidden if self.mask is None else is_hidden | on_host(self.mask)
+        )
 
     def to_bool(self, seq_len_q: int, seq_len_k: int, device: ttnn.MeshDevice) -> DeviceMask | None:
         """Return the mask for a device, including all other fields; None if nothing is hidden."""
         if self.has_only("mask", "q_offset"):
             return on_device(self.mask, device)
         window_size, chunk_size = self.span or (None, None)
-        if seq_len_q == seq_len_k and chunk_size is None and self.has_only("mask", "is_causal", "span"):
-            causal = CausalMask(seq_len_q, device=device) if self.is_causal and self.mask is None else self.mask
+        if (
+            seq_len_q == seq_len_k
+            and chunk_size is None
+            and self.has_only("mask", "is_causal", "span")
+        ):
+            if self.is_causal and self.mask is None:
+                causal = CausalMask(seq_len_q, device=device)
+            else:
+                causal = self.mask
             if isinstance(causal, CausalMask) and causal.seq_len == seq_len_q:
                 return causal.within(window_size)
         hidden = self.implicit_bool(seq_len_q, seq_len_k)
@@ -281,26 +328,35 @@ class Mask:
         of_queries, of_keys = self.segments
         return hidden | (of_queries[:, None, :, None] != of_keys[:, None, None, :])
 
-    def key_range(self, seq_len_q: int, seq_len_k: int) -> tuple[Int[np.ndarray, "#B T"], Int[np.ndarray, "#B T"]]:
-        """Return each query's first key under causality, padding and span, and the one after its last.
+    def key_range(
+        self, seq_len_q: int, seq_len_k: int
+    ) -> tuple[Int[np.ndarray, "#B T"], Int[np.ndarray, "#B T"]]:
+        """Return each query's first key under causality, padding and span, and the one after its
+        last.
 
-        Both may lie outside 0..S. A row is fully masked if its first key is not before the end. Segments may hide more
-        keys in between.
+        Both may lie outside 0..S. A row is fully masked if its first key is not before the end.
+        Segments may hide more keys in between.
         """
         positions = np.arange(seq_len_q)[None]  # (B or 1, T)
         if self.q_offset is not None:
             positions = np.asarray(self.q_offset)[:, None] + positions
         first = np.zeros_like(positions)
-        stop = positions + 1 if self.is_causal else np.full_like(positions, seq_len_k)
+        if self.is_causal:
+            stop = positions + 1
+        else:
+            stop = np.full_like(positions, seq_len_k)
         if self.key_padding_lengths is not None:
             stop = np.minimum(stop, np.asarray(self.key_padding_lengths)[:, None])
         if self.span is not None:
-            first, stop = self.span.first(positions), np.minimum(stop, self.span.stop(positions))
+            first = self.span.first(positions)
+            stop = np.minimum(stop, self.span.stop(positions))
         return first, stop
 
 
 def block_of(
-    x: Float[np.ndarray | Tensor, "..."] | Bool[np.ndarray, "..."] | DeviceMask | None, rows: slice, keys: slice
+    x: Float[np.ndarray | Tensor, "..."] | Bool[np.ndarray, "..."] | DeviceMask | None,
+    rows: slice,
+    keys: slice,
 ) -> Any:
     """Return the block of some queries and keys of an array that broadcasts to the scores."""
     if x is None:
@@ -315,27 +371,43 @@ def block_of(
 
 def on_host(mask: np.ndarray | DeviceMask) -> np.ndarray:
     """Return the boolean mask."""
-    return mask.mask if isinstance(mask, DeviceMask) else mask
+    if isinstance(mask, DeviceMask):
+        return mask.mask
+    return mask
 
 
 def on_device(mask: np.ndarray | DeviceMask | None, device: ttnn.MeshDevice) -> DeviceMask | None:
     """Return the mask as a `DeviceMask` (or itself if it is one); None if it hides nothing."""
     if mask is None or isinstance(mask, DeviceMask):
         return mask
-    return DeviceMask(mask, device=device) if mask.any() else None
+    if mask.any():
+        return DeviceMask(mask, device=device)
+    return None
 
 
-def zero_masked_rows(x: Float[Tensor, "B N T ..."], mask: DeviceMask | None) -> Float[Tensor, "B N T ..."]:
+def zero_masked_rows(
+    x: Float[Tensor, "B N T ..."], mask: DeviceMask | None
+) -> Float[Tensor, "B N T ..."]:
     """Return x with 0 in fully masked rows."""
     if mask is None or mask.keep is None:
         return x
     return ttnn.where(as_dtype(mask.keep, x.dtype), x, 0.0)
 
 
-def _check_segments(segments: tuple[np.ndarray, np.ndarray], batch_size: int, seq_len_q: int, seq_len_k: int) -> None:
-    """Refuse segments that are not integers (B, T), or a pair (B, T) of queries and (B, S) of keys."""
+def _check_segments(
+    segments: tuple[np.ndarray, np.ndarray], batch_size: int, seq_len_q: int, seq_len_k: int
+) -> None:
+    """Refuse segments that are not integers (B, T), or a pair (B, T) of queries and (B, S) of
+    keys.
+    """
     if len(segments) != 2:
-        raise Refusal("segment_ids", "be ids or a pair of them, of queries and of keys", f"{len(segments)} in a tuple")
-    for ids, axes, seq_len in zip(segments, ("(B, T)", "(B, S)"), (seq_len_q, seq_len_k), strict=True):
+        raise Refusal(
+            "segment_ids",
+            "be ids or a pair of them, of queries and of keys",
+            f"{len(segments)} in a tuple",
+        )
+    for ids, axes, seq_len in zip(
+        segments, ("(B, T)", "(B, S)"), (seq_len_q, seq_len_k), strict=True
+    ):
         shape = (batch_size, seq_len)
         check_integers("segment_ids", ids, [shape], f"{axes} = {shape}")

@@ -1,7 +1,7 @@
 """Multi-head attention layers.
 
-Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv value_head_dim, E d_model.
-Layers accept any number of batch axes instead of B, or none: see `axes`.
+Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv
+value_head_dim, E d_model. Layers accept any number of batch axes instead of B, or none: see `axes`.
 A mask is boolean, True = masked (the query may not attend to the key); an additive term is a bias.
 
 On the device H is the padded head_dim: see `mha_tt.upload_weights`. The spec has the true one.
@@ -36,7 +36,7 @@ from mha_tt.scores import Scores
 from mha_tt.stages import drop
 from mha_tt.weights import project_with, upload_weights
 
-# ---- Functions -------------------------------------------------------------------------------------------------------
+# ---- Functions -----------------------------------------------------------------------------------
 
 
 @with_one_batch_axis
@@ -51,7 +51,9 @@ def attention_layer(
     need_weights: bool,
     positions: np.ndarray | Rotation | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the output of a layer and, if requested, its attention weights: check, project, attend, project."""
+    """Return the output of a layer and, if requested, its attention weights: check, project,
+    attend, project.
+    """
     spec = layer.spec
     check_layer_inputs(query, key, value, positions, spec)
     key = query if key is None else key
@@ -73,7 +75,8 @@ def attention_layer(
     if need_weights:
         context, attn_weights = stages.attend(q, k, v, mask, scores, layer.compute_kernel_config)
     else:
-        context, attn_weights = layer.kernel(q, k, v, mask, scores), None
+        context = layer.kernel(q, k, v, mask, scores)
+        attn_weights = None
     return project_output(layer.project, context, query, spec), attn_weights
 
 
@@ -96,12 +99,17 @@ class FunctionalLayer:
 
     def project(self, name: str, x: Float[Tensor, "B T d_in"]) -> Float[Tensor, "B T d_out"]:
         """Apply the projection or norm `name`."""
-        return project_with(self.weights, self.spec, compute_kernel_config=self.compute_kernel_config)(name, x)
+        return project_with(
+            self.weights, self.spec, compute_kernel_config=self.compute_kernel_config
+        )(name, x)
 
     def scores(self, bias: Float[np.ndarray | Tensor, "*#scores"] | None) -> Scores:
         """Return the scores of a call: bias, learned weights, and dropout in training."""
         learned = {name: self.weights[name] for name in self.spec.score_shapes}
-        dropout = self.spec.dropout if self.training else 0.0
+        if self.training:
+            dropout = self.spec.dropout
+        else:
+            dropout = 0.0
         return Scores(self.spec, bias, learned, dropout, self.dropout_keep, self.seed)
 
     @property
@@ -110,7 +118,7 @@ class FunctionalLayer:
         return self.weights
 
 
-# ---- Modules ---------------------------------------------------------------------------------------------------------
+# ---- Modules -------------------------------------------------------------------------------------
 
 
 class AttentionLayer:
@@ -120,24 +128,28 @@ class AttentionLayer:
         spec: specification of the layer; or d_model instead.
         num_heads: number of query heads, with d_model.
         device: device of the weights.
-        dtype: dtype of inputs and outputs: `ttnn.bfloat16` or `ttnn.bfloat8_b`, which use the fused kernel, or
-            `ttnn.float32`, which uses the plain path.
+        dtype: dtype of inputs and outputs: `ttnn.bfloat16` or `ttnn.bfloat8_b`, which use the fused
+            kernel, or `ttnn.float32`, which uses the plain path.
         weight_dtype: dtype of the weights; default: `dtype`.
-        compute_kernel_config: arithmetic of the device; default: `accurate_config`. `fast_config` trades accuracy for
-            speed.
+        compute_kernel_config: arithmetic of the device; default: `accurate_config`. `fast_config`
+            trades accuracy for speed.
         rng: random generator of weights and of dropout seeds.
         fields: other fields of `AttentionSpec` by name, with d_model.
 
     Attributes:
-        spec: local specification of each chip: the layer, or some of its heads after `parallel.shard`.
+        spec: local specification of each chip: the layer, or some of its heads after
+            `parallel.shard`.
         full_spec: the layer.
         heads: mesh dimension that heads are divided over, or None.
-        kernel: computes the context, unless need_weights is set; can be replaced, which also affects steps.
+        kernel: computes the context, unless need_weights is set; can be replaced, which also
+            affects steps.
         kept: tensors shared by the steps of the layer.
 
     Raises:
-        TypeError: if spec is neither an `AttentionSpec` nor an integer, a field is unknown, or a dtype is unsupported.
-        ValueError: if fields accompany a spec or do not fit, or the keys of self-attention have another width.
+        TypeError: if spec is neither an `AttentionSpec` nor an integer, a field is unknown, or a
+            dtype is unsupported.
+        ValueError: if fields accompany a spec or do not fit, or the keys of self-attention have
+            another width.
     """
 
     _is_self_attention = False  # accepts no separate keys and values
@@ -173,8 +185,11 @@ class AttentionLayer:
         self.load_weights(self._draw_weights())
 
     def _draw_weights(self) -> dict[str, np.ndarray]:
-        """Draw Xavier-uniform weights, separately for q, k and v; biases and sinks are 0, factors of norms 1."""
-        shapes, norms = self.full_spec.weight_shapes, self.full_spec.norms
+        """Draw Xavier-uniform weights, separately for q, k and v; biases and sinks are 0, factors
+        of norms 1.
+        """
+        shapes = self.full_spec.weight_shapes
+        norms = self.full_spec.norms
         weights = {name: np.zeros(shape) for name, shape in shapes.items()}
         for name, shape in shapes.items():
             part, _, kind = name.partition(".")
@@ -189,11 +204,12 @@ class AttentionLayer:
         """Replace the weights by canonical weights.
 
         Args:
-            weights: arrays by name: `q_proj.weight` (N * H, d_in), `q_proj.bias` (N * H,), …, `out_proj.weight` (E, N *
-                H); also for a layer with one qkv_proj.
+            weights: arrays by name: `q_proj.weight` (N * H, d_in), `q_proj.bias` (N * H,), …,
+                `out_proj.weight` (E, N * H); also for a layer with one qkv_proj.
 
         Raises:
-            ValueError: if names or shapes do not fit the layer, or a value is not finite; nothing is then changed.
+            ValueError: if names or shapes do not fit the layer, or a value is not finite; nothing
+                is then changed.
         """
         self.weights = upload_weights(
             weights, self.full_spec, device=self.device, dtype=self.weight_dtype, heads=self.heads
@@ -211,13 +227,19 @@ class AttentionLayer:
     def __repr__(self) -> str:
         dtypes = {"dtype": self.dtype, "weight_dtype": self.weight_dtype}
         words = [repr(self.full_spec)]
-        words += [f"{name}={str(dtype).rpartition('.')[2].lower()}" for name, dtype in dtypes.items()]
+        words += [
+            f"{name}={str(dtype).rpartition('.')[2].lower()}" for name, dtype in dtypes.items()
+        ]
         words.append(f"compute_kernel_config=({describe_config(self.compute_kernel_config)})")
         return f"{type(self).__name__}({', '.join(words)})"
 
     def project(self, name: str, x: Float[Tensor, "B T d_in"]) -> Float[Tensor, "B T d_out"]:
-        """Call the projection or norm `name` as a module, so that replaced layers (LoRA, quantized) are used."""
-        project = project_with(self.weights, self.spec, compute_kernel_config=self.compute_kernel_config)
+        """Call the projection or norm `name` as a module, so that replaced layers (LoRA, quantized)
+        are used.
+        """
+        project = project_with(
+            self.weights, self.spec, compute_kernel_config=self.compute_kernel_config
+        )
         output = project(name, x)
         if name == "out_proj" and self.heads is not None:
             output = all_reduce(output, self.heads)
@@ -226,24 +248,33 @@ class AttentionLayer:
     def scores(self, bias: Float[np.ndarray | Tensor, "*#scores"] | None) -> Scores:
         """Return the scores of a call: bias, learned weights, and dropout in training."""
         learned = {name: self.weights[name] for name in self.spec.score_shapes}
-        dropout = self.spec.dropout if self.training else 0.0
+        if self.training:
+            dropout = self.spec.dropout
+        else:
+            dropout = 0.0
         return Scores(self.spec, bias, learned, dropout, seed=self._draw_seed())
 
     def drop_output(self, output: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
         """Apply output dropout, in training and at a rate above 0."""
         if not self._drops:
             return output
-        return drop("output", output, self.spec.output_dropout if self.training else 0.0, self._draw_seed())
+        return drop(
+            "output", output, self.spec.output_dropout if self.training else 0.0, self._draw_seed()
+        )
 
     @property
     def plain_weights(self) -> Mapping[str, Tensor] | None:
         """Weights, if `project` applies them without any other change, else None."""
-        return self.weights if self.project == MethodType(AttentionLayer.project, self) else None
+        if self.project == MethodType(AttentionLayer.project, self):
+            return self.weights
+        return None
 
     def _with_kept(
         self, seq_len: int, mask: Mask, positions: np.ndarray | Rotation | None
     ) -> tuple[Mask, np.ndarray | Rotation | None]:
-        """Return mask and positions of self-attention; causal masks and default rotations are cached between calls."""
+        """Return mask and positions of self-attention; causal masks and default rotations are
+        cached between calls.
+        """
         if mask.is_causal and mask.has_only("is_causal"):
             if self._causal_mask is None or self._causal_mask.seq_len != seq_len:
                 self._causal_mask = CausalMask(seq_len, self.spec.window_size, device=self.device)
@@ -255,19 +286,23 @@ class AttentionLayer:
         return mask, self._rotation
 
     def check_input(self, name: str, x: Tensor) -> None:
-        """Refuse an input of a wrong rank or dtype, and random dropout that ttnn does not support."""
+        """Refuse an input of a wrong rank or dtype, and random dropout that ttnn does not
+        support.
+        """
         check_tiles(name, x)
         check_input_dtype(name, x, self.dtype)
         if self._drops and self.heads is not None:
             raise Refusal(
                 "the module",
-                "not drop at random where its heads are divided (eval() switches that off), since what each "
-                "chip would drop is not known",
+                "not drop at random where its heads are divided (eval() switches that off), "
+                "since what each chip would drop is not known",
                 heads=self.heads,
             )
         if self._drops and self.dtype != ttnn.bfloat16:
             raise WrongType(
-                "the module", "be bfloat16 to drop at random in training (eval() switches that off)", dtype=self.dtype
+                "the module",
+                "be bfloat16 to drop at random in training (eval() switches that off)",
+                dtype=self.dtype,
             )
 
     @property
@@ -275,14 +310,18 @@ class AttentionLayer:
         return self.training and bool(self.spec.dropout or self.spec.output_dropout)
 
     def _draw_seed(self) -> int:
-        return int(self.rng.integers(2**31)) if self._drops else 0
+        if self._drops:
+            return int(self.rng.integers(2**31))
+        return 0
 
 
 class MultiHeadAttention(AttentionLayer):
-    """Multi-head attention of queries over keys and values. Constructor arguments: see `AttentionLayer`.
+    """Multi-head attention of queries over keys and values. Constructor arguments: see
+    `AttentionLayer`.
 
-    A call returns a pair: the output, and the attention weights or None. `MultiHeadSelfAttention` returns the output
-    alone, for sequences of modules. Sizes are fields of the specification: `layer.spec.num_heads`.
+    A call returns a pair: the output, and the attention weights or None. `MultiHeadSelfAttention`
+    returns the output alone, for sequences of modules. Sizes are fields of the specification:
+    `layer.spec.num_heads`.
     """
 
     @checked
@@ -298,30 +337,33 @@ class MultiHeadAttention(AttentionLayer):
         mask: Bool[np.ndarray, "*#scores"] | DeviceMask | None = None,
         is_causal: bool = False,
         key_padding_lengths: Int[np.ndarray, "*B"] | Sequence[int] | None = None,
-        segment_ids: Int[np.ndarray, "*B T"] | tuple[Int[np.ndarray, "*B T"], Int[np.ndarray, "*B S"]] | None = None,
+        segment_ids: Int[np.ndarray, "*B T"]
+        | tuple[Int[np.ndarray, "*B T"], Int[np.ndarray, "*B S"]]
+        | None = None,
     ) -> tuple[Float[Tensor, "*B T E"], Float[Tensor, "*B N T S"] | None]:
         """Attend from each query token to the key tokens.
 
         Args:
             query: (B, T, d_in), on the device, in the dtype of the module.
-            key: (B, S, d_kv); default: self-attention. With `shared_kv` the keys of another layer, (B, K, S, H), as
-                `project_qkv` returns them.
-            value: (B, S, d_kv); default: the key. With `shared_kv` the values of that layer, (B, K, S, Hv).
-            bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key. On the device it has the dtype of
-                query (for bfloat8_b also bfloat16) and is not read: a row that is all -inf returns the mean of the
-                values.
+            key: (B, S, d_kv); default: self-attention. With `shared_kv` the keys of another layer,
+                (B, K, S, H), as `project_qkv` returns them.
+            value: (B, S, d_kv); default: the key. With `shared_kv` the values of that layer, (B, K,
+                S, Hv).
+            bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key. On the device
+                it has the dtype of query (for bfloat8_b also bfloat16) and is not read: a row that
+                is all -inf returns the mean of the values.
             need_weights: also return the attention weights; uses the plain path.
-            positions: position of each token, (B or 1, T), or with sections (axes, B or 1, T), on the host; default: 0,
-                1, …. A `Rotation` of them is uploaded once for many calls.
+            positions: position of each token, (B or 1, T), or with sections (axes, B or 1, T), on
+                the host; default: 0, 1, …. A `Rotation` of them is uploaded once for many calls.
             mask, is_causal, key_padding_lengths, segment_ids: hide keys, see `Mask`.
 
         Returns:
-            Output (B, T, E), or (B, T, N * Hv) without `out_proj`, and the attention weights before dropout (B, N, T,
-            S) or None.
+            Output (B, T, E), or (B, T, N * Hv) without `out_proj`, and the attention weights before
+            dropout (B, N, T, S) or None.
 
         Raises:
-            TypeError: if an input is not on the device or has another dtype, the mask is not boolean or the lengths are
-                not integers.
+            TypeError: if an input is not on the device or has another dtype, the mask is not
+                boolean or the lengths are not integers.
             ValueError: if the shapes do not fit, or a length lies outside 0..S.
         """
         self.check_input("query", query)
@@ -336,7 +378,9 @@ class MultiHeadAttention(AttentionLayer):
 
 
 class MultiHeadSelfAttention(AttentionLayer):
-    """Multi-head attention of a sequence over itself. Constructor arguments: see `AttentionLayer`."""
+    """Multi-head attention of a sequence over itself. Constructor arguments: see
+    `AttentionLayer`.
+    """
 
     _is_self_attention = True
 
@@ -350,20 +394,26 @@ class MultiHeadSelfAttention(AttentionLayer):
         mask: Bool[np.ndarray, "*#scores"] | DeviceMask | None = None,
         is_causal: bool = False,
         key_padding_lengths: Int[np.ndarray, "*B"] | Sequence[int] | None = None,
-        segment_ids: Int[np.ndarray, "*B T"] | tuple[Int[np.ndarray, "*B T"], Int[np.ndarray, "*B S"]] | None = None,
+        segment_ids: Int[np.ndarray, "*B T"]
+        | tuple[Int[np.ndarray, "*B T"], Int[np.ndarray, "*B S"]]
+        | None = None,
     ) -> Float[Tensor, "*B T E"]:
         """Attend from each token to the tokens of its own sequence.
 
-        Errors and other arguments are those of `MultiHeadAttention`, with x as query, key and value.
+        Errors and other arguments are those of `MultiHeadAttention`, with x as query, key and
+        value.
 
         Args:
             x: (B, T, d_in), on the device, in the dtype of the module.
 
         Returns:
-            Output (B, T, E). At padded positions it is the attention of the padding over the real tokens.
+            Output (B, T, E). At padded positions it is the attention of the padding over the real
+            tokens.
         """
         self.check_input("x", x)
         visible = Mask(mask, is_causal, key_padding_lengths, segment_ids)
         visible, places = self._with_kept(x.shape[-2], visible, positions)
-        output, _ = attention_layer(self, x, None, None, visible, bias=bias, need_weights=False, positions=places)
+        output, _ = attention_layer(
+            self, x, None, None, visible, bias=bias, need_weights=False, positions=places
+        )
         return self.drop_output(output)

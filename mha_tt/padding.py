@@ -35,13 +35,19 @@ def find_padding(mask: Mask, batch_size: int, seq_len: int) -> Bool[np.ndarray, 
     return is_padding
 
 
-def padding_after(lengths: Int[np.ndarray, " B"] | Sequence[int], seq_len: int) -> Bool[np.ndarray, "B S"]:
+def padding_after(
+    lengths: Int[np.ndarray, " B"] | Sequence[int], seq_len: int
+) -> Bool[np.ndarray, "B S"]:
     """Return True for tokens at or beyond the length of their sequence."""
     return np.arange(seq_len) >= np.asarray(lengths)[:, None]
 
 
-def finite_padding(x: Float[Tensor, "B S d_in"], is_padding: Bool[np.ndarray, "B S"]) -> Float[Tensor, "B S d_in"]:
-    """Return the input of a layer with 0 for each NaN and infinity in padding. Finite values stay."""
+def finite_padding(
+    x: Float[Tensor, "B S d_in"], is_padding: Bool[np.ndarray, "B S"]
+) -> Float[Tensor, "B S d_in"]:
+    """Return the input of a layer with 0 for each NaN and infinity in padding. Finite values
+    stay.
+    """
     finite = ttnn.where(ttnn.isfinite(x), x, 0.0)
     return ttnn.where(upload(is_padding[:, :, None], device=x.device(), dtype=x.dtype), finite, x)
 
@@ -49,14 +55,21 @@ def finite_padding(x: Float[Tensor, "B S d_in"], is_padding: Bool[np.ndarray, "B
 def finite_inputs(
     query: Tensor, key: Tensor, value: Tensor, is_padding: Bool[np.ndarray, "B S"]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the inputs of a layer with finite padding; in self-attention the three are one, and stay one."""
+    """Return the inputs of a layer with finite padding; in self-attention the three are one, and
+    stay one.
+    """
     finite_key = finite_padding(key, is_padding)
-    finite_value = finite_key if value is key else finite_padding(value, is_padding)
+    if value is key:
+        finite_value = finite_key
+    else:
+        finite_value = finite_padding(value, is_padding)
     # Other queries have no padding: the lengths are of keys.
     return finite_key if query is key else query, finite_key, finite_value
 
 
-def zero_padding(x: Float[Tensor, "B K S H"], is_padding: Bool[np.ndarray, "B S"]) -> Float[Tensor, "B K S H"]:
+def zero_padding(
+    x: Float[Tensor, "B K S H"], is_padding: Bool[np.ndarray, "B S"]
+) -> Float[Tensor, "B K S H"]:
     """Return keys or values with 0 in padding: projections of finite inputs may overflow."""
     return zero_where(x, upload(is_padding[:, None, :, None], device=x.device(), dtype=x.dtype))
 

@@ -77,7 +77,10 @@ def accurate_config(device: ttnn.MeshDevice) -> ttnn.DeviceComputeKernelConfig:
     """Return an arithmetic with all bits of bfloat16, sums in float32, and no approximations."""
     # HiFi4 with float32 sums is occasionally wrong on Wormhole (tt-metal#38306).
     is_wormhole = device.arch() == ttnn.Arch.WORMHOLE_B0
-    fidelity = ttnn.MathFidelity.HiFi3 if is_wormhole else ttnn.MathFidelity.HiFi4
+    if is_wormhole:
+        fidelity = ttnn.MathFidelity.HiFi3
+    else:
+        fidelity = ttnn.MathFidelity.HiFi4
     return ttnn.init_device_compute_kernel_config(
         device.arch(),
         math_fidelity=fidelity,
@@ -126,7 +129,10 @@ def scaled_dot_product_attention(
         # The softmax of a row without a visible key is uniform: that row becomes 0.
         attn_weights = ttnn.where(hidden, 0.0, attn_weights)
     attn_weights = ttnn.typecast(attn_weights, query.dtype)
-    dropped = attn_weights if dropout is None else dropout(attn_weights)
+    if dropout is None:
+        dropped = attn_weights
+    else:
+        dropped = dropout(attn_weights)
     context = ttnn.matmul(dropped, value, dtype=value.dtype, compute_kernel_config=config)
     return context, attn_weights
 
@@ -171,7 +177,10 @@ class Linear:
     def load(self, weight: np.ndarray, bias: np.ndarray | None) -> None:
         """Replace the weight (out, in) and the bias (out,)."""
         self.weight = upload(weight.T, self.device, self.dtype)
-        self.bias = None if bias is None else upload(bias[None], self.device, self.dtype)
+        if bias is None:
+            self.bias = None
+        else:
+            self.bias = upload(bias[None], self.device, self.dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return x @ weight.T + bias: (B, T, in) to (B, T, out)."""
@@ -243,7 +252,9 @@ class MultiHeadSelfAttention(AttentionLayer):
 
     def __call__(self, x: Tensor, *, mask: np.ndarray | None = None) -> Tensor:
         """Attend from each token of x (B, T, E) to all tokens of its sequence: output (B, T, E)."""
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        q = self.q_proj(x)
+        k = self.k_proj(x)
+        v = self.v_proj(x)
         output, _ = multi_head_attention_core(q, k, v, self.num_heads, mask, self.dropout)
         return self.out_proj(output)
 
@@ -263,7 +274,9 @@ class MultiHeadAttention(AttentionLayer):
         """Attend to key and value (B, S, E): output (B, T, E), and weights (B, N, T, S) or None."""
         key = query if key is None else key
         value = key if value is None else value
-        q, k, v = self.q_proj(query), self.k_proj(key), self.v_proj(value)
+        q = self.q_proj(query)
+        k = self.k_proj(key)
+        v = self.v_proj(value)
         output, weights = multi_head_attention_core(q, k, v, self.num_heads, mask, self.dropout)
         return self.out_proj(output), weights if need_weights else None
 
@@ -282,7 +295,8 @@ class MultiHeadAttentionWithCache(AttentionLayer):
             k = ttnn.concat([cache_k, k], dim=2)
         if cache_v is not None:
             v = ttnn.concat([cache_v, v], dim=2)
-        new, total = x.shape[1], k.shape[2]
+        new = x.shape[1]
+        total = k.shape[2]
         mask = create_causal_mask_with_cache(new, total, total - new)
         context, _ = scaled_dot_product_attention(q, k, v, mask, self.dropout)
         return self.out_proj(combine_heads(context)), k, v

@@ -1,6 +1,7 @@
 """Input and output side of attention: projections, heads, norms, RoPE; gate and output.
 
-Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv value_head_dim, E d_model.
+Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv
+value_head_dim, E d_model.
 """
 
 from __future__ import annotations
@@ -31,15 +32,16 @@ def project_qkv(
     spec: AttentionSpec,
     positions: Int[np.ndarray, "*axes #B T"] | Rotation | None = None,
 ) -> tuple[Float[Tensor, "B N T H"], Float[Tensor, "B K S H"], Float[Tensor, "B K S Hv"]]:
-    """Project and clip the inputs, split heads, apply norms and RoPE, and scale queries by the temperature.
+    """Project and clip the inputs, split heads, apply norms and RoPE, and scale queries by the
+    temperature.
 
     Args:
         project: applies a projection or a norm by its name.
-        query, key, value: inputs of the layer; the same array three times for self-attention. With `shared_kv` key and
-            value are another layer's k and v, and are returned as they are.
+        query, key, value: inputs of the layer; the same array three times for self-attention. With
+            `shared_kv` key and value are another layer's k and v, and are returned as they are.
         spec: the layer.
-        positions: position of each token, (B or 1, T), or with sections (axes, B or 1, T); default: 0, 1, …. A
-            `Rotation` of them is uploaded once for many calls.
+        positions: position of each token, (B or 1, T), or with sections (axes, B or 1, T); default:
+            0, 1, …. A `Rotation` of them is uploaded once for many calls.
 
     Returns:
         q (B, N, T, H), k (B, K, S, H) and v (B, K, S, Hv).
@@ -64,7 +66,9 @@ def project_qkv(
 def _project_inputs(
     project: Project, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the features of q, k and v, (B, T, width), or heads; with `shared_kv` k and v are heads already."""
+    """Return the features of q, k and v, (B, T, width), or heads; with `shared_kv` k and v are
+    heads already.
+    """
     if spec.fused_qkv:
         if key is query and value is query:
             return _unpack_qkv(project("qkv_proj", query), spec)
@@ -84,7 +88,12 @@ def _project_inputs(
 
 
 def _to_heads(
-    project: Project, norm_name: str, x: Tensor, num_heads: int, spec: AttentionSpec, rotation: Rotation | None
+    project: Project,
+    norm_name: str,
+    x: Tensor,
+    num_heads: int,
+    spec: AttentionSpec,
+    rotation: Rotation | None,
 ) -> Tensor:
     """Clip projected features, split them into heads, and apply their norm and RoPE."""
     norm = spec.norms.get(norm_name)
@@ -103,7 +112,9 @@ def _to_heads(
     return x
 
 
-def apply_gate(context: Float[Tensor, "B N T Hv"], gate: Float[Tensor, "B T G"]) -> Float[Tensor, "B N T Hv"]:
+def apply_gate(
+    context: Float[Tensor, "B N T Hv"], gate: Float[Tensor, "B T G"]
+) -> Float[Tensor, "B N T Hv"]:
     """Return context * sigmoid(gate), gate (B, T, N * Hv), or (B, T, N) for one number per head.
 
     Source: Gated Attention for Large Language Models, arXiv:2505.06708.
@@ -116,7 +127,10 @@ def apply_gate(context: Float[Tensor, "B N T Hv"], gate: Float[Tensor, "B T G"])
 
 
 def project_output(
-    project: Project, context: Float[Tensor, "B N T Hv"], query: Float[Tensor, "B T d_in"], spec: AttentionSpec
+    project: Project,
+    context: Float[Tensor, "B N T Hv"],
+    query: Float[Tensor, "B T d_in"],
+    spec: AttentionSpec,
 ) -> Float[Tensor, "B T E"]:
     """Gate the context, combine its heads, normalize and project them, as the layer requires.
 
@@ -140,18 +154,33 @@ def project_output(
 
 
 def _unpack_qkv(packed: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v of a packed projection, split at once if heads have equal widths and no norm is over them."""
+    """Return q, k and v of a packed projection, split at once if heads have equal widths and no
+    norm is over them.
+    """
     width = sum(padded_width(f"{part}_proj", spec) for part in "qkv")
     if packed.shape[-1] != width:
-        raise Refusal("qkv_proj", f"return the {width} features of all q, k and v", f"{packed.shape[-1]} features")
-    num_heads, num_kv_heads = spec.num_heads, spec.num_kv_heads
+        raise Refusal(
+            "qkv_proj",
+            f"return the {width} features of all q, k and v",
+            f"{packed.shape[-1]} features",
+        )
+    num_heads = spec.num_heads
+    num_kv_heads = spec.num_kv_heads
     head_dim = padded_features("q_proj", spec)
     is_even = padded_features("v_proj", spec) == head_dim
     if not is_even or any(norm.over == "width" for norm in spec.norms.values()):
-        keys_begin, values_begin = num_heads * head_dim, (num_heads + num_kv_heads) * head_dim
-        return packed[:, :, :keys_begin], packed[:, :, keys_begin:values_begin], packed[:, :, values_begin:]
+        keys_begin = num_heads * head_dim
+        values_begin = (num_heads + num_kv_heads) * head_dim
+        return (
+            packed[:, :, :keys_begin],
+            packed[:, :, keys_begin:values_begin],
+            packed[:, :, values_begin:],
+        )
     if 0 in (packed.shape[0], packed.shape[1]):
-        shapes = [(packed.shape[0], heads, packed.shape[1], head_dim) for heads in (num_heads, num_kv_heads)]
+        shapes = [
+            (packed.shape[0], heads, packed.shape[1], head_dim)
+            for heads in (num_heads, num_kv_heads)
+        ]
         q, kv = (zeros(shape, packed.dtype, packed.device()) for shape in shapes)
         return q, kv, kv
     if head_dim % TILE == 0:

@@ -19,7 +19,9 @@ from mha_tt.device import upload
 from mha_tt.masks import block_of
 
 LOWEST_BIAS = -5e8
-"""Lower bound of biases, so that keys with a bias of finfo.min still weigh more than masked ones."""
+"""Lower bound of biases, so that keys with a bias of finfo.min still weigh more than masked
+ones.
+"""
 
 
 @dataclass(frozen=True, eq=False)  # comparing arrays yields no single truth value
@@ -27,14 +29,17 @@ class Scores:
     """Changes to the logits of one call, and dropout of its attention weights.
 
     Attributes:
-        spec: layer whose scale, soft cap, biases and products by distance apply; or `BareHeads` of no layer.
-        bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key; on the device it is not read.
-        learned: weights of the layer that change scores, by name: `sinks` (1, N, 1, 1), one logit without a value per
-            head; `relative_bias` (1, N, 1, num_buckets); `relative_keys` and `relative_queries`, vectors of distances
-            for queries and for keys, (1, 1, num_buckets, H), or (1, N, num_buckets, H) for each head. Exactly those
-            that the spec has.
+        spec: layer whose scale, soft cap, biases and products by distance apply; or `BareHeads` of
+            no layer.
+        bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key; on the device it is
+            not read.
+        learned: weights of the layer that change scores, by name: `sinks` (1, N, 1, 1), one logit
+            without a value per head; `relative_bias` (1, N, 1, num_buckets); `relative_keys` and
+            `relative_queries`, vectors of distances for queries and for keys, (1, 1, num_buckets,
+            H), or (1, N, num_buckets, H) for each head. Exactly those that the spec has.
         dropout: probability of dropping an attention weight.
-        dropout_keep: True for attention weights to keep, instead of a random draw; broadcasts to (B, N, T, S).
+        dropout_keep: True for attention weights to keep, instead of a random draw; broadcasts to
+            (B, N, T, S).
         seed: seed of the draw.
     """
 
@@ -46,7 +51,9 @@ class Scores:
     seed: int = 0
 
     def check_arguments(self, scores_shape: tuple[int, ...], query: Tensor) -> None:
-        """Refuse what a call of a layer brings and does not fit the scores (B, N, T, S) or their queries."""
+        """Refuse what a call of a layer brings and does not fit the scores (B, N, T, S) or their
+        queries.
+        """
         if self.bias is not None:
             check_bias(self.bias, scores_shape, query)
         if self.dropout_keep is not None:
@@ -62,13 +69,24 @@ class Scores:
 
     def block(self, rows: slice, keys: slice) -> Scores:
         """Return the scores of a block of queries and keys."""
-        return self if self.bias is None else replace(self, bias=block_of(self.bias, rows, keys))
+        if self.bias is None:
+            return self
+        return replace(self, bias=block_of(self.bias, rows, keys))
 
 
-def bias_on_device(bias: np.ndarray | Tensor, device: ttnn.MeshDevice, dtype: ttnn.DataType) -> Tensor:
-    """Return the bias with four axes, in a dtype, bounded by `LOWEST_BIAS`; the mask represents -inf."""
+def bias_on_device(
+    bias: np.ndarray | Tensor, device: ttnn.MeshDevice, dtype: ttnn.DataType
+) -> Tensor:
+    """Return the bias with four axes, in a dtype, bounded by `LOWEST_BIAS`; the mask represents
+    -inf.
+    """
     shape = (1,) * (4 - len(bias.shape)) + tuple(bias.shape)
     if isinstance(bias, np.ndarray):
-        return upload(np.maximum(bias.astype(np.float64), LOWEST_BIAS).reshape(shape), device=device, dtype=dtype)
-    bias = bias if len(bias.shape) == 4 else ttnn.reshape(bias, shape)
+        return upload(
+            np.maximum(bias.astype(np.float64), LOWEST_BIAS).reshape(shape),
+            device=device,
+            dtype=dtype,
+        )
+    if len(bias.shape) != 4:
+        bias = ttnn.reshape(bias, shape)
     return ttnn.maximum(as_dtype(bias, dtype), LOWEST_BIAS)

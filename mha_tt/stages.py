@@ -1,7 +1,8 @@
 """Reference attention, one function per stage. All fast paths are tested against it.
 
-Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv value_head_dim, E d_model.
-A mask is boolean, True = masked (the query may not attend to the key); an additive term is a bias.
+Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv
+value_head_dim, E d_model. A mask is boolean, True = masked (the query may not attend to the key);
+an additive term is a bias.
 
 On the device H is the padded head_dim: see `mha_tt.upload_weights`. The spec has the true one.
 """
@@ -52,21 +53,24 @@ def attention_scores(
     *,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> Float[Tensor, "B N T S"]:
-    """Return scaled dot products of queries and keys, with soft cap and biases, in at least float32.
+    """Return scaled dot products of queries and keys, with soft cap and biases, in at least
+    float32.
 
-    The scale is 1 / sqrt(H) unless the spec has one. ALiBi subtracts slope * distance; a relative bias adds numbers
-    from a table. Relative products add scaled products of queries and vectors of distances, and of keys and such
-    vectors.
+    The scale is 1 / sqrt(H) unless the spec has one. ALiBi subtracts slope * distance; a relative
+    bias adds numbers from a table. Relative products add scaled products of queries and vectors of
+    distances, and of keys and such vectors.
 
     Args:
         query, key: (B, N, T, H) and (B, K, S, H); query head n uses key head n // (N // K).
         bias: added to the scores; broadcasts to (B, N, T, S).
         spec: layer of these heads; default: only the scale 1 / sqrt(H).
-        q_offset: position of the first query among the keys, for all sequences or each, (1,) or (B,); default: 0.
+        q_offset: position of the first query among the keys, for all sequences or each, (1,) or
+            (B,); default: 0.
         learned: weights of the layer that change scores, see `Scores`.
         compute_kernel_config: arithmetic of the device; default: `accurate_config`.
 
-    Source: Attention Is All You Need, arXiv:1706.03762, equation 1; the soft cap: Gemma 2, arXiv:2408.00118, section 2.
+    Source: Attention Is All You Need, arXiv:1706.03762, equation 1; the soft cap: Gemma 2,
+    arXiv:2408.00118, section 2.
     """
     check_tiles("query", query)
     check_tiles("key", key)
@@ -94,14 +98,19 @@ def attention_scores(
     )
     scores = ttnn.multiply(scores, rules.score_scale)
     if rules.soft_cap is not None:
-        scores = ttnn.multiply(ttnn.tanh(ttnn.multiply(scores, 1.0 / rules.soft_cap)), rules.soft_cap)
-    lengths, device = (scores.shape[2], scores.shape[3]), query.device()
+        scores = ttnn.multiply(
+            ttnn.tanh(ttnn.multiply(scores, 1.0 / rules.soft_cap)), rules.soft_cap
+        )
+    lengths = (scores.shape[2], scores.shape[3])
+    device = query.device()
     if rules.alibi_slopes is not None:
         by_distance = alibi_bias(rules.alibi_slopes, *lengths, q_offset, scores_dtype=np.float32)
         scores = ttnn.add(scores, upload(by_distance, device=device, dtype=ttnn.float32))
     if rules.relative_bias is not None:
         table = tables["relative_bias"]
-        by_bucket = relative_position_bias(table, rules.relative_bias, *lengths, q_offset, scores_dtype=ttnn.float32)
+        by_bucket = relative_position_bias(
+            table, rules.relative_bias, *lengths, q_offset, scores_dtype=ttnn.float32
+        )
         scores = ttnn.add(scores, by_bucket)
     if rules.relative_products is not None:
         vectors = (tables.get("relative_keys"), tables.get("relative_queries"))
@@ -109,7 +118,9 @@ def attention_scores(
             query, key, rules.relative_products, *vectors, q_offset, compute_kernel_config=config
         )
         scores = ttnn.add(scores, ttnn.multiply(products, rules.score_scale))
-    return scores if bias is None else ttnn.add(scores, bias_on_device(bias, device, ttnn.float32))
+    if bias is None:
+        return scores
+    return ttnn.add(scores, bias_on_device(bias, device, ttnn.float32))
 
 
 def masked_softmax(
@@ -119,9 +130,11 @@ def masked_softmax(
     *,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> Float[Tensor, "B N T S"]:
-    """Softmax over keys, in at least float32. Masked keys get weight exactly 0; fully masked rows are all 0.
+    """Softmax over keys, in at least float32. Masked keys get weight exactly 0; fully masked rows
+    are all 0.
 
-    A sink is the logit of one extra key that is never masked; its weight is dropped from the result.
+    A sink is the logit of one extra key that is never masked; its weight is dropped from the
+    result.
 
     Source: the sinks: gpt-oss model card, arXiv:2508.10925, section 2.
     """
@@ -138,7 +151,9 @@ def masked_softmax(
         batch_size, _, seq_len_q, seq_len_k = scores.shape
         column = ttnn.repeat(at_least_float32(sinks), (batch_size, 1, seq_len_q, 1))
         scores = ttnn.concat([scores, column], dim=3)
-        attn_weights = ttnn.softmax(scores, dim=-1, numeric_stable=True, compute_kernel_config=config)
+        attn_weights = ttnn.softmax(
+            scores, dim=-1, numeric_stable=True, compute_kernel_config=config
+        )
         return zero_masked_rows(attn_weights[:, :, :, :seq_len_k], mask)
     attn_weights = ttnn.softmax(scores, dim=-1, numeric_stable=True, compute_kernel_config=config)
     if mask is None:
@@ -160,7 +175,9 @@ def attention_context(
     return ttnn.matmul(
         attn_weights,
         repeat_kv_heads(value, attn_weights.shape[1]),
-        dtype=attn_weights.dtype if value.dtype == ttnn.bfloat8_b else value.dtype,  # a cache may have a narrower dtype
+        dtype=attn_weights.dtype
+        if value.dtype == ttnn.bfloat8_b
+        else value.dtype,  # a cache may have a narrower dtype
         compute_kernel_config=compute_kernel_config or accurate_config(value.device()),
     )
 
@@ -172,9 +189,11 @@ def apply_dropout(
     *,
     seed: int = 0,
 ) -> Float[Tensor, "B N T S"]:
-    """Drop each attention weight with probability `rate`, 0 <= rate < 1, and divide the others by 1 - rate.
+    """Drop each attention weight with probability `rate`, 0 <= rate < 1, and divide the others by 1
+    - rate.
 
-    `keep` is True for weights to keep; default: a random draw by the seed, which the device supports only in bfloat16.
+    `keep` is True for weights to keep; default: a random draw by the seed, which the device
+    supports only in bfloat16.
 
     Raises:
         TypeError: if a draw is needed and the weights are not bfloat16.
@@ -183,7 +202,9 @@ def apply_dropout(
     if keep is not None:
         check_broadcasts("keep", keep.shape, tuple(attn_weights.shape))
         kept = keep.reshape((1,) * (4 - keep.ndim) + keep.shape) / (1.0 - rate)
-        return ttnn.multiply(attn_weights, upload(kept, device=attn_weights.device(), dtype=ttnn.float32))
+        return ttnn.multiply(
+            attn_weights, upload(kept, device=attn_weights.device(), dtype=ttnn.float32)
+        )
     return drop("attn_weights", attn_weights, rate, seed)
 
 
@@ -192,11 +213,13 @@ def drop(name: str, x: Tensor, rate: float, seed: int) -> Tensor:
     if not rate:
         return x
     if x.dtype != ttnn.bfloat16:
-        raise WrongType(name, "be bfloat16 to be dropped at random (ttnn has no other)", dtype=x.dtype)
+        raise WrongType(
+            name, "be bfloat16 to be dropped at random (ttnn has no other)", dtype=x.dtype
+        )
     return ttnn.experimental.dropout(x, probability=rate, scale=1.0 / (1.0 - rate), seed=seed)
 
 
-# ---- Attention -------------------------------------------------------------------------------------------------------
+# ---- Attention -----------------------------------------------------------------------------------
 
 
 def scaled_dot_product_attention(
@@ -216,35 +239,46 @@ def scaled_dot_product_attention(
     mask: Bool[np.ndarray, "*#scores"] | DeviceMask | None = None,
     is_causal: bool = False,
     key_padding_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
-    segment_ids: Int[np.ndarray, "B T"] | tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B S"]] | None = None,
+    segment_ids: Int[np.ndarray, "B T"]
+    | tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B S"]]
+    | None = None,
 ) -> tuple[Float[Tensor, "B N T Hv"], Float[Tensor, "B N T S"] | None]:
     """Attention of split heads, by the formula; with a kernel, as layers compute it.
 
     Args:
         query: (B, N, T, H).
         key, value: (B, K, S, H) and (B, K, S, Hv); query head n uses key/value head n // (N // K).
-        spec: layer of these heads: scale, soft cap, biases and products by distance; default: the scale 1 / sqrt(H).
+        spec: layer of these heads: scale, soft cap, biases and products by distance; default: the
+            scale 1 / sqrt(H).
         bias, learned, dropout, dropout_keep, seed: see `Scores`.
         need_weights: also return the attention weights; without a kernel.
-        kernel: computes the context, such as `fused.attend`, the default kernel of layers; default: the formula, which
-            stores the attention weights.
-        compute_kernel_config: arithmetic of the device, without a kernel, which has its own, such as
-            `fused.FusedAttention(compute_kernel_config)`; default: `accurate_config`.
+        kernel: computes the context, such as `fused.attend`, the default kernel of layers; default:
+            the formula, which stores the attention weights.
+        compute_kernel_config: arithmetic of the device, without a kernel, which has its own, such
+            as `fused.FusedAttention(compute_kernel_config)`; default: `accurate_config`.
         mask, is_causal, key_padding_lengths, segment_ids: hide keys, see `Mask`.
 
     Returns:
-        Context (B, N, T, Hv), and the attention weights before dropout (B, N, T, S) or None; in the dtype of query.
+        Context (B, N, T, Hv), and the attention weights before dropout (B, N, T, S) or None; in the
+        dtype of query.
 
     Raises:
         TypeError: if an input is not floating point, the dtypes differ, or the mask is not boolean.
-        ValueError: if the shapes do not fit, or need_weights or another arithmetic accompanies a kernel.
+        ValueError: if the shapes do not fit, or need_weights or another arithmetic accompanies a
+            kernel.
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """
     if kernel is not None and need_weights:
-        raise Refusal("need_weights", "be False with a kernel, which stores no weights", need_weights=True)
+        raise Refusal(
+            "need_weights", "be False with a kernel, which stores no weights", need_weights=True
+        )
     if kernel is not None and compute_kernel_config is not None:
-        raise Refusal("compute_kernel_config", "be None with a kernel, which has its own arithmetic", "a configuration")
+        raise Refusal(
+            "compute_kernel_config",
+            "be None with a kernel, which has its own arithmetic",
+            "a configuration",
+        )
     check_heads(query, key, value)
     rules = BareHeads(query.shape[3]) if spec is None else spec
     check_scored(query, key, rules)
@@ -269,14 +303,22 @@ def attend(
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> tuple[Float[Tensor, "B N T Hv"], Float[Tensor, "B N T S"]]:
     """Return the context and the attention weights before dropout. Shapes are checked."""
-    (batch_size, num_heads, seq_len_q, _), seq_len_k, device = query.shape, key.shape[2], query.device()
+    (batch_size, num_heads, seq_len_q, _), seq_len_k, device = (
+        query.shape,
+        key.shape[2],
+        query.device(),
+    )
     if 0 in (batch_size, seq_len_q, seq_len_k):  # most operations reject empty tensors
         shape = (batch_size, num_heads, seq_len_q)
         attn_weights = zeros((*shape, seq_len_k), query.dtype, device)
         return zeros((*shape, value.shape[3]), query.dtype, device), attn_weights
     config: Any = {"compute_kernel_config": compute_kernel_config}
-    logits = attention_scores(query, key, scores.bias, scores.spec, mask.q_offset, scores.learned, **config)
+    logits = attention_scores(
+        query, key, scores.bias, scores.spec, mask.q_offset, scores.learned, **config
+    )
     hidden = mask.with_bias(scores.bias).to_bool(seq_len_q, seq_len_k, device)
-    attn_weights = as_dtype(masked_softmax(logits, hidden, scores.learned.get("sinks"), **config), query.dtype)
+    attn_weights = as_dtype(
+        masked_softmax(logits, hidden, scores.learned.get("sinks"), **config), query.dtype
+    )
     dropped = apply_dropout(attn_weights, scores.dropout, scores.dropout_keep, seed=scores.seed)
     return as_dtype(attention_context(dropped, value, **config), query.dtype), attn_weights

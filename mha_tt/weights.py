@@ -28,8 +28,9 @@ from mha_tt.layout import (
 from mha_tt.parallel.local import lines_of, local_spec, local_weights, whole_weights
 
 Project = Callable[[str, Tensor], Tensor]
-"""Applies a projection by name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`, `gate_proj`) to an input, or a
-norm (`q_norm`, `k_norm`, `v_norm`) to projected features."""
+"""Applies a projection by name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`,
+`gate_proj`) to an input, or a norm (`q_norm`, `k_norm`, `v_norm`) to projected features.
+"""
 
 
 def upload_weights(
@@ -42,26 +43,31 @@ def upload_weights(
 ) -> dict[str, Tensor]:
     """Upload the weights of a layer to a device, in the layout of its matrix products.
 
-    Each head is padded with zeros to whole tiles, which changes no result and allows any head_dim in all operations.
-    Tiles are always computed whole; only RoPE, which pads each half, may need more of them. With latents the shared
-    features (the last ones of queries and keys) and the latent are padded separately.
+    Each head is padded with zeros to whole tiles, which changes no result and allows any head_dim
+    in all operations. Tiles are always computed whole; only RoPE, which pads each half, may need
+    more of them. With latents the shared features (the last ones of queries and keys) and the
+    latent are padded separately.
 
     Args:
-        weights: canonical arrays by name: `q_proj.weight` (N * H, d_in), `q_proj.bias` (N * H,), `k_proj.weight` (K *
-            H, d_kv), …, `out_proj.weight` (E, N * Hv) if any; `q_norm.weight` (H,), (N, H) or (N * H,) and the other
-            parameters of norms; `sinks` (N,); `relative_bias` (num_buckets, N);
-            `relative_keys` and `relative_queries` (num_buckets, H) or (num_buckets, N, H).
+        weights: canonical arrays by name: `q_proj.weight` (N * H, d_in), `q_proj.bias` (N * H,),
+            `k_proj.weight` (K * H, d_kv), …, `out_proj.weight` (E, N * Hv) if any; `q_norm.weight`
+            (H,), (N, H) or (N * H,) and the other parameters of norms; `sinks` (N,);
+            `relative_bias` (num_buckets, N); `relative_keys` and `relative_queries` (num_buckets,
+            H) or (num_buckets, N, H).
         spec: the layer.
         device: destination.
-        dtype: dtype of the weights; with `ttnn.bfloat8_b` biases and parameters of norms are bfloat16.
-        heads: mesh dimension that heads are divided over, see `mha_tt.parallel.shard`; default: replicated.
+        dtype: dtype of the weights; with `ttnn.bfloat8_b` biases and parameters of norms are
+            bfloat16.
+        heads: mesh dimension that heads are divided over, see `mha_tt.parallel.shard`; default:
+            replicated.
 
     Returns:
-        Tensors by name. With P the padded head_dim: `q_proj.weight` (d_in, N * P), `q_proj.bias` (1, N * P), …,
-        `out_proj.weight` (N * P, E), `out_proj.bias` (1, E); norms (1, P), (1, N, 1, P) or (1, N * P); `sinks` (1, N,
-        1, 1); `relative_bias` (1, N, 1, num_buckets); `relative_keys` and `relative_queries` (1, 1 or N,
-        num_buckets, P). If values have another width, P is theirs for v_proj and all
-        later weights. With latents `kv_b_proj.weight` has the padded kv_rank as d_in.
+        Tensors by name. With P the padded head_dim: `q_proj.weight` (d_in, N * P), `q_proj.bias`
+        (1, N * P), …, `out_proj.weight` (N * P, E), `out_proj.bias` (1, E); norms (1, P), (1, N, 1,
+        P) or (1, N * P); `sinks` (1, N, 1, 1); `relative_bias` (1, N, 1, num_buckets);
+        `relative_keys` and `relative_queries` (1, 1 or N, num_buckets, P). If values have another
+        width, P is theirs for v_proj and all later weights. With latents `kv_b_proj.weight` has the
+        padded kv_rank as d_in.
 
     Raises:
         ValueError: if names or shapes do not fit the layer, or a value is not finite.
@@ -72,7 +78,10 @@ def upload_weights(
     if shapes != spec.weight_shapes:
         raise Refusal("weights", f"have the names and shapes {spec.weight_shapes}", str(shapes))
     check_finite(weights)
-    size = 1 if heads is None else device.shape[heads]
+    if heads is None:
+        size = 1
+    else:
+        size = device.shape[heads]
     own = local_spec(spec, size)
     parts = [_arranged(local_weights(weights, spec, size, chip), own) for chip in range(size)]
     held = {}
@@ -81,7 +90,9 @@ def upload_weights(
         if heads is None:
             held[name] = upload(array, device=device, dtype=kept)
         else:
-            held[name] = upload_parts([part[name] for part in parts], axis=heads, device=device, dtype=kept)
+            held[name] = upload_parts(
+                [part[name] for part in parts], axis=heads, device=device, dtype=kept
+            )
     return held
 
 
@@ -105,10 +116,15 @@ def _arranged(weights: Mapping[str, np.ndarray], spec: AttentionSpec) -> dict[st
         arrays[name] = array
     for kind in ("weight", "bias"):
         if spec.fused_qkv and f"q_proj.{kind}" in arrays:
-            arrays[f"qkv_proj.{kind}"] = np.concatenate([arrays.pop(f"{part}_proj.{kind}") for part in "qkv"])
+            arrays[f"qkv_proj.{kind}"] = np.concatenate(
+                [arrays.pop(f"{part}_proj.{kind}") for part in "qkv"]
+            )
     for name, array in arrays.items():
         if name not in spec.parameters:
-            arrays[name] = array.T if name.endswith(".weight") else array[None]
+            if name.endswith(".weight"):
+                arrays[name] = array.T
+            else:
+                arrays[name] = array[None]
     return arrays
 
 
@@ -133,7 +149,9 @@ def download_weights(
     check_weights(weights, own)
     held = {name: download_parts(tensor) for name, tensor in weights.items()}
     line = lines_of(tuple(mesh), heads)[0]
-    parts = [_canonical({name: arrays[chip] for name, arrays in held.items()}, own) for chip in line]
+    parts = [
+        _canonical({name: arrays[chip] for name, arrays in held.items()}, own) for chip in line
+    ]
     return whole_weights(parts, spec)
 
 
@@ -142,7 +160,10 @@ def _canonical(held: Mapping[str, np.ndarray], spec: AttentionSpec) -> dict[str,
     arrays = {}
     for name, array in held.items():
         if name not in spec.parameters:
-            array = array.T if name.endswith(".weight") else array[0]
+            if name.endswith(".weight"):
+                array = array.T
+            else:
+                array = array[0]
         if name.startswith("qkv_proj."):
             ends = np.cumsum([padded_width(f"{part}_proj", spec) for part in "qk"])
             parts = zip("qkv", np.split(array, ends), strict=True)
@@ -173,7 +194,9 @@ def project_with(
     *,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> Project:
-    """Return a function that applies projections and norms, with weights as in `multi_head_attention`."""
+    """Return a function that applies projections and norms, with weights as in
+    `multi_head_attention`.
+    """
 
     def project(name: str, x: Tensor) -> Tensor:
         if spec is not None and name in spec.norms:

@@ -22,7 +22,8 @@ def alibi_bias(
         slopes: slope of each head, N.
         seq_len_q: number of queries, T.
         seq_len_k: number of keys, S.
-        q_offset: position of the first query among the keys, for all sequences or each, (1,) or (B,); default: 0.
+        q_offset: position of the first query among the keys, for all sequences or each, (1,) or
+            (B,); default: 0.
         scores_dtype: dtype of the scores and of the bias.
 
     Returns:
@@ -33,5 +34,7 @@ def alibi_bias(
     positions = jnp.arange(seq_len_q, dtype=jnp.int32)[None]
     if q_offset is not None:
         positions = q_offset[:, None] + positions
-    distances = jnp.abs(positions[:, None, :, None] - jnp.arange(seq_len_k, dtype=jnp.int32)[None, None, None])
+    distances = jnp.abs(
+        positions[:, None, :, None] - jnp.arange(seq_len_k, dtype=jnp.int32)[None, None, None]
+    )
     return -jnp.asarray(slopes, scores_dtype)[None, :, None, None] * distances.astype(scores_dtype)

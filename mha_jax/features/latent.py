@@ -1,6 +1,7 @@
 """Latents (MLA): projection, expansion into keys and values, absorption into queries, and cache.
 
-Axes: B batch, T new tokens, S cache slots, N query heads, H head_dim, Hv value_head_dim, W kv_rank + rope_dim.
+Axes: B batch, T new tokens, S cache slots, N query heads, H head_dim, Hv value_head_dim, W kv_rank
++ rope_dim.
 """
 
 from collections.abc import Sequence
@@ -28,8 +29,9 @@ class LatentCache(Cache):
     """Latents of all tokens so far, from which keys and values are expanded.
 
     Attributes:
-        latents: (B, 1, capacity, kv_rank + rope_dim): the normalized latent of each token, then the rotated features
-            that all keys share. Slots at or beyond the length of their sequence are empty.
+        latents: (B, 1, capacity, kv_rank + rope_dim): the normalized latent of each token, then the
+            rotated features that all keys share. Slots at or beyond the length of their sequence
+            are empty.
         lengths: number of cached tokens of each sequence, (B,), int32.
     """
 
@@ -54,11 +56,12 @@ def project_latents(
         project: applies a projection or a norm by its name.
         x: input of the layer.
         spec: layer with latents.
-        positions: position of each token, (B or 1, T), or with sections (axes, B or 1, T); default: 0, 1, ….
+        positions: position of each token, (B or 1, T), or with sections (axes, B or 1, T); default:
+            0, 1, ….
 
     Returns:
-        q (B, N, T, H), and the latents (B, 1, T, W), W = kv_rank + rope_dim: the latent of each token, normalized and
-        times its factor, then the rotated features that all keys share.
+        q (B, N, T, H), and the latents (B, 1, T, W), W = kv_rank + rope_dim: the latent of each
+        token, normalized and times its factor, then the rotated features that all keys share.
 
     Raises:
         ValueError: if the layer has no latents.
@@ -72,12 +75,14 @@ def project_latents(
         q = project("q_proj", x)
     else:
         q = project("q_b_proj", _normed(project, "q_a_norm", project("q_a_proj", x), latent))
-    q, compressed = split_heads(q, spec.num_heads), project("kv_a_proj", x)
+    q = split_heads(q, spec.num_heads)
+    compressed = project("kv_a_proj", x)
     normed = _normed(project, "kv_a_norm", compressed[..., : latent.kv_rank], latent)
     shared = compressed[..., latent.kv_rank :]
     latents = jnp.concatenate([normed, shared], axis=-1)[:, None]
     if spec.rope is not None and positions is not None:
-        q, latents = apply_rope(q, positions, spec.rope), apply_rope(latents, positions, spec.rope)
+        q = apply_rope(q, positions, spec.rope)
+        latents = apply_rope(latents, positions, spec.rope)
     if spec.temperature is not None and positions is not None:
         q = apply_temperature(q, positions, spec.temperature)
     return q, latents
@@ -101,7 +106,8 @@ def expand_latents(
     """
     latent = check_latent(spec)
     check_latents("latents", latents, latent)
-    shared, own_features = latents[..., latent.kv_rank :], spec.head_dim - latent.rope_dim
+    shared = latents[..., latent.kv_rank :]
+    own_features = spec.head_dim - latent.rope_dim
     kv = split_heads(project("kv_b_proj", latents[:, 0, :, : latent.kv_rank]), spec.num_heads)
     shared = broadcast_like(shared, kv)
     return jnp.concatenate([kv[..., :own_features], shared], axis=-1), kv[..., own_features:]
@@ -110,7 +116,8 @@ def expand_latents(
 def absorb_keys(
     q: Float[Array, "B N T H"], kv_b: Float[Array, "kv_rank N*(H+Hv)"], spec: AttentionSpec
 ) -> Float[Array, "B N T W"]:
-    """Absorb kv_b_proj into queries: their dot products with latents equal those of q with the expanded keys.
+    """Absorb kv_b_proj into queries: their dot products with latents equal those of q with the
+    expanded keys.
 
     Args:
         q: queries (B, N, T, H).
@@ -127,12 +134,16 @@ def absorb_keys(
     """
     of_keys, _ = _kernels_of_heads(kv_b, spec)
     own_features = of_keys.shape[2]
-    absorbed = jnp.einsum("bnth,rnh->bntr", at_least_float32(q[..., :own_features]), at_least_float32(of_keys))
+    absorbed = jnp.einsum(
+        "bnth,rnh->bntr", at_least_float32(q[..., :own_features]), at_least_float32(of_keys)
+    )
     return jnp.concatenate([absorbed.astype(q.dtype), q[..., own_features:]], axis=-1)
 
 
 def absorb_values(
-    context: Float[Array, "B N T kv_rank"], kv_b: Float[Array, "kv_rank N*(H+Hv)"], spec: AttentionSpec
+    context: Float[Array, "B N T kv_rank"],
+    kv_b: Float[Array, "kv_rank N*(H+Hv)"],
+    spec: AttentionSpec,
 ) -> Float[Array, "B N T Hv"]:
     """Apply the value part of kv_b_proj to weighted sums of latents.
 
@@ -154,8 +165,11 @@ def absorb_values(
 
 def _normed(project: Project, name: str, x: Array, latent: Latent) -> Array:
     """Normalize a latent and multiply it by its factor, in the dtype of the norm's output."""
-    normed, factor = project(name, x), latent.factors[name]
-    return normed if factor == 1.0 else (at_least_float32(normed) * factor).astype(normed.dtype)
+    normed = project(name, x)
+    factor = latent.factors[name]
+    if factor == 1.0:
+        return normed
+    return (at_least_float32(normed) * factor).astype(normed.dtype)
 
 
 def _kernels_of_heads(kv_b: Array, spec: AttentionSpec) -> tuple[Array, Array]:
@@ -210,8 +224,9 @@ def append_to_latent_cache(
 
     Raises:
         TypeError: if the dtypes differ or the lengths are not integers.
-        ValueError: if shapes do not fit, or the tokens exceed the capacity; the cache is then unchanged. (Under jit
-            lengths are unknown; there a sequence that does not fit keeps its old tokens.)
+        ValueError: if shapes do not fit, or the tokens exceed the capacity; the cache is then
+            unchanged. (Under jit lengths are unknown; there a sequence that does not fit keeps its
+            old tokens.)
     """
     check_is_cache(cache, LatentCache)
     check_latent_cache(cache, latents)

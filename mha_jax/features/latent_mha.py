@@ -43,8 +43,9 @@ def multi_head_latent_attention(
     Results, errors and other arguments are those of `multi_head_attention_with_cache`.
 
     Args:
-        absorb: attend over the latents, with kv_b_proj absorbed into queries and context; if False, over the expanded
-            keys and values. Default: whichever costs less, see `AttentionSpec.absorbs`.
+        absorb: attend over the latents, with kv_b_proj absorbed into queries and context; if False,
+            over the expanded keys and values. Default: whichever costs less, see
+            `AttentionSpec.absorbs`.
 
     Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.
     """
@@ -68,9 +69,11 @@ def multi_head_latent_attention(
 
 
 class MultiHeadLatentAttention(AttentionLayer):
-    """Causal multi-head latent self-attention with a cache. Constructor arguments: see `AttentionLayer`.
+    """Causal multi-head latent self-attention with a cache. Constructor arguments: see
+    `AttentionLayer`.
 
-    The spec has latents. Without a cache, `MultiHeadSelfAttention` is the same layer with the same weights.
+    The spec has latents. Without a cache, `MultiHeadSelfAttention` is the same layer with the same
+    weights.
     """
 
     _is_self_attention = True
@@ -89,13 +92,16 @@ class MultiHeadLatentAttention(AttentionLayer):
         check_latent(spec)
         super().__init__(spec, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
-    def init_cache(self, batch_size: int, capacity: int, dtype: jnp.dtype | None = None) -> LatentCache:
+    def init_cache(
+        self, batch_size: int, capacity: int, dtype: jnp.dtype | None = None
+    ) -> LatentCache:
         """Return an empty cache for this module, on the device of its weights.
 
         Args:
             batch_size: number of sequences, B.
             capacity: number of slots per sequence.
-            dtype: floating-point dtype of the latents; default: that of the layer, or of its weights.
+            dtype: floating-point dtype of the latents; default: that of the layer, or of its
+                weights.
 
         Raises:
             TypeError: if a size is not an integer or the dtype not floating point.
@@ -126,7 +132,10 @@ class MultiHeadLatentAttention(AttentionLayer):
         check_is_cache(cache, LatentCache)
         check_cached_input(x, cache)
         x, bias = cast((x, bias), self.dtype)
-        kv_b = self._kv_b() if self.spec.absorbs(x.shape[1], cache.capacity) else None
+        if self.spec.absorbs(x.shape[1], cache.capacity):
+            kv_b = self._kv_b()
+        else:
+            kv_b = None
         output, cache = cached_layer(
             self, x, cache, mask, bias, new_lengths=new_lengths, positions=positions, kv_b=kv_b
         )
@@ -135,4 +144,6 @@ class MultiHeadLatentAttention(AttentionLayer):
     def _kv_b(self) -> Array | None:
         """Return the kernel of kv_b_proj; None if kv_b_proj was replaced and must be called."""
         held = self.kv_b_proj
-        return cast(held.kernel[...], self.dtype) if type(held) is Projection else None
+        if type(held) is Projection:
+            return cast(held.kernel[...], self.dtype)
+        return None

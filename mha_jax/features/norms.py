@@ -1,4 +1,6 @@
-"""Norms of queries, keys, values and context, over the features of a head or the width of all heads."""
+"""Norms of queries, keys, values and context, over the features of a head or the width of all
+heads.
+"""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -20,7 +22,8 @@ def apply_norm(
     """Return x / sqrt(mean(x²) + eps) * weight + bias; a layer norm first subtracts the mean.
 
     Args:
-        x: heads (B, heads, T, H), or projected tokens (B, T, width); normalized over the last axis in at least float32.
+        x: heads (B, heads, T, H), or projected tokens (B, T, width); normalized over the last axis
+            in at least float32.
         norm: kind and options; the factor may be 1 + weight.
         weight, bias: iff the norm has them: (H,), (heads, H) if each head has its own, or (width,).
 
@@ -61,7 +64,12 @@ class NormLayer(nnx.Module):
     """Parameters of a norm. Initially the factor is 1 and the bias 0."""
 
     def __init__(
-        self, norm: Norm, shapes: dict[str, tuple[int, ...]], *, dtype: jnp.dtype | None = None, param_dtype: jnp.dtype
+        self,
+        norm: Norm,
+        shapes: dict[str, tuple[int, ...]],
+        *,
+        dtype: jnp.dtype | None = None,
+        param_dtype: jnp.dtype,
     ) -> None:
         self.norm, self.dtype = norm, dtype
         initial = {"weight": norm.initial_weight, "bias": 0.0}

@@ -27,14 +27,15 @@ def relative_position_bias(
         relative_bias: buckets of distances or of grid offsets.
         seq_len_q: number of queries, T.
         seq_len_k: number of keys, S.
-        q_offset: position of the first query among the keys, for all sequences or each, (1,) or (B,); default: 0.
+        q_offset: position of the first query among the keys, for all sequences or each, (1,) or
+            (B,); default: 0.
         scores_dtype: dtype of the scores and of the bias.
 
     Returns:
         Bias of the scores, (B or 1, N, T, S).
 
-    Source: Exploring the Limits of Transfer Learning, arXiv:1910.10683, section 2.1; on a grid: Swin Transformer,
-    arXiv:2103.14030, section 3.2.
+    Source: Exploring the Limits of Transfer Learning, arXiv:1910.10683, section 2.1; on a grid:
+    Swin Transformer, arXiv:2103.14030, section 3.2.
     """
     if isinstance(relative_bias, GridBias):
         positions = jnp.arange(seq_len_q, dtype=jnp.int32)[None]
@@ -52,4 +53,6 @@ def relative_position_bias(
     by_distance = table.astype(scores_dtype)[buckets].swapaxes(1, 2)  # (B or 1, N, T + S)
     # Each row is the previous one shifted by one key, so only T + S numbers per head are looked up.
     firsts = seq_len_q - jnp.arange(seq_len_q, dtype=jnp.int32)
-    return jax.vmap(lambda first: lax.dynamic_slice_in_dim(by_distance, first, seq_len_k, axis=2), out_axes=2)(firsts)
+    return jax.vmap(
+        lambda first: lax.dynamic_slice_in_dim(by_distance, first, seq_len_k, axis=2), out_axes=2
+    )(firsts)

@@ -1,4 +1,6 @@
-"""Relative products: products of queries and keys with learned vectors of the distance between them."""
+"""Relative products: products of queries and keys with learned vectors of the distance between
+them.
+"""
 
 import jax.numpy as jnp
 from jaxtyping import Float, Int
@@ -18,29 +20,37 @@ def relative_position_products(
     relative_queries: Float[Array, "..."] | None = None,
     q_offset: Int[Array, " B"] | None = None,
 ) -> Float[Array, "B N T S"]:
-    """Return the unscaled products of queries and keys with vectors of their distance, in at least float32.
+    """Return the unscaled products of queries and keys with vectors of their distance, in at least
+    float32.
 
     Args:
         query, key: (B, N, T, H) and (B, K, S, H).
         relative_products: distances that share vectors.
-        relative_keys: vectors for queries, (num_buckets, H), or (num_buckets, N, H) if per_head; default: none.
+        relative_keys: vectors for queries, (num_buckets, H), or (num_buckets, N, H) if per_head;
+            default: none.
         relative_queries: vectors for keys, of the same shape; default: none.
-        q_offset: position of the first query among the keys, for all sequences or each, (1,) or (B,); default: 0.
+        q_offset: position of the first query among the keys, for all sequences or each, (1,) or
+            (B,); default: 0.
 
     Returns:
         Products, (B, N, T, S).
 
-    Source: Self-Attention with Relative Position Representations, arXiv:1803.02155, equation 4; DeBERTa,
-    arXiv:2006.03654, equation 4.
+    Source: Self-Attention with Relative Position Representations, arXiv:1803.02155, equation 4;
+    DeBERTa, arXiv:2006.03654, equation 4.
     """
     positions = jnp.arange(query.shape[2], dtype=jnp.int32)[None]
     if q_offset is not None:
         positions = positions + q_offset[:, None]
     distances = jnp.arange(key.shape[2], dtype=jnp.int32)[None, None] - positions[:, :, None]
     farthest = relative_products.farthest
-    buckets = jnp.asarray(relative_products.buckets(), jnp.int32)[jnp.clip(distances, -farthest, farthest) + farthest]
+    buckets = jnp.asarray(relative_products.buckets(), jnp.int32)[
+        jnp.clip(distances, -farthest, farthest) + farthest
+    ]
     buckets = jnp.broadcast_to(buckets[:, None], (*query.shape[:3], key.shape[2]))
-    axes = "bnth,cnh->bntc" if relative_products.per_head else "bnth,ch->bntc"
+    if relative_products.per_head:
+        axes = "bnth,cnh->bntc"
+    else:
+        axes = "bnth,ch->bntc"
     found = []
     if relative_keys is not None:
         by_bucket = jnp.einsum(axes, at_least_float32(query), at_least_float32(relative_keys))
@@ -49,4 +59,6 @@ def relative_position_products(
         keys = at_least_float32(repeat_kv_heads(key, query.shape[1]))
         by_bucket = jnp.einsum(axes, keys, at_least_float32(relative_queries))
         found.append(jnp.take_along_axis(by_bucket, buckets.mT, axis=3).mT)
-    return found[0] if len(found) == 1 else found[0] + found[1]
+    if len(found) == 1:
+        return found[0]
+    return found[0] + found[1]

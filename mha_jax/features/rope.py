@@ -16,12 +16,13 @@ def apply_rope(
 ) -> Float[Array, "B heads T H"]:
     """Rotate each pair of features of the `Rope` by position * frequency.
 
-    Length-dependent frequencies follow the largest position of each sequence in this call. Cached keys keep the
-    frequencies of their own call.
+    Length-dependent frequencies follow the largest position of each sequence in this call. Cached
+    keys keep the frequencies of their own call.
 
     Args:
         x: queries or keys, split into heads; rotated in at least float32.
-        positions: position of each token in its sequence, from 0, (B or 1, T), or with sections also (axes, B or 1, T).
+        positions: position of each token in its sequence, from 0, (B or 1, T), or with sections
+            also (axes, B or 1, T).
         rope: pairs and frequencies.
 
     Returns:
@@ -41,13 +42,17 @@ def apply_rope(
 
 @compiled("rope")
 def _apply_rope(x: Array, positions: Array, rope: Rope) -> Array:
-    wide, rotated = at_least_float32(x), rope.rotated_features(x.shape[3])
+    wide = at_least_float32(x)
+    rotated = rope.rotated_features(x.shape[3])
     angles = _angles(positions, rope, x.shape[3], wide.dtype)
-    cos, sin = jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
+    cos = jnp.cos(angles) * rope.attention_factor
+    sin = jnp.sin(angles) * rope.attention_factor
     first, second = _split_pairs(wide[..., rotated], rope)
     pairs = _join_pairs(first * cos - second * sin, second * cos + first * sin, rope)
     if rope.rotary_dim is not None:
-        pairs = jnp.concatenate([wide[..., : rotated.start], pairs, wide[..., rotated.stop :]], axis=-1)
+        pairs = jnp.concatenate(
+            [wide[..., : rotated.start], pairs, wide[..., rotated.stop :]], axis=-1
+        )
     return pairs.astype(x.dtype)
 
 
@@ -61,8 +66,11 @@ def _angles(positions: Array, rope: Rope, head_dim: int, dtype: jnp.dtype) -> Ar
 
 
 def _frequencies(positions: Array, rope: Rope, head_dim: int, dtype: jnp.dtype) -> Array:
-    """Return the frequency of each sequence and pair, (B or 1, R/2); the largest position may change it."""
-    scaling, frequencies = rope.scaling, jnp.asarray(rope.frequencies(head_dim), dtype)[None]
+    """Return the frequency of each sequence and pair, (B or 1, R/2); the largest position may
+    change it.
+    """
+    scaling = rope.scaling
+    frequencies = jnp.asarray(rope.frequencies(head_dim), dtype)[None]
     if not isinstance(scaling, (DynamicScaling, LongRopeScaling)):
         return frequencies
     last = positions.max(axis=-1, initial=0)  # 0 without tokens

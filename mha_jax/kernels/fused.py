@@ -1,10 +1,11 @@
 """Fast path: attention without attention weights.
 
-On a CPU it works block by block, like FlashAttention, and skips fully masked blocks; few scores are one kernel. On a
-TPU it is JAX's splash attention, and on a GPU cuDNN's by JAX's dot_product_attention, with this package's semantics of
-masks and fully masked rows. Calls that these do not support store their scores, or work block by block if there are
-many. A NaN that is not padding does what it does in the products of JAX: see `contained` for kernels in which it
-reaches only the rows that attend to it.
+On a CPU it works block by block, like FlashAttention, and skips fully masked blocks; few scores are
+one kernel. On a TPU it is JAX's splash attention, and on a GPU cuDNN's by JAX's
+dot_product_attention, with this package's semantics of masks and fully masked rows. Calls that
+these do not support store their scores, or work block by block if there are many. A NaN that is not
+padding does what it does in the products of JAX: see `contained` for kernels in which it reaches
+only the rows that attend to it.
 """
 
 from dataclasses import dataclass
@@ -36,11 +37,19 @@ class FusedAttention(BlockSizes):
             return self._attend(query, key, value, mask, scores, platform=platform)
         if token_axis(query, key, mask) is not None:
             return ContextParallel(None, self)(query, key, value, mask, scores)
-        return with_auto_axes(head_sharding)(self._attend)(query, key, value, mask, scores, platform=platform)
+        return with_auto_axes(head_sharding)(self._attend)(
+            query, key, value, mask, scores, platform=platform
+        )
 
     def step(self, query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
-        """Return the context of one new token of each sequence; reads only the filled part of a cache."""
-        is_plain = mask.has_only("is_causal", "span", "q_offset") and scores.bias is None and not scores.has_dropout
+        """Return the context of one new token of each sequence; reads only the filled part of a
+        cache.
+        """
+        is_plain = (
+            mask.has_only("is_causal", "span", "q_offset")
+            and scores.bias is None
+            and not scores.has_dropout
+        )
         if not is_plain:
             return self(query, key, value, mask, scores)
         platform = platform_of(query, key, value)
@@ -48,9 +57,13 @@ class FusedAttention(BlockSizes):
             return self._step(query, key, value, mask, scores, platform=platform)
         if token_axis(query, key, mask) is not None:
             return self(query, key, value, mask, scores)
-        return with_auto_axes(head_sharding)(self._step)(query, key, value, mask, scores, platform=platform)
+        return with_auto_axes(head_sharding)(self._step)(
+            query, key, value, mask, scores, platform=platform
+        )
 
-    def _attend(self, query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *, platform: str) -> Array:
+    def _attend(
+        self, query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *, platform: str
+    ) -> Array:
         is_empty = not query.size or not key.size
         if is_empty or scores.has_dropout or scores.spec.relative_products is not None:
             return attend_without_weights(query, key, value, mask, scores)
@@ -64,30 +77,55 @@ class FusedAttention(BlockSizes):
         ):
             return library.attend(query, key, value, mask, scores, platform=platform)
         if has_few:
-            attend = whole.attend if platform == "cpu" else attend_without_weights
+            if platform == "cpu":
+                attend = whole.attend
+            else:
+                attend = attend_without_weights
             return attend(query, key, value, mask, scores)
-        kernel = windows if windows.supports(query, key, mask, self, platform) else blockwise
+        if windows.supports(query, key, mask, self, platform):
+            kernel = windows
+        else:
+            kernel = blockwise
         return kernel.attend(query, key, value, mask, scores, sizes=self, platform=platform)
 
     def _has_few_scores(self, query: Array, key: Array, mask: Mask, platform: str) -> bool:
-        """Return whether one kernel for all scores is faster than blocks; accelerators store the scores."""
-        (batch_size, num_heads, seq_len_q, _), (_, num_kv_heads, seq_len_k, _) = query.shape, key.shape
+        """Return whether one kernel for all scores is faster than blocks; accelerators store the
+        scores.
+        """
+        (batch_size, num_heads, seq_len_q, _), (_, num_kv_heads, seq_len_k, _) = (
+            query.shape,
+            key.shape,
+        )
         if platform != "cpu":  # the scores of one query are fewer than the numbers of its keys
-            return seq_len_q == 1 or batch_size * num_heads * seq_len_q * seq_len_k <= self.most_scores
-        skips = mask.is_causal and seq_len_k > max(seq_len_q, self.keys)  # keys after the last query, as in a cache
-        return not skips and num_heads // num_kv_heads * seq_len_q * min(seq_len_k, self.keys) <= self.few_scores
+            return (
+                seq_len_q == 1 or batch_size * num_heads * seq_len_q * seq_len_k <= self.most_scores
+            )
+        # Keys after the last query, as in a cache.
+        skips = mask.is_causal and seq_len_k > max(seq_len_q, self.keys)
+        return (
+            not skips
+            and num_heads // num_kv_heads * seq_len_q * min(seq_len_k, self.keys) <= self.few_scores
+        )
 
-    def _step(self, query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *, platform: str) -> Array:
+    def _step(
+        self, query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *, platform: str
+    ) -> Array:
         if platform != "cpu" and library.supports(query, scores):
             if mask.span is None:  # the library has an argument for lengths
                 last_positions: Any = mask.q_offset
-                mask = Mask(key_padding_lengths=jnp.broadcast_to(last_positions + 1, query.shape[:1]))
+                mask = Mask(
+                    key_padding_lengths=jnp.broadcast_to(last_positions + 1, query.shape[:1])
+                )
             return self._attend(query, key, value, mask, scores, platform=platform)
         is_small = not query.size or (key.shape[2] <= self.keys and platform == "cpu")
         if is_small or scores.spec.relative_products is not None:
             return attend_without_weights(query, key, value, mask, scores)
-        return blockwise.attend_to_cache(query, key, value, mask, scores, sizes=self, platform=platform)
+        return blockwise.attend_to_cache(
+            query, key, value, mask, scores, sizes=self, platform=platform
+        )
 
 
 attend = FusedAttention()
-"""Returns the context from the fastest kernel that supports the call: the default kernel of layers."""
+"""Returns the context from the fastest kernel that supports the call: the default kernel of
+layers.
+"""

@@ -17,10 +17,13 @@ def supports(query: Array, scores: Scores) -> bool:
     spec = scores.spec
     if spec.soft_cap is not None or spec.has_distance_bias or "sinks" in scores.learned:
         return False
-    return scores.bias is None or scores.bias.dtype == query.dtype  # a folded relative bias is wider
+    # A folded relative bias is wider.
+    return scores.bias is None or scores.bias.dtype == query.dtype
 
 
-def is_flash(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *, platform: str) -> bool:
+def is_flash(
+    query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *, platform: str
+) -> bool:
     """Return whether cuDNN computes the call. It stores no scores, but copies a mask or a bias."""
     tokens = query.shape[2], key.shape[2]
     if not _fits_cudnn(query, value, platform):
@@ -31,17 +34,26 @@ def is_flash(query: Array, key: Array, value: Array, mask: Mask, scores: Scores,
 
 
 @compiled("platform")
-def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *, platform: str) -> Array:
+def attend(
+    query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *, platform: str
+) -> Array:
     """Return the context on a platform, with the cheapest form of the mask."""
-    seq_len_q, seq_len_k = query.shape[2], key.shape[2]
-    width, head_dim = value.shape[3], max(query.shape[3], value.shape[3])  # it requires equal widths
+    seq_len_q = query.shape[2]
+    seq_len_k = key.shape[2]
+    # It requires equal widths.
+    width = value.shape[3]
+    head_dim = max(query.shape[3], value.shape[3])
     dtype = query.dtype
     takes_cudnn = _fits_cudnn(query, value, platform)
     told = _native_mask(mask, scores, seq_len_q, seq_len_k, takes_cudnn=takes_cudnn)
-    visible, bias, masked_rows, lengths = None, scores.bias, None, mask.key_padding_lengths
+    visible = None
+    bias = scores.bias
+    masked_rows = None
+    lengths = mask.key_padding_lengths
     if told is None:
         hidden: Any = mask.with_bias(bias).to_bool(seq_len_q, seq_len_k)
-        # Fully masked rows attend to all keys instead and are set to 0 afterwards, because kernels disagree about them.
+        # Fully masked rows attend to all keys instead and are set to 0 afterwards, because kernels
+        # disagree about them.
         hidden = to_scores_rank(hidden)
         masked_rows = hidden.all(axis=-1, keepdims=True)
         visible = ~(hidden & ~masked_rows)  # opposite polarity: True = attend
@@ -57,7 +69,9 @@ def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *
         value = _without_gradient(value, is_padding)
     if bias is not None:
         bias = to_scores_rank(jnp.where(jnp.isneginf(bias), 0.0, bias))  # the mask hides these
-    query, key, value = (jnp.pad(x, [(0, 0)] * 3 + [(0, head_dim - x.shape[3])]) for x in (query, key, value))
+    query, key, value = (
+        jnp.pad(x, [(0, 0)] * 3 + [(0, head_dim - x.shape[3])]) for x in (query, key, value)
+    )
     with jax.numpy_dtype_promotion("standard"):  # it needs this, while the caller may be strict
         context = jax.nn.dot_product_attention(
             query.swapaxes(1, 2),
@@ -70,7 +84,9 @@ def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *
             **(told or {}),
         )
     context = context.astype(dtype).swapaxes(1, 2)[..., :width]
-    return context if masked_rows is None else zero_where(context, masked_rows)
+    if masked_rows is None:
+        return context
+    return zero_where(context, masked_rows)
 
 
 @jax.custom_jvp
@@ -80,18 +96,23 @@ def _without_gradient(x: Array, where: Array) -> Array:
 
 
 @_without_gradient.defjvp
-def _without_gradient_tangent(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+def _without_gradient_tangent(
+    primals: tuple[Array, Array], tangents: tuple[Array, Array]
+) -> tuple[Array, Array]:
     return primals[0], zero_where(tangents[0], primals[1])
 
 
 def _fits_cudnn(query: Array, value: Array, platform: str) -> bool:
     """Return whether cuDNN supports the dtype and the widths."""
-    is_half, head_dim = query.dtype in (jnp.float16, jnp.bfloat16), max(query.shape[3], value.shape[3])
+    is_half = query.dtype in (jnp.float16, jnp.bfloat16)
+    head_dim = max(query.shape[3], value.shape[3])
     return platform == "gpu" and is_half and head_dim % 8 == 0 and head_dim <= 128
 
 
 def _cudnn_reads(mask: Mask, bias: Array | None, dtype: jnp.dtype, tokens: tuple[int, int]) -> bool:
-    """Return whether cuDNN reads a mask and a bias: for all pairs of even numbers of tokens, or it has no gradient."""
+    """Return whether cuDNN reads a mask and a bias: for all pairs of even numbers of tokens, or it
+    has no gradient.
+    """
     is_whole = all(x is None or x.shape[-2:] == tokens for x in (mask.mask, bias))
     # In float16 hidden keys would have a score of -45875.
     return dtype == jnp.bfloat16 and is_whole and not any(count % 2 for count in tokens)
@@ -100,14 +121,19 @@ def _cudnn_reads(mask: Mask, bias: Array | None, dtype: jnp.dtype, tokens: tuple
 def _native_mask(
     mask: Mask, scores: Scores, seq_len_q: int, seq_len_k: int, *, takes_cudnn: bool
 ) -> dict[str, Any] | None:
-    """Return arguments of the library that replace the mask array, or None if they cannot express the mask."""
-    span, lengths = mask.span, mask.key_padding_lengths
+    """Return arguments of the library that replace the mask array, or None if they cannot express
+    the mask.
+    """
+    span = mask.span
+    lengths = mask.key_padding_lengths
     if scores.bias is not None or not mask.has_only("is_causal", "key_padding_lengths", "span"):
         return None
     told: dict[str, Any] = {"is_causal": mask.is_causal}
     if span is not None:
         # cuDNN supports windows only with causality, and not more queries than keys.
-        is_refused = takes_cudnn and (not mask.is_causal or lengths is not None or seq_len_q > seq_len_k)
+        is_refused = takes_cudnn and (
+            not mask.is_causal or lengths is not None or seq_len_q > seq_len_k
+        )
         if span.window_size is None or is_refused:
             return None
         before = span.window_size - 1

@@ -1,8 +1,9 @@
 """NaN and infinity, contained: `contained` makes them reach exactly the rows that attend to them.
 
-By default a NaN does what it does in JAX. The weight of a masked key is 0, and 0 * NaN is NaN, so it may reach rows
-that mask it. In a contained kernel non-finite tokens are set to 0 before the products, forward and backward, and the
-rows that attend to them become NaN afterwards. Finite inputs give the same values, bit for bit.
+By default a NaN does what it does in JAX. The weight of a masked key is 0, and 0 * NaN is NaN, so
+it may reach rows that mask it. In a contained kernel non-finite tokens are set to 0 before the
+products, forward and backward, and the rows that attend to them become NaN afterwards. Finite
+inputs give the same values, bit for bit.
 """
 
 from collections.abc import Callable
@@ -23,17 +24,19 @@ from mha_jax.scores import Scores
 
 
 def contained(kernel: Kernel) -> Kernel:
-    """Return a kernel in which NaN and infinity reach exactly the rows that attend to them, forward and backward.
+    """Return a kernel in which NaN and infinity reach exactly the rows that attend to them, forward
+    and backward.
 
-    For a layer: `layer.kernel = contained(fused.attend)`. It covers calls without attention weights.
+    For a layer: `layer.kernel = contained(fused.attend)`. It covers calls without attention
+    weights.
 
-    - A row is NaN if its query is not finite, or a key, value or bias that it attends to, or if all its scores
-      overflow to -inf.
+    - A row is NaN if its query is not finite, or a key, value or bias that it attends to, or if all
+      its scores overflow to -inf.
     - All other rows have the values that they would have without the NaN, bit for bit.
     - Tokens that no row attends to affect no gradient, and have a gradient of 0.
 
-    No value is read: a call follows the rules even if all values are finite, and a step over a cache looks at
-    all of its slots.
+    No value is read: a call follows the rules even if all values are finite, and a step over a
+    cache looks at all of its slots.
 
     Args:
         kernel: computes the context, (B, N, T, Hv), of finite inputs.
@@ -49,10 +52,14 @@ def contained(kernel: Kernel) -> Kernel:
     return attend
 
 
-def _contain(kernel: Kernel, query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
+def _contain(
+    kernel: Kernel, query: Array, key: Array, value: Array, mask: Mask, scores: Scores
+) -> Array:
     """Call a kernel with non-finite tokens as 0, and set rows that attend to one to NaN."""
     finite, rows = _set_aside(query, key, value, mask, scores)
-    context = kernel(finite.query, finite.key, finite.value, mask, replace(scores, bias=finite.bias))
+    context = kernel(
+        finite.query, finite.key, finite.value, mask, replace(scores, bias=finite.bias)
+    )
     return _with_nan(context, rows)
 
 
@@ -83,10 +90,15 @@ class _NanRows(NamedTuple):
 
 
 @compiled()
-def _set_aside(query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> tuple[_Finite, _NanRows]:
-    """Return the inputs with 0 for everything that is not finite, and the rows that depend on it."""
+def _set_aside(
+    query: Array, key: Array, value: Array, mask: Mask, scores: Scores
+) -> tuple[_Finite, _NanRows]:
+    """Return the inputs with 0 for everything that is not finite, and the rows that depend on
+    it.
+    """
     num_groups = query.shape[1] // key.shape[1]
-    seq_len_q, seq_len_k = query.shape[2], key.shape[2]
+    seq_len_q = query.shape[2]
+    seq_len_k = key.shape[2]
     nan_rows = nonfinite_tokens(query)
     nonfinite_keys = nonfinite_tokens(key) | nonfinite_tokens(value)
     query = zero_where(query, nan_rows)
@@ -123,33 +135,46 @@ def nonfinite_tokens(x: Float[Array, "*tokens H"]) -> Bool[Array, "*tokens 1"]:
 
 
 def _largest_features(x: Float[Array, "*tokens H"]) -> Float[Array, "*tokens 1"]:
-    """Return the size of the largest feature of each token, which must be finite: XLA may lose a NaN."""
+    """Return the size of the largest feature of each token, which must be finite: XLA may lose a
+    NaN.
+    """
     return jnp.abs(lax.stop_gradient(x)).max(axis=-1, keepdims=True)
 
 
-def attends_to_any(marked: Bool[Array, "B N S"], seq_len_q: int, mask: Mask) -> Bool[Array, "B N T 1"]:
+def attends_to_any(
+    marked: Bool[Array, "B N S"], seq_len_q: int, mask: Mask
+) -> Bool[Array, "B N T 1"]:
     """Return whether each query attends to any of the marked keys; T and S are not 0."""
     seq_len_k = marked.shape[2]
     if mask.has_only("is_causal", "key_padding_lengths", "span", "q_offset"):
         first, stop = (x.clip(0, seq_len_k) for x in mask.key_range(seq_len_q, seq_len_k))
-        counts = jnp.pad(lax.cumsum(marked.astype(jnp.int32), axis=2), [(0, 0), (0, 0), (1, 0)])  # up to each key
-        before, within = (jnp.take_along_axis(counts, places[:, None], axis=2) for places in (first, stop))
+        # Up to each key.
+        counts = jnp.pad(lax.cumsum(marked.astype(jnp.int32), axis=2), [(0, 0), (0, 0), (1, 0)])
+        before, within = (
+            jnp.take_along_axis(counts, places[:, None], axis=2) for places in (first, stop)
+        )
         return (within > before)[..., None]
     seen = _seen_keys(mask, seq_len_q, seq_len_k)
     shape = (*marked.shape[:2], seq_len_q, 1)
 
     def among(begin: Array | int, size: int) -> Array:
         keys = lax.dynamic_slice_in_dim(marked, begin, size, axis=2)
-        return jnp.broadcast_to((seen(begin, size) & keys[:, :, None]).any(axis=-1, keepdims=True), shape)
+        return jnp.broadcast_to(
+            (seen(begin, size) & keys[:, :, None]).any(axis=-1, keepdims=True), shape
+        )
 
-    if is_automatic(marked):  # devices would have to agree on whether to check, and XLA gathers what it slices
+    # Devices would have to agree on whether to check, and XLA gathers what it slices.
+    if is_automatic(marked):
         return among(0, seq_len_k)
-    # Scores are checked only if needed. Without keys the result is False, of the type that `shard_map` expects.
+    # Scores are checked only if needed. Without keys the result is False, of the type that
+    # `shard_map` expects.
     return lax.cond(marked.any(), lambda: _in_any_block(among, seq_len_k), lambda: among(0, 0))
 
 
 def _seen_keys(mask: Mask, seq_len_q: int, seq_len_k: int) -> Callable[[Array | int, int], Array]:
-    """Return a function of the first key and the number of some: those that queries attend to, (B, N or 1, T, s)."""
+    """Return a function of the first key and the number of some: those that queries attend to, (B,
+    N or 1, T, s).
+    """
     first, stop = (x[:, None, :, None] for x in mask.key_range(seq_len_q, seq_len_k))
 
     def seen(begin: Array | int, size: int) -> Array:
@@ -157,7 +182,11 @@ def _seen_keys(mask: Mask, seq_len_q: int, seq_len_k: int) -> Callable[[Array | 
         found = (keys >= first) & (keys < stop)
         if mask.mask is not None:
             hidden = to_scores_rank(mask.mask)
-            found &= ~(hidden if hidden.shape[3] == 1 else lax.dynamic_slice_in_dim(hidden, begin, size, axis=3))
+            found &= ~(
+                hidden
+                if hidden.shape[3] == 1
+                else lax.dynamic_slice_in_dim(hidden, begin, size, axis=3)
+            )
         if mask.segments is not None:
             of_queries, of_keys = mask.segments
             of_keys = lax.dynamic_slice_in_dim(of_keys, begin, size, axis=1)
@@ -168,7 +197,9 @@ def _seen_keys(mask: Mask, seq_len_q: int, seq_len_k: int) -> Callable[[Array | 
 
 
 def _in_any_block(found_in: Callable[[Array | int, int], Array], seq_len_k: int) -> Array:
-    """Return whether a function of some keys is True of any of them: block by block, not of all pairs at once."""
+    """Return whether a function of some keys is True of any of them: block by block, not of all
+    pairs at once.
+    """
     size = min(seq_len_k, 128)
 
     def add(i: Array, found: Array) -> Array:
@@ -180,8 +211,12 @@ def _in_any_block(found_in: Callable[[Array | int, int], Array], seq_len_k: int)
 def _may_overflow(
     of_query: Float[Array, "B N T 1"], of_key: Float[Array, "B K S 1"], factor: float
 ) -> Bool[Array, "B N T 1"]:
-    """Return whether the largest feature of a row times that of any key times a factor exceeds float32."""
+    """Return whether the largest feature of a row times that of any key times a factor exceeds
+    float32.
+    """
     # Each is scaled by 2**-64, because the product itself may overflow.
     of_query, of_key = (x.astype(jnp.float32) * 2.0**-64 for x in (of_query, of_key))
-    largest_key = jnp.repeat(of_key.max(axis=2, keepdims=True), of_query.shape[1] // of_key.shape[1], axis=1)
+    largest_key = jnp.repeat(
+        of_key.max(axis=2, keepdims=True), of_query.shape[1] // of_key.shape[1], axis=1
+    )
     return of_query * largest_key * factor >= 0.99

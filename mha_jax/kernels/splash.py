@@ -1,4 +1,5 @@
-"""JAX's splash attention, a fused kernel for TPUs that skips blocks hidden by causality, a window or chunks.
+"""JAX's splash attention, a fused kernel for TPUs that skips blocks hidden by causality, a window
+or chunks.
 
 The kernel has a derivative in reverse mode.
 """
@@ -36,8 +37,12 @@ def supports(query: Array, key: Array, mask: Mask, scores: Scores) -> bool:
 
 
 @compiled("interpret")
-def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *, interpret: bool = False) -> Array:
-    """Return the context. Queries are scaled in their own dtype; `interpret` runs the kernel without a TPU."""
+def attend(
+    query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *, interpret: bool = False
+) -> Array:
+    """Return the context. Queries are scaled in their own dtype; `interpret` runs the kernel
+    without a TPU.
+    """
     # Imported lazily: it is slow to import, and for TPUs only.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -49,7 +54,9 @@ def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *
         lengths = jnp.full(query.shape[0], key.shape[2], jnp.int32)
     segments, axes = None, None
     if lengths is not None or mask.segments is not None:
-        ids = mask.segments or tuple(jnp.zeros((x.shape[0], x.shape[2]), jnp.int32) for x in (query, key))
+        ids = mask.segments or tuple(
+            jnp.zeros((x.shape[0], x.shape[2]), jnp.int32) for x in (query, key)
+        )
         of_queries, of_keys = (
             jnp.pad(x.astype(jnp.int32), [(0, 0), (0, length - x.shape[1])])
             for x, length in zip(ids, (padded_q, padded_k), strict=True)
@@ -58,12 +65,15 @@ def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *
             is_padding = jnp.arange(padded_k, dtype=jnp.int32)[None] >= lengths[:, None]
             of_keys = jnp.where(is_padding, of_queries.min() - 1, of_keys)
         segments, axes = splash.SegmentIds(of_queries, of_keys), splash.SegmentIds(0, 0)  # pyright: ignore[reportArgumentType]
-    # Softmax over no key is 0 / 0. A sink with negligible weight makes fully masked rows 0, without a gradient.
+    # Softmax over no key is 0 / 0. A sink with negligible weight makes fully masked rows 0, without
+    # a gradient.
     sinks = jnp.full(query.shape[1], NO_SINK, query.dtype)
     if "sinks" in scores.learned:
         sinks = jnp.maximum(scores.learned["sinks"], sinks)
     hides = _mask_of(masks, mask, (padded_q, padded_k))
-    sizes = splash.BlockSizes(*(block_q, block_k, block_k), *(block_q, block_k, block_k), *(block_q, block_k))
+    sizes = splash.BlockSizes(
+        *(block_q, block_k, block_k), *(block_q, block_k, block_k), *(block_q, block_k)
+    )
     with jax.numpy_dtype_promotion("standard"):
         kernel: Any = splash.make_splash_mha(
             masks.MultiHeadMask([hides] * query.shape[1]),
@@ -73,7 +83,10 @@ def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *
             attn_logits_soft_cap=scores.spec.soft_cap,
             interpret=interpret,
         )
-        tokens = (_padded(x, length) for x, length in ((query, padded_q), (key, padded_k), (value, padded_k)))
+        tokens = (
+            _padded(x, length)
+            for x, length in ((query, padded_q), (key, padded_k), (value, padded_k))
+        )
         context = jax.vmap(kernel, in_axes=(0, 0, 0, axes, None))(*tokens, segments, sinks)
     return context[:, :, : query.shape[2]]
 
@@ -85,7 +98,9 @@ def _mask_of(masks: Any, mask: Mask, shape: tuple[int, int]) -> Any:
         return masks.LocalMask(shape, (before, 0 if mask.is_causal else before), 0)
     if mask.span is not None and mask.span.chunk_size is not None:
         return masks.ChunkedCausalMask(shape, mask.span.chunk_size)
-    return masks.CausalMask(shape) if mask.is_causal else masks.FullMask(shape)
+    if mask.is_causal:
+        return masks.CausalMask(shape)
+    return masks.FullMask(shape)
 
 
 def _block_of(length: int) -> tuple[int, int]:

@@ -1,7 +1,8 @@
 """Sharding of a layer and its cache over the devices of a mesh.
 
-Only the placement of arrays changes; XLA partitions the work accordingly, for automatic and explicit axes alike. Each
-device computes some of the query heads, and an all-reduce sums the outputs.
+Only the placement of arrays changes; XLA partitions the work accordingly, for automatic and
+explicit axes alike. Each device computes some of the query heads, and an all-reduce sums the
+outputs.
 """
 
 from dataclasses import replace
@@ -21,12 +22,21 @@ from mha_spec.shares import axis_of_heads
 
 __all__ = ["shard", "shard_cache"]
 
-OF_QUERIES = ("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "q_norm", "context_norm", "sinks", "relative_bias")
+OF_QUERIES = (
+    "q_proj",
+    "q_b_proj",
+    "kv_b_proj",
+    "gate_proj",
+    "q_norm",
+    "context_norm",
+    "sinks",
+    "relative_bias",
+)
 OF_QUERIES += tuple(SIDES)
 OF_KEYS = ("k_proj", "v_proj", "k_norm", "v_norm")
 """Weights with a part for each query head, or for each key/value head."""
 
-# ---- Functions -------------------------------------------------------------------------------------------------------
+# ---- Functions -----------------------------------------------------------------------------------
 
 
 def shard(
@@ -39,33 +49,37 @@ def shard(
 ) -> AttentionLayer:
     """Shard a layer on a mesh: its heads over one dimension, the rest of its weights over another.
 
-    `heads` is tensor parallelism, `features` alone fully sharded data parallelism, and `tokens` context parallelism,
-    for inputs whose tokens are divided along that dimension. Without any of them the layer is replicated.
+    `heads` is tensor parallelism, `features` alone fully sharded data parallelism, and `tokens`
+    context parallelism, for inputs whose tokens are divided along that dimension. Without any of
+    them the layer is replicated.
 
-    Query heads divide the columns of q_proj, gate_proj and, with latents, q_b_proj and kv_b_proj, with their biases;
-    rows of out_proj; sinks and a relative bias. Key/value heads divide k_proj and v_proj, which are replicated if
-    `heads` does not divide these. Norms are divided if each head has its own weights, and replicated otherwise, as are
-    projections to latents. `features` divides the other axis of each kernel to save memory: XLA gathers a kernel where
-    it is used.
+    Query heads divide the columns of q_proj, gate_proj and, with latents, q_b_proj and kv_b_proj,
+    with their biases; rows of out_proj; sinks and a relative bias. Key/value heads divide k_proj
+    and v_proj, which are replicated if `heads` does not divide these. Norms are divided if each
+    head has its own weights, and replicated otherwise, as are projections to latents. `features`
+    divides the other axis of each kernel to save memory: XLA gathers a kernel where it is used.
 
-    The metadata of each weight contain its partition, for `nnx.get_partition_spec`. In an abstract layer, from
-    `nnx.eval_shape`, the shapes get their sharding.
+    The metadata of each weight contain its partition, for `nnx.get_partition_spec`. In an abstract
+    layer, from `nnx.eval_shape`, the shapes get their sharding.
 
     Args:
         layer: any attention module of this package; changed in place.
         mesh: device mesh.
         heads: name of the mesh dimension that heads are divided over.
-        features: name of the mesh dimension for the other axis of each kernel; usually that of the data.
-        tokens: name of the mesh dimension that tokens are divided over. An explicit dimension follows from the types of
-            arrays and can be omitted; for an automatic one a `ContextParallel` wraps `layer.kernel`.
+        features: name of the mesh dimension for the other axis of each kernel; usually that of the
+            data.
+        tokens: name of the mesh dimension that tokens are divided over. An explicit dimension
+            follows from the types of arrays and can be omitted; for an automatic one a
+            `ContextParallel` wraps `layer.kernel`.
 
     Returns:
         The layer.
 
     Raises:
         TypeError: if the layer is not one of this package.
-        ValueError: if the mesh has no such dimension, the query heads or the other axis of a kernel do not divide
-            evenly, q, k and v are one projection, or a weight was replaced. The layer is then unchanged.
+        ValueError: if the mesh has no such dimension, the query heads or the other axis of a kernel
+            do not divide evenly, q, k and v are one projection, or a weight was replaced. The layer
+            is then unchanged.
 
     Source: Megatron-LM, arXiv:1909.08053, section 3; ZeRO, arXiv:1910.02054, section 5.
     """
@@ -84,34 +98,51 @@ def shard(
         parameter.set_value(_placed(parameter.get_value(), NamedSharding(mesh, spec)))
         parameter.set_metadata("out_sharding", tuple(spec))
     if tokens is not None and mesh.axis_types[mesh.axis_names.index(tokens)] != AxisType.Explicit:
-        count, others = layer.spec.num_kv_heads, 1 if heads is None else mesh.shape[heads]
-        own = count if count % others else count // others
-        held = layer.kernel if isinstance(layer.kernel, ContextParallel) else ContextParallel(None, layer.kernel)
-        passes_keys = held.passes_keys or own % mesh.shape[tokens] != 0  # too few heads for all-to-all
+        count = layer.spec.num_kv_heads
+        if heads is None:
+            others = 1
+        else:
+            others = mesh.shape[heads]
+        if count % others:
+            own = count
+        else:
+            own = count // others
+        if isinstance(layer.kernel, ContextParallel):
+            held = layer.kernel
+        else:
+            held = ContextParallel(None, layer.kernel)
+        # Too few heads for all-to-all.
+        passes_keys = held.passes_keys or own % mesh.shape[tokens] != 0
         layer.kernel = replace(held, axis=tokens, passes_keys=passes_keys)
     return layer
 
 
 def shard_cache(
-    cache: CacheT, mesh: Mesh, *, batch: str | None = None, heads: str | None = None, slots: str | None = None
+    cache: CacheT,
+    mesh: Mesh,
+    *,
+    batch: str | None = None,
+    heads: str | None = None,
+    slots: str | None = None,
 ) -> CacheT:
     """Shard the sequences, heads and slots of a cache over dimensions of a mesh.
 
     Args:
-        cache: cache of keys and values, whose heads are replicated if `heads` does not divide them; or of latents,
-            which have no heads.
+        cache: cache of keys and values, whose heads are replicated if `heads` does not divide them;
+            or of latents, which have no heads.
         mesh: device mesh.
         batch: name of the mesh dimension that sequences are divided over, evenly.
         heads: name of the mesh dimension for heads, as in `shard`.
-        slots: name of the mesh dimension for slots, evenly; if automatic, the `tokens` of `shard`. Inputs and results
-            are then replicated along it.
+        slots: name of the mesh dimension for slots, evenly; if automatic, the `tokens` of `shard`.
+            Inputs and results are then replicated along it.
 
     Returns:
         Cache of the same tokens.
 
     Raises:
         TypeError: if `cache` is not a cache.
-        ValueError: if the mesh has no such dimension, or does not divide the sequences or the slots evenly.
+        ValueError: if the mesh has no such dimension, or does not divide the sequences or the slots
+            evenly.
     """
     if not isinstance(cache, Cache):
         raise WrongType("cache", "be one of mha_jax", type(cache).__name__)
@@ -121,22 +152,32 @@ def shard_cache(
     batch_size, num_heads = next(iter(cache.slots.values())).shape[:2]
     if batch is not None and batch_size % mesh.shape[batch]:
         raise Refusal(
-            "the batch size", f"be a multiple of the devices along {batch}", f"{batch_size} and {mesh.shape[batch]}"
+            "the batch size",
+            f"be a multiple of the devices along {batch}",
+            f"{batch_size} and {mesh.shape[batch]}",
         )
     if slots is not None and cache.capacity % mesh.shape[slots]:
         raise Refusal(
-            "capacity", f"be a multiple of the devices along {slots}", f"{cache.capacity} and {mesh.shape[slots]}"
+            "capacity",
+            f"be a multiple of the devices along {slots}",
+            f"{cache.capacity} and {mesh.shape[slots]}",
         )
-    heads = None if heads is None or num_heads % mesh.shape[heads] else heads
-    held = (_placed(x, NamedSharding(mesh, _of_slots(batch, heads, slots))) for x in cache.slots.values())
+    if heads is None or num_heads % mesh.shape[heads]:
+        heads = None
+    held = (
+        _placed(x, NamedSharding(mesh, _of_slots(batch, heads, slots)))
+        for x in cache.slots.values()
+    )
     return cache.with_slots(held, _placed(cache.lengths, NamedSharding(mesh, PartitionSpec(batch))))
 
 
 def _of_slots(batch: str | None, heads: str | None, slots: str | None) -> PartitionSpec:
-    return PartitionSpec(batch, heads) if slots is None else PartitionSpec(batch, heads, slots)
+    if slots is None:
+        return PartitionSpec(batch, heads)
+    return PartitionSpec(batch, heads, slots)
 
 
-# ---- Weights ---------------------------------------------------------------------------------------------------------
+# ---- Weights -------------------------------------------------------------------------------------
 
 
 def _held(layer: AttentionLayer, name: str) -> nnx.Param[Any]:
@@ -155,40 +196,55 @@ def _partition(
     """Return the partition of a weight with a canonical name; kernels are (in, out)."""
     part, _, leaf = name.partition(".")
     if part == "out_proj":
-        return PartitionSpec(heads, features) if leaf == "weight" else PartitionSpec()
+        if leaf == "weight":
+            return PartitionSpec(heads, features)
+        return PartitionSpec()
     if part in OF_KEYS:
-        axis = None if heads is None or spec.num_kv_heads % mesh.shape[heads] else heads
+        if heads is None or spec.num_kv_heads % mesh.shape[heads]:
+            axis = None
+        else:
+            axis = heads
     else:
-        axis = heads if part in OF_QUERIES and axis_of_heads(name, spec) is not None else None
+        if part in OF_QUERIES and axis_of_heads(name, spec) is not None:
+            axis = heads
+        else:
+            axis = None
     if part in spec.norms:
         norm = spec.norms[part]
         return PartitionSpec(axis if norm.per_head or norm.over == "width" else None)
     if leaf == "weight":
         return PartitionSpec(features, axis)
-    return PartitionSpec(None, axis) if part in ("relative_bias", *SIDES) else PartitionSpec(axis)
+    if part in ("relative_bias", *SIDES):
+        return PartitionSpec(None, axis)
+    return PartitionSpec(axis)
 
 
 def _placed(x: Any, placement: NamedSharding) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
         return x.update(sharding=placement)
     if isinstance(x, Tracer) and AxisType.Explicit not in placement.mesh.axis_types:
-        return jax.lax.with_sharding_constraint(x, placement)  # XLA may move arrays without a constraint
+        # XLA may move arrays without a constraint.
+        return jax.lax.with_sharding_constraint(x, placement)
     return jax.device_put(x, placement)
 
 
-# ---- Validation ------------------------------------------------------------------------------------------------------
+# ---- Validation ----------------------------------------------------------------------------------
 
 
 def check_axis(name: str, axis: object, mesh: Mesh) -> None:
     """Refuse anything but the name of a mesh dimension."""
     if axis not in mesh.axis_names:
-        raise Refusal(name, "name a dimension of the mesh", {name: axis, "mesh.axis_names": mesh.axis_names})
+        raise Refusal(
+            name, "name a dimension of the mesh", {name: axis, "mesh.axis_names": mesh.axis_names}
+        )
 
 
 def check_sharded_features(
     name: str, shape: tuple[int, ...], partition: PartitionSpec, mesh: Mesh, features: str | None
 ) -> None:
-    """Refuse a kernel shape, (in, out), whose axis of features does not divide evenly over a mesh dimension."""
+    """Refuse a kernel shape, (in, out), whose axis of features does not divide evenly over a mesh
+    dimension.
+    """
     for axis, count in zip(partition, shape, strict=False):
         if axis is not None and axis == features and count % mesh.shape[features]:
             raise Refusal(
@@ -201,9 +257,15 @@ def check_sharded_features(
 def check_divides(spec: AttentionSpec, size: int) -> None:
     """Refuse a layer whose heads cannot be divided over `size` devices."""
     if spec.num_heads % size:
-        raise Refusal("num_heads", "be a multiple of the devices", num_heads=spec.num_heads, size=size)
+        raise Refusal(
+            "num_heads", "be a multiple of the devices", num_heads=spec.num_heads, size=size
+        )
     if spec.shared_kv and size > 1:
-        raise Refusal("shared_kv", "be False to be divided, since the keys are those of another layer", shared_kv=True)
+        raise Refusal(
+            "shared_kv",
+            "be False to be divided, since the keys are those of another layer",
+            shared_kv=True,
+        )
     if spec.fused_qkv and size > 1:
         raise Refusal(
             "fused_qkv",

@@ -1,13 +1,14 @@
 """Ring attention: keys and values circulate among devices, queries stay.
 
-Partial results are merged by their log-sum-exp, forward and backward as in `blockwise`. Parts hidden by causality, a
-window or chunks are skipped. With causality alone each device works on one half from the start and one from the end, so
-that all have equal work. For a cache with divided slots, queries are replicated and the partial results of all slots
-are merged at once.
+Partial results are merged by their log-sum-exp, forward and backward as in `blockwise`. Parts
+hidden by causality, a window or chunks are skipped. With causality alone each device works on one
+half from the start and one from the end, so that all have equal work. For a cache with divided
+slots, queries are replicated and the partial results of all slots are merged at once.
 
 Axes: see `blocks`; t and s are the local tokens of T and S.
 
-Source: Ring Attention, arXiv:2310.01889; zigzag order as in Llama 3, arXiv:2407.21783, section 3.3.2.
+Source: Ring Attention, arXiv:2310.01889; zigzag order as in Llama 3, arXiv:2407.21783, section
+3.3.2.
 """
 
 from collections.abc import Callable
@@ -53,7 +54,8 @@ class _Given(NamedTuple):
     """Masks and biases: rows of local queries, columns of all keys.
 
     Attributes:
-        mask, bias: (B or 1, K or 1, G or 1, t or 1, S or 1); with a cache the columns are local slots.
+        mask, bias: (B or 1, K or 1, G or 1, t or 1, S or 1); with a cache the columns are local
+            slots.
         lengths: number of real keys, (B,).
         sinks: attention sinks, (1, K, G, 1, 1).
         q_offset: with a cache, position of the first query of each sequence, (B,) or (1,).
@@ -84,7 +86,14 @@ class _Chunk(NamedTuple):
 
 
 def attend_to_visitors(
-    axis: str, size: int, sizes: BlockSizes, query: Array, key: Array, value: Array, mask: Mask, scores: Scores
+    axis: str,
+    size: int,
+    sizes: BlockSizes,
+    query: Array,
+    key: Array,
+    value: Array,
+    mask: Mask,
+    scores: Scores,
 ) -> Array:
     """Attend from local queries (B, N, t, H) to the keys and values (B, K, s, H) of all devices.
 
@@ -92,16 +101,23 @@ def attend_to_visitors(
         axis, size: mesh dimension and its number of devices.
         sizes: block sizes on a device.
         query, key, value: local; with a cache, whose mask has offsets, all queries and local slots.
-        mask, scores: rows of local queries and columns of all keys; with a cache, columns of local slots.
+        mask, scores: rows of local queries and columns of all keys; with a cache, columns of local
+            slots.
     """
-    num_kv_heads, span = key.shape[1], mask.span
+    num_kv_heads = key.shape[1]
+    span = mask.span
     is_cached = mask.q_offset is not None
 
     def group(x: Array) -> Array:
-        heads = (1, 1) if x.shape[1] == 1 != query.shape[1] else (num_kv_heads, x.shape[1] // num_kv_heads)
+        if x.shape[1] == 1 != query.shape[1]:
+            heads = (1, 1)
+        else:
+            heads = (num_kv_heads, x.shape[1] // num_kv_heads)
         return x.reshape(x.shape[0], *heads, *x.shape[2:])
 
-    as_bool, bias = (None if x is None else group(x) for x in (mask.with_bias(scores.bias).mask, scores.bias))
+    as_bool, bias = (
+        None if x is None else group(x) for x in (mask.with_bias(scores.bias).mask, scores.bias)
+    )
     sinks = scores.learned.get("sinks")
     if sinks is not None:
         sinks = sinks.reshape(1, num_kv_heads, -1, 1, 1)
@@ -109,7 +125,10 @@ def attend_to_visitors(
     same = query.shape[2] == key.shape[2] and span is None and as_bool is None and bias is None
     is_halved = mask.is_causal and not is_cached and same and query.shape[2] % 2 == 0
     options = Options(False, Scoring.of_layer(scores.spec), sizes, is_automatic(query))
-    walks = () if is_cached else _walks(mask, query.shape[2], key.shape[2], size)
+    if is_cached:
+        walks = ()
+    else:
+        walks = _walks(mask, query.shape[2], key.shape[2], size)
     plan = _Plan(axis, size, mask.is_causal, span, is_halved, is_cached, walks, options)
     arrays = varying((group(query), key, value, given), axis)
     if is_halved:
@@ -123,30 +142,43 @@ def attend_to_visitors(
 
 
 def _walks(mask: Mask, seq_len_q: int, seq_len_k: int, size: int) -> tuple[tuple[int, int], ...]:
-    """Return the number of steps of keys and values in each direction: to all devices, or as far as spans reach."""
+    """Return the number of steps of keys and values in each direction: to all devices, or as far as
+    spans reach.
+    """
     span = mask.span
     if span is None or seq_len_q != seq_len_k:
         return ((1, size - 1),)
     far = (span.window_size or span.chunk_size or 1) - 1
-    count = 0 if span.chunk_size and seq_len_q % span.chunk_size == 0 else -(-far // seq_len_q)
+    if span.chunk_size and seq_len_q % span.chunk_size == 0:
+        count = 0
+    else:
+        count = -(-far // seq_len_q)
     if mask.is_causal:
         return ((1, min(count, size - 1)),)
-    return ((1, size - 1),) if 2 * count >= size - 1 else ((1, count), (-1, count))
+    if 2 * count >= size - 1:
+        return ((1, size - 1),)
+    return ((1, count), (-1, count))
 
 
-# ---- Zigzag order ----------------------------------------------------------------------------------------------------
+# ---- Zigzag order --------------------------------------------------------------------------------
 
 
 def _home(half: int, size: int) -> int:
     """Return the device that works on a half."""
-    return half if half < size else 2 * size - 1 - half
+    if half < size:
+        return half
+    return 2 * size - 1 - half
 
 
 def _to_halves(plan: _Plan, x: Array) -> Array:
-    """Exchange halves 2 i and 2 i + 1 of the tokens (second to last axis) for halves i and 2 n - 1 - i."""
+    """Exchange halves 2 i and 2 i + 1 of the tokens (second to last axis) for halves i and 2 n - 1
+    - i.
+    """
     first, second = jnp.split(x, 2, axis=-2)
     homes = [[(i, _home(2 * i + which, plan.size)) for i in range(plan.size)] for which in (0, 1)]
-    even, odd = (lax.ppermute(half, plan.axis, to) for half, to in zip((first, second), homes, strict=True))
+    even, odd = (
+        lax.ppermute(half, plan.axis, to) for half, to in zip((first, second), homes, strict=True)
+    )
     is_even = lax.axis_index(plan.axis) % 2 == 0
     return jnp.concatenate([jnp.where(is_even, even, odd), jnp.where(is_even, odd, even)], axis=-2)
 
@@ -157,10 +189,12 @@ def _from_halves(plan: _Plan, x: Array) -> Array:
     is_even = lax.axis_index(plan.axis) % 2 == 0
     homes = [[(_home(2 * i + which, plan.size), i) for i in range(plan.size)] for which in (0, 1)]
     halves = (jnp.where(is_even, front, back), jnp.where(is_even, back, front))
-    return jnp.concatenate([lax.ppermute(x, plan.axis, to) for x, to in zip(halves, homes, strict=True)], axis=-2)
+    return jnp.concatenate(
+        [lax.ppermute(x, plan.axis, to) for x, to in zip(halves, homes, strict=True)], axis=-2
+    )
 
 
-# ---- Pairs of queries and keys ---------------------------------------------------------------------------------------
+# ---- Pairs of queries and keys -------------------------------------------------------------------
 
 
 class _Pair(NamedTuple):
@@ -168,7 +202,8 @@ class _Pair(NamedTuple):
 
     Attributes:
         rows, keys: their positions.
-        rows_at, keys_at: their place among the local queries and the visiting keys, as a slice or its start.
+        rows_at, keys_at: their place among the local queries and the visiting keys, as a slice or
+            its start.
         is_diagonal: both have the same positions, and the mask is causal.
         is_clear: nothing but padding is hidden.
     """
@@ -181,21 +216,29 @@ class _Pair(NamedTuple):
     is_clear: bool = False
 
 
-def _pairs(plan: _Plan, given: _Given, source: Array, seq_len_q: int, seq_len_k: int, *, is_own: bool) -> list[_Pair]:
+def _pairs(
+    plan: _Plan, given: _Given, source: Array, seq_len_q: int, seq_len_k: int, *, is_own: bool
+) -> list[_Pair]:
     """Return the pairs of local queries and of keys from a device that are not fully masked."""
     me = lax.axis_index(plan.axis)
     if not plan.is_halved:
-        begin = given.q_offset if plan.is_cached else (me * seq_len_q)[None]
+        if plan.is_cached:
+            begin = given.q_offset
+        else:
+            begin = (me * seq_len_q)[None]
         rows = _Chunk(begin, seq_len_q)  # pyright: ignore[reportArgumentType]
         keys = _Chunk((source * seq_len_k)[None], seq_len_k)
         return [_Pair(rows, keys, 0, 0, is_clear=not plan.is_causal and plan.span is None)]
-    half, last = seq_len_q // 2, 2 * plan.size - 1
+    half = seq_len_q // 2
+    last = 2 * plan.size - 1
 
     def chunk(number: Array) -> _Chunk:
         return _Chunk((number * half)[None], half)
 
-    front, back = chunk(me), chunk(last - me)
-    keys_front, keys_back = chunk(source), chunk(last - source)
+    front = chunk(me)
+    back = chunk(last - me)
+    keys_front = chunk(source)
+    keys_back = chunk(last - source)
     behind = _Pair(back, keys_front, half, 0, is_clear=True)
     if is_own:
         return [
@@ -203,9 +246,11 @@ def _pairs(plan: _Plan, given: _Given, source: Array, seq_len_q: int, seq_len_k:
             behind,
             _Pair(back, keys_back, half, half, is_diagonal=True),
         ]
-    is_later = source > me  # then the back half attends to their back half, else the front to their front
+    # Then the back half attends to their back half, else the front to their front.
+    is_later = source > me
     rows, keys = (
-        _Chunk(jnp.where(is_later, b.begin, f.begin), half) for f, b in ((front, back), (keys_front, keys_back))
+        _Chunk(jnp.where(is_later, b.begin, f.begin), half)
+        for f, b in ((front, back), (keys_front, keys_back))
     )
     at = jnp.where(is_later, half, 0)
     return [behind, _Pair(rows, keys, at, at, is_clear=True)]
@@ -213,44 +258,69 @@ def _pairs(plan: _Plan, given: _Given, source: Array, seq_len_q: int, seq_len_k:
 
 def _cut(x: Array, begin: Array | int, size: int) -> Array:
     """Return some of the tokens (second to last axis)."""
-    return x if size == x.shape[-2] else lax.dynamic_slice_in_dim(x, begin, size, axis=-2)
+    if size == x.shape[-2]:
+        return x
+    return lax.dynamic_slice_in_dim(x, begin, size, axis=-2)
 
 
 def _put(x: Array, part: Array, begin: Array | int) -> Array:
-    return part if part.shape == x.shape else lax.dynamic_update_slice_in_dim(x, part, begin, axis=-2)
+    if part.shape == x.shape:
+        return part
+    return lax.dynamic_update_slice_in_dim(x, part, begin, axis=-2)
 
 
 def _hidden_of(plan: _Plan, given: _Given, pair: _Pair) -> Hidden:
     """Return the masks and biases of a pair."""
-    rows, keys = pair.rows, pair.keys
+    rows = pair.rows
+    keys = pair.keys
 
     def columns(x: Array | None) -> Array | None:
         if x is None or x.shape[-1] in (1, keys.size):
             return x
         return lax.dynamic_slice_in_dim(x, keys.begin[0], keys.size, axis=-1)
 
-    mask, bias = columns(given.mask), columns(given.bias)
-    lengths = None if given.lengths is None else jnp.clip(given.lengths - keys.begin, 0, keys.size)
+    mask = columns(given.mask)
+    bias = columns(given.bias)
+    if given.lengths is None:
+        lengths = None
+    else:
+        lengths = jnp.clip(given.lengths - keys.begin, 0, keys.size)
     if not (pair.is_clear or pair.is_diagonal):
-        places, others = rows.places, keys.places[:, None, None, None]  # (B or 1, t) and (1, 1, 1, 1, s)
-        stop = places + 1 if plan.is_causal else jnp.full_like(places, jnp.iinfo(jnp.int32).max)
+        # (B or 1, t) and (1, 1, 1, 1, s).
+        places = rows.places
+        others = keys.places[:, None, None, None]
+        if plan.is_causal:
+            stop = places + 1
+        else:
+            stop = jnp.full_like(places, jnp.iinfo(jnp.int32).max)
         first = jnp.zeros_like(places)
         if plan.span is not None:
-            first, stop = plan.span.first(places), jnp.minimum(stop, plan.span.stop(places))
+            first = plan.span.first(places)
+            stop = jnp.minimum(stop, plan.span.stop(places))
         first, stop = (x[:, None, None, :, None] for x in (first, stop))
         by_place = (others < first) | (others >= stop)
-        mask = by_place if mask is None else mask | by_place
+        if mask is None:
+            mask = by_place
+        else:
+            mask = mask | by_place
     has_slopes = plan.options.scoring.slopes is not None
     return Hidden(mask, bias, lengths, None, rows.begin - keys.begin if has_slopes else None)
 
 
 def _sees(plan: _Plan, pair: _Pair) -> Array | None:
-    """Return whether positions allow any query of a pair to attend to a key; None if one surely does."""
+    """Return whether positions allow any query of a pair to attend to a key; None if one surely
+    does.
+    """
     if pair.is_clear or pair.is_diagonal or plan.is_cached:
         return None
-    first, last = pair.rows.begin[0], pair.rows.begin[0] + pair.rows.size - 1
-    begin, end = pair.keys.begin[0], pair.keys.begin[0] + pair.keys.size
-    sees = begin <= last if plan.is_causal else begin <= jnp.iinfo(jnp.int32).max
+    first = pair.rows.begin[0]
+    last = pair.rows.begin[0] + pair.rows.size - 1
+    begin = pair.keys.begin[0]
+    end = pair.keys.begin[0] + pair.keys.size
+    if plan.is_causal:
+        sees = begin <= last
+    else:
+        sees = begin <= jnp.iinfo(jnp.int32).max
     if plan.span is not None:
         sees &= (end > plan.span.first(first)) & (begin < plan.span.stop(last))
     return sees
@@ -262,16 +332,20 @@ def _by_sequence(plan: _Plan, function: Callable[..., Any], hidden: Hidden, *arr
         return function(hidden, *arrays)
     batch_size = arrays[0].shape[0]
     axes = jax.tree.map(lambda x: 0 if x.shape[0] == batch_size else None, hidden)
-    hidden, arrays = jax.tree.map(lambda x: x[:, None] if x.shape[0] == batch_size else x, (hidden, arrays))
+    hidden, arrays = jax.tree.map(
+        lambda x: x[:, None] if x.shape[0] == batch_size else x, (hidden, arrays)
+    )
     results = jax.vmap(function, in_axes=(axes, *(0 for _ in arrays)))(hidden, *arrays)
     return jax.tree.map(lambda x: x[:, 0], results)
 
 
-# ---- Partial results -------------------------------------------------------------------------------------------------
+# ---- Partial results -----------------------------------------------------------------------------
 
 
 class _Sums(NamedTuple):
-    """Partial attention of queries over some keys: see `PartSums`, but with an lse of -inf if all scores are -inf."""
+    """Partial attention of queries over some keys: see `PartSums`, but with an lse of -inf if all
+    scores are -inf.
+    """
 
     context: Array
     lse: Array
@@ -280,7 +354,9 @@ class _Sums(NamedTuple):
 def _nothing(query: Array, width: int) -> _Sums:
     """Return the identity element of `_joined`."""
     row = at_least_float32(query[..., :1])
-    return _Sums(jnp.broadcast_to(row * 0.0, (*row.shape[:-1], width)), jnp.full_like(row, -jnp.inf))
+    return _Sums(
+        jnp.broadcast_to(row * 0.0, (*row.shape[:-1], width)), jnp.full_like(row, -jnp.inf)
+    )
 
 
 def _joined(ours: _Sums, theirs: _Sums) -> _Sums:
@@ -291,11 +367,15 @@ def _joined(ours: _Sums, theirs: _Sums) -> _Sums:
     total = sum(weights)
     context = ours.context * weights[0] + theirs.context * weights[1]
     context = context / jnp.where(total == 0.0, 1.0, total)
-    lse = jnp.where(jnp.isneginf(largest), -jnp.inf, shift + jnp.log(jnp.where(total == 0.0, 1.0, total)))
+    lse = jnp.where(
+        jnp.isneginf(largest), -jnp.inf, shift + jnp.log(jnp.where(total == 0.0, 1.0, total))
+    )
     return _Sums(context, lse)
 
 
-def _sums_of(plan: _Plan, given: _Given, pair: _Pair, query: Array, key: Array, value: Array) -> _Sums:
+def _sums_of(
+    plan: _Plan, given: _Given, pair: _Pair, query: Array, key: Array, value: Array
+) -> _Sums:
     """Return the attention of a pair's queries over its keys."""
     rows = _cut(query, pair.rows_at, pair.rows.size)
     keys, values = (_cut(x, pair.keys_at, pair.keys.size) for x in (key, value))
@@ -310,7 +390,9 @@ def _sums_of(plan: _Plan, given: _Given, pair: _Pair, query: Array, key: Array, 
         return _by_sequence(plan, of_sequence, _hidden_of(plan, given, pair), rows, keys, values)
 
     sees = _sees(plan, pair)
-    return look() if sees is None else lax.cond(sees, look, lambda: _nothing(rows, value.shape[3]))
+    if sees is None:
+        return look()
+    return lax.cond(sees, look, lambda: _nothing(rows, value.shape[3]))
 
 
 def _added(plan: _Plan, given: _Given, pairs: list[_Pair], sums: _Sums, *arrays: Array) -> _Sums:
@@ -321,17 +403,22 @@ def _added(plan: _Plan, given: _Given, pairs: list[_Pair], sums: _Sums, *arrays:
     return sums
 
 
-def _walk(plan: _Plan, visit: Callable[..., Any], carry: Any, held: Any, gathered: Any) -> tuple[Any, Any]:
-    """Accumulate a function over visiting arrays; return the carry, and what the arrays gathered, back at their device.
+def _walk(
+    plan: _Plan, visit: Callable[..., Any], carry: Any, held: Any, gathered: Any
+) -> tuple[Any, Any]:
+    """Accumulate a function over visiting arrays; return the carry, and what the arrays gathered,
+    back at their device.
 
     Args:
         plan: number of steps in each direction.
-        visit: maps the carry, visiting arrays, gathered values and source device to the new carry and gathered values.
+        visit: maps the carry, visiting arrays, gathered values and source device to the new carry
+            and gathered values.
         carry: initial carry.
         held: local arrays, which visit other devices.
         gathered: initial value, to which values from other devices are added.
     """
-    me, total = lax.axis_index(plan.axis), gathered
+    me = lax.axis_index(plan.axis)
+    total = gathered
     for direction, steps in plan.walks:
 
         def shifted(tree: Any, by: int) -> Any:
@@ -356,13 +443,19 @@ def _attend(plan: _Plan, query: Array, key: Array, value: Array, given: _Given) 
     return _forward(plan, query, key, value, given)[0]
 
 
-def _forward(plan: _Plan, query: Array, key: Array, value: Array, given: _Given) -> tuple[Array, tuple[Any, ...]]:
+def _forward(
+    plan: _Plan, query: Array, key: Array, value: Array, given: _Given
+) -> tuple[Array, tuple[Any, ...]]:
     lengths = query.shape[3], key.shape[2]
     own = _pairs(plan, given, lax.axis_index(plan.axis), *lengths, is_own=True)
     sums = _added(plan, given, own, _nothing(query, value.shape[3]), query, key, value)
 
-    def visit(sums: _Sums, held: tuple[Array, Array], gathered: Any, source: Array) -> tuple[_Sums, Any]:
-        return _added(plan, given, _pairs(plan, given, source, *lengths, is_own=False), sums, query, *held), gathered
+    def visit(
+        sums: _Sums, held: tuple[Array, Array], gathered: Any, source: Array
+    ) -> tuple[_Sums, Any]:
+        return _added(
+            plan, given, _pairs(plan, given, source, *lengths, is_own=False), sums, query, *held
+        ), gathered
 
     sums, _ = _walk(plan, visit, sums, (key, value), ())
     if given.sinks is not None:
@@ -370,7 +463,10 @@ def _forward(plan: _Plan, query: Array, key: Array, value: Array, given: _Given)
         if plan.is_cached:  # one device has the sinks
             sinks = jnp.where(lax.axis_index(plan.axis) == 0, sinks, -jnp.inf)
         sums = _joined(sums, _Sums(jnp.zeros_like(sums.context), sinks))
-    context, lse = _joined_by_all(plan, sums) if plan.is_cached else sums
+    if plan.is_cached:
+        context, lse = _joined_by_all(plan, sums)
+    else:
+        context, lse = sums
     lse = jnp.where(jnp.isneginf(lse), jnp.inf, lse)
     return context.astype(query.dtype), (query, key, value, given, context, lse)
 
@@ -386,13 +482,15 @@ def _joined_by_all(plan: _Plan, sums: _Sums) -> _Sums:
     return _Sums(context, lse)
 
 
-# ---- Gradients -------------------------------------------------------------------------------------------------------
+# ---- Gradients -----------------------------------------------------------------------------------
 
 
 def _backward(plan: _Plan, residuals: tuple[Any, ...], cotangent: Array) -> tuple[Any, ...]:
     query, key, value, given, context, lse = residuals
     bias: Any = given.bias
-    query, cotangent, context, lse = varying((query, at_least_float32(cotangent), context, lse), plan.axis)
+    query, cotangent, context, lse = varying(
+        (query, at_least_float32(cotangent), context, lse), plan.axis
+    )
     by_row = (at_least_float32(query), cotangent, context, lse)
     lengths = query.shape[3], key.shape[2]
     me = lax.axis_index(plan.axis)
@@ -402,27 +500,41 @@ def _backward(plan: _Plan, residuals: tuple[Any, ...], cotangent: Array) -> tupl
         keys = tuple(map(at_least_float32, held))
         for pair in pairs:
             found = _gradients_of(plan, given, pair, by_row, keys)
-            grad_q = _put(grad_q, _cut(grad_q, pair.rows_at, pair.rows.size) + found[0], pair.rows_at)
+            grad_q = _put(
+                grad_q, _cut(grad_q, pair.rows_at, pair.rows.size) + found[0], pair.rows_at
+            )
             grad_k, grad_v = (
                 _put(x, _cut(x, pair.keys_at, pair.keys.size) + part, pair.keys_at)
                 for x, part in zip((grad_k, grad_v), found[1:3], strict=True)
             )
-            grad_bias = None if grad_bias is None else _add_columns(grad_bias, found[3], pair)
+            if grad_bias is None:
+                grad_bias = None
+            else:
+                grad_bias = _add_columns(grad_bias, found[3], pair)
         return (grad_q, grad_bias), (grad_k, grad_v)
 
     def visit(grads: Any, held: Any, gathered: Any, source: Array) -> Any:
         return added(_pairs(plan, given, source, *lengths, is_own=False), grads, held, gathered)
 
     none: Any = tuple(jnp.zeros_like(at_least_float32(x)) for x in (key, value))
-    grads: Any = (jnp.zeros_like(by_row[0]), None if given.bias is None else jnp.zeros_like(given.bias, jnp.float32))
+    grads: Any = (
+        jnp.zeros_like(by_row[0]),
+        None if given.bias is None else jnp.zeros_like(given.bias, jnp.float32),
+    )
     grads, own = added(_pairs(plan, given, me, *lengths, is_own=True), grads, (key, value), none)
     (grad_q, grad_bias), gathered = _walk(plan, visit, grads, (key, value), none)
     grad_k, grad_v = jax.tree.map(jnp.add, own, gathered)
     grad_sinks = gradient_of_sinks(given.sinks, lse, context, cotangent)
     if grad_sinks is not None and plan.is_cached:  # that of all keys, only once
         grad_sinks = jnp.where(me == 0, grad_sinks, 0.0).astype(grad_sinks.dtype)
-    grad_bias = None if grad_bias is None else grad_bias.astype(bias.dtype)
-    grads = (grad.astype(x.dtype) for grad, x in zip((grad_q, grad_k, grad_v), (query, key, value), strict=True))
+    if grad_bias is None:
+        grad_bias = None
+    else:
+        grad_bias = grad_bias.astype(bias.dtype)
+    grads = (
+        grad.astype(x.dtype)
+        for grad, x in zip((grad_q, grad_k, grad_v), (query, key, value), strict=True)
+    )
     return *grads, _Given(None, grad_bias, None, grad_sinks, None)
 
 
@@ -437,7 +549,9 @@ def _gradients_of(
     if hidden.bias is not None:
         hidden = hidden._replace(bias=at_least_float32(hidden.bias))
 
-    def of_sequence(hidden: Hidden, query: Array, cotangent: Array, context: Array, logs: Array, *keys: Array) -> Any:
+    def of_sequence(
+        hidden: Hidden, query: Array, cotangent: Array, context: Array, logs: Array, *keys: Array
+    ) -> Any:
         residuals = (query, *keys, hidden, context, logs)
         *grads, of_hidden = gradients_of_part(options, residuals, cotangent)
         return *grads, of_hidden.bias
@@ -453,7 +567,9 @@ def _gradients_of(
         return jax.tree.map(jnp.zeros_like, like)
 
     sees = _sees(plan, pair)
-    return look() if sees is None else lax.cond(sees, look, nothing)
+    if sees is None:
+        return look()
+    return lax.cond(sees, look, nothing)
 
 
 def _add_columns(grad: Array, part: Array, pair: _Pair) -> Array:

@@ -1,7 +1,8 @@
-"""Helpers for sharded arrays. Sharding comes from their types: no function of this package has a mesh argument.
+"""Helpers for sharded arrays. Sharding comes from their types: no function of this package has a
+mesh argument.
 
-A mesh axis is automatic (XLA partitions the work by itself), explicit (types contain the sharding; the default of
-`jax.make_mesh`) or manual (inside `shard_map`, where arrays are local parts).
+A mesh axis is automatic (XLA partitions the work by itself), explicit (types contain the sharding;
+the default of `jax.make_mesh`) or manual (inside `shard_map`, where arrays are local parts).
 """
 
 from collections.abc import Callable
@@ -34,16 +35,24 @@ def is_explicit(x: Array) -> bool:
 
 
 def is_on_one_device(x: Array) -> bool:
-    """Return True if work on an array certainly stays on one device, without checks of varying axes."""
+    """Return True if work on an array certainly stays on one device, without checks of varying
+    axes.
+    """
     mesh = jax.typeof(x).sharding.mesh
     if mesh.empty:  # `jax.jit` may still be given a sharding of a traced array
         return jax.device_count() == 1 or not isinstance(x, Tracer)
     manual = _mesh_axes(mesh, AxisType.Manual)
-    return len(manual) == len(mesh.axis_names) and not any(_varying_over(lax.axis_index(name)) for name in manual)
+    return len(manual) == len(mesh.axis_names) and not any(
+        _varying_over(lax.axis_index(name)) for name in manual
+    )
 
 
 def _mesh_axes(mesh: AbstractMesh, kind: AxisType) -> tuple[str, ...]:
-    return tuple(name for name, its_kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if its_kind == kind)
+    return tuple(
+        name
+        for name, its_kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if its_kind == kind
+    )
 
 
 def spec_of(x: Array) -> PartitionSpec:
@@ -69,16 +78,22 @@ def placed(like: Array, spec: PartitionSpec) -> NamedSharding:
 
 def reshard_like(x: Array, other: Array) -> Array:
     """Shard x, (B, N, T, ·), like another array, to concatenate both along the last axis."""
-    return jax.sharding.reshard(x, placed(other, head_sharding(other))) if is_explicit(other) else x
+    if is_explicit(other):
+        return jax.sharding.reshard(x, placed(other, head_sharding(other)))
+    return x
 
 
 def varying(tree: Any, axis: str) -> Any:
-    """Mark arrays as varying over devices; the gradient of an equal one is then summed over them."""
+    """Mark arrays as varying over devices; the gradient of an equal one is then summed over
+    them.
+    """
 
     def vary(x: Array) -> Array:
         if axis in _varying_over(x):
             return x
-        return lax.pcast(x, axis, to="varying") if hasattr(lax, "pcast") else getattr(lax, "pvary")(x, axis)  # noqa: B009
+        if hasattr(lax, "pcast"):
+            return lax.pcast(x, axis, to="varying")
+        return lax.pvary(x, axis)  # pyright: ignore[reportAttributeAccessIssue]
 
     return jax.tree.map(vary, tree)
 
@@ -89,11 +104,15 @@ def _varying_over(x: Array) -> frozenset[str]:
 
 
 def broadcast_like(x: Array, other: Array) -> Array:
-    """Broadcast x, (B, 1, T, ·), to the heads of another array, sharded like it; its gradient is summed locally."""
+    """Broadcast x, (B, 1, T, ·), to the heads of another array, sharded like it; its gradient is
+    summed locally.
+    """
     shape = (*other.shape[:3], x.shape[3])
     if not is_explicit(other):
         return jnp.broadcast_to(x, shape)
-    return lax.broadcast_in_dim(x, shape, (0, 1, 2, 3), out_sharding=placed(other, head_sharding(other)))
+    return lax.broadcast_in_dim(
+        x, shape, (0, 1, 2, 3), out_sharding=placed(other, head_sharding(other))
+    )
 
 
 def with_auto_axes(specs: Callable[[Any], Any]) -> Callable[[Function], Function]:
@@ -111,7 +130,9 @@ def with_auto_axes(specs: Callable[[Any], Any]) -> Callable[[Function], Function
                 return function(*args, **keywords)
             shardings = jax.tree.map(partial(placed, like), specs(args[0]))
             axes = _mesh_axes(jax.typeof(like).sharding.mesh, AxisType.Explicit)
-            return jax.sharding.auto_axes(partial(function, **keywords), axes=axes, out_sharding=shardings)(*args)
+            return jax.sharding.auto_axes(
+                partial(function, **keywords), axes=axes, out_sharding=shardings
+            )(*args)
 
         return call  # pyright: ignore[reportReturnType]
 

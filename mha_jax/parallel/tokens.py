@@ -1,7 +1,8 @@
 """Context parallelism: attention over tokens that are divided among devices.
 
-With enough key/value heads, devices exchange tokens for heads, attend with some heads over all tokens, and exchange
-them back: four all-to-alls. Otherwise, or on request, keys and values circulate: see `ring`.
+With enough key/value heads, devices exchange tokens for heads, attend with some heads over all
+tokens, and exchange them back: four all-to-alls. Otherwise, or on request, keys and values
+circulate: see `ring`.
 
 Source: DeepSpeed Ulysses, arXiv:2309.14509.
 """
@@ -27,7 +28,14 @@ from mha_jax.kernels.cpu.blockwise import with_relative_bias
 from mha_jax.masks import Mask, to_scores_rank
 from mha_jax.padding import find_padding, padding_after
 from mha_jax.parallel.ring import attend_to_visitors
-from mha_jax.parallel.sharding import head_sharding, is_explicit, placed, spec_of, varying, with_auto_axes
+from mha_jax.parallel.sharding import (
+    head_sharding,
+    is_explicit,
+    placed,
+    spec_of,
+    varying,
+    with_auto_axes,
+)
 from mha_jax.scores import Scores
 from mha_spec import Refusal
 from mha_spec.heads import BareHeads
@@ -53,17 +61,23 @@ class ContextParallel:
         axis = token_axis(query, key, mask, self.axis)
         if axis is None:
             return self.kernel(query, key, value, mask, scores)
-        for name in mask.fields_beyond("mask", "is_causal", "key_padding_lengths", "span", "q_offset"):
+        for name in mask.fields_beyond(
+            "mask", "is_causal", "key_padding_lengths", "span", "q_offset"
+        ):
             raise Refusal(name, "be None where tokens are divided", {"axis": axis})
         products = scores.spec.relative_products
         if products is not None:
             rule = "be None where tokens are divided"
             raise Refusal("relative_products", rule, relative_products=products)
         passes_keys = self.passes_keys or _cannot_share(key, axis)
-        attend = with_auto_axes(head_sharding)(replace(self, axis=axis, passes_keys=passes_keys)._attend)
+        attend = with_auto_axes(head_sharding)(
+            replace(self, axis=axis, passes_keys=passes_keys)._attend
+        )
         return attend(query, key, value, mask, scores)
 
-    def find_padding(self, mask: Mask, batch_size: int, seq_len: int) -> tuple[Mask, Bool[Array, "B S"] | None]:
+    def find_padding(
+        self, mask: Mask, batch_size: int, seq_len: int
+    ) -> tuple[Mask, Bool[Array, "B S"] | None]:
         """Return the mask, and which tokens are padding, as `padding.find_padding` does.
 
         Lengths are those of whole sequences. In a `shard_map` of the user, tokens are local.
@@ -93,13 +107,16 @@ def token_axis(query: Array, key: Array, mask: Mask, axis: Any = None) -> str | 
     """Return the mesh dimension that tokens, or cache slots, are divided along, or None.
 
     Raises:
-        ValueError: if the mesh of the queries has no such dimension, tokens do not divide evenly, or there are several
-            dimensions.
+        ValueError: if the mesh of the queries has no such dimension, tokens do not divide evenly,
+            or there are several dimensions.
     """
     mesh = jax.typeof(query).sharding.mesh
     if is_explicit(query):
         told: Any = spec_of(query)[2] if mask.q_offset is None else spec_of(key)[2]
-        axis = told[0] if isinstance(told, tuple) and len(told) == 1 else told
+        if isinstance(told, tuple) and len(told) == 1:
+            axis = told[0]
+        else:
+            axis = told
     if axis is None:
         return None
     if axis not in mesh.axis_names:
@@ -110,11 +127,15 @@ def token_axis(query: Array, key: Array, mask: Mask, axis: Any = None) -> str | 
         )
     size = mesh.shape[axis]
     is_manual = _is_manual(mesh, axis)
-    divided = {"keys": key.shape[2]} | ({} if mask.q_offset is not None else {"queries": query.shape[2]})
+    divided = {"keys": key.shape[2]} | (
+        {} if mask.q_offset is not None else {"queries": query.shape[2]}
+    )
     for name, count in divided.items():
         if count % size and not is_manual:
             raise Refusal(name, f"be a multiple of the devices along {axis}", f"{count} and {size}")
-    return axis if size > 1 else None
+    if size > 1:
+        return axis
+    return None
 
 
 def _is_manual(mesh: Any, axis: Any) -> bool:
@@ -129,8 +150,11 @@ def _cannot_share(key: Array, axis: str) -> bool:
     """
     if not is_explicit(key):
         return False
-    mesh, over = jax.typeof(key).sharding.mesh, spec_of(key)[1] or ()
-    own = key.shape[1] // math.prod(mesh.shape[name] for name in ((over,) if isinstance(over, str) else over))
+    mesh = jax.typeof(key).sharding.mesh
+    over = spec_of(key)[1] or ()
+    own = key.shape[1] // math.prod(
+        mesh.shape[name] for name in ((over,) if isinstance(over, str) else over)
+    )
     return own % mesh.shape[axis] != 0
 
 
@@ -141,13 +165,15 @@ def _attend_to_tokens(
     """Attend over divided tokens, in the dtype of query.
 
     Args:
-        query, key, value: tokens divided along an automatic mesh dimension; or local, if it is manual.
+        query, key, value: tokens divided along an automatic mesh dimension; or local, if it is
+            manual.
         mask, scores: rows are sharded like queries; without a table of a relative bias.
         parallel: kernel with the mesh dimension.
     """
     axis: Any = parallel.axis
     mesh = jax.typeof(query).sharding.mesh
-    size, is_cached = mesh.shape[axis], mask.q_offset is not None
+    size = mesh.shape[axis]
+    is_cached = mask.q_offset is not None
     is_manual = _is_manual(mesh, axis)
     mask, scores = _with(mask, scores, lambda x: None if x is None else to_scores_rank(x))
     passes_keys = is_cached or parallel.passes_keys or scores.spec.alibi_slopes is not None
@@ -155,39 +181,54 @@ def _attend_to_tokens(
         heads = _Heads(axis, size, query.shape[1], key.shape[1])
         share: Any = _share_heads if is_manual else _share_heads_by_constraint
         return share(heads, parallel.kernel, query, key, value, mask, scores)
-    sizes = parallel.kernel if isinstance(parallel.kernel, BlockSizes) else BlockSizes()
+    if isinstance(parallel.kernel, BlockSizes):
+        sizes = parallel.kernel
+    else:
+        sizes = BlockSizes()
     work = partial(attend_to_visitors, axis, size, sizes)
     if is_manual:
         return work(query, key, value, mask, scores)
-    tokens, whole = PartitionSpec(None, None, axis), PartitionSpec()
+    tokens = PartitionSpec(None, None, axis)
+    whole = PartitionSpec()
 
     def divided(x: Array) -> PartitionSpec:
-        """Return the partition by query rows, or by columns (cache slots); arrays without this axis are replicated."""
+        """Return the partition by query rows, or by columns (cache slots); arrays without this axis
+        are replicated.
+        """
         if x.ndim != 4:
             return whole
         if is_cached:
-            return PartitionSpec(None, None, None, axis) if x.shape[3] > 1 else whole
-        return tokens if x.shape[2] > 1 else whole
+            if x.shape[3] > 1:
+                return PartitionSpec(None, None, None, axis)
+            return whole
+        if x.shape[2] > 1:
+            return tokens
+        return whole
 
-    of_query = whole if is_cached else tokens
+    if is_cached:
+        of_query = whole
+    else:
+        of_query = tokens
     specs = (of_query, tokens, tokens, *jax.tree.map(divided, (mask, scores)))
     mapped = jax.shard_map(work, mesh=mesh, in_specs=specs, out_specs=of_query, axis_names={axis})
     return mapped(query, key, value, mask, scores)
 
 
 def _with(mask: Mask, scores: Scores, change: Callable[[Any], Any]) -> tuple[Mask, Scores]:
-    """Return mask and scores with functions applied to the boolean mask and the bias, which may be None."""
+    """Return mask and scores with functions applied to the boolean mask and the bias, which may be
+    None.
+    """
     return replace(mask, mask=change(mask.mask)), replace(scores, bias=change(scores.bias))
 
 
-# ---- All-to-all ------------------------------------------------------------------------------------------------------
+# ---- All-to-all ----------------------------------------------------------------------------------
 
 
 class _Heads(NamedTuple):
     """Assignment of key/value heads: device i has heads i, n + i, … with their queries.
 
-    Heads that are also divided among other devices thus stay in place. Exchanged arrays are (B, K / n, n, G, tokens,
-    ·).
+    Heads that are also divided among other devices thus stay in place. Exchanged arrays are (B, K /
+    n, n, G, tokens, ·).
     """
 
     axis: str
@@ -204,14 +245,17 @@ class _Heads(NamedTuple):
         """Return the local heads of a replicated array."""
         if x is None or x.shape[at] != self.num_heads or self.num_heads == 1:
             return x
-        mine = lax.dynamic_index_in_dim(self.split(x, at), lax.axis_index(self.axis), at + 1, keepdims=False)
+        mine = lax.dynamic_index_in_dim(
+            self.split(x, at), lax.axis_index(self.axis), at + 1, keepdims=False
+        )
         return mine.reshape(*x.shape[:at], -1, *x.shape[at + 2 :])
 
     def own_scores(self, scores: Scores) -> Scores:
         """Return scores with the specification and the sinks of local heads."""
         spec = scores.spec
         if not isinstance(spec, BareHeads):
-            num_heads, num_kv_heads = self.num_heads // self.size, self.num_kv_heads // self.size
+            num_heads = self.num_heads // self.size
+            num_kv_heads = self.num_kv_heads // self.size
             spec = replace(spec, num_heads=num_heads, num_kv_heads=num_kv_heads)
         learned = {name: self.own(sinks, 0) for name, sinks in scores.learned.items()}
         return replace(scores, spec=spec, learned=learned)
@@ -222,7 +266,9 @@ class _Heads(NamedTuple):
 
     def exchange(self, x: Array) -> Array:
         """Exchange local tokens of all heads for all tokens of local heads."""
-        return self.joined(lax.all_to_all(self.split(x), self.axis, split_axis=2, concat_axis=4, tiled=True))
+        return self.joined(
+            lax.all_to_all(self.split(x), self.axis, split_axis=2, concat_axis=4, tiled=True)
+        )
 
     def exchange_back(self, x: Array) -> Array:
         """Undo `_to_halves`."""
@@ -232,12 +278,21 @@ class _Heads(NamedTuple):
     def constrained(self, x: Array, *, by_heads: bool) -> Array:
         """Exchange by a sharding constraint, if XLA partitions the work."""
         free = PartitionSpec.UNCONSTRAINED
-        spec = (free, free, self.axis, free, None, None) if by_heads else (free, free, None, free, self.axis, None)
+        if by_heads:
+            spec = (free, free, self.axis, free, None, None)
+        else:
+            spec = (free, free, None, free, self.axis, None)
         return lax.with_sharding_constraint(x, placed(x, PartitionSpec(*spec)))
 
 
 def _share_heads(
-    heads: _Heads, kernel: Kernel, query: Array, key: Array, value: Array, mask: Mask, scores: Scores
+    heads: _Heads,
+    kernel: Kernel,
+    query: Array,
+    key: Array,
+    value: Array,
+    mask: Mask,
+    scores: Scores,
 ) -> Array:
     """Exchange tokens for heads in the user's `shard_map`, whose dimensions are all manual."""
     mask, scores = varying((mask, scores), heads.axis)
@@ -255,10 +310,19 @@ def _share_heads(
 
 
 def _share_heads_by_constraint(
-    heads: _Heads, kernel: Kernel, query: Array, key: Array, value: Array, mask: Mask, scores: Scores
+    heads: _Heads,
+    kernel: Kernel,
+    query: Array,
+    key: Array,
+    value: Array,
+    mask: Mask,
+    scores: Scores,
 ) -> Array:
-    """Exchange tokens for heads if XLA partitions the work. It would gather manual exchanges along other dimensions."""
-    by_heads, whole = PartitionSpec(None, None, heads.axis), PartitionSpec()
+    """Exchange tokens for heads if XLA partitions the work. It would gather manual exchanges along
+    other dimensions.
+    """
+    by_heads = PartitionSpec(None, None, heads.axis)
+    whole = PartitionSpec()
 
     def exchanged(x: Array) -> Array:
         return heads.constrained(heads.constrained(heads.split(x), by_heads=False), by_heads=True)
@@ -269,9 +333,14 @@ def _share_heads_by_constraint(
     mask, scores = _with(mask, scores, lambda x: exchanged(x) if is_by_both(x) else x)
 
     def own(x: Array | None) -> Array | None:
-        return heads.joined(x) if x is not None and x.ndim == 6 else heads.own(x)  # six axes if it was exchanged
+        # Six axes if it was exchanged.
+        if x is not None and x.ndim == 6:
+            return heads.joined(x)
+        return heads.own(x)
 
-    def attend_with_own(query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
+    def attend_with_own(
+        query: Array, key: Array, value: Array, mask: Mask, scores: Scores
+    ) -> Array:
         mask, scores = varying((mask, scores), heads.axis)
         mask, scores = _with(mask, scores, own)
         scores = heads.own_scores(scores)

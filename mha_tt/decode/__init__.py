@@ -1,1 +1,3 @@
-"""Decoding on the device: steps of all sequences, positions counted there, slots and pages of caches."""
+"""Decoding on the device: steps of all sequences, positions counted there, slots and pages of
+caches.
+"""

@@ -26,7 +26,8 @@ class PagedKVCache(KVCache):
     """Keys and values of all tokens so far, in pages that each sequence fills in order.
 
     Attributes:
-        keys, values: (pages, K, slots per page, H) and (pages, K, slots per page, Hv); otherwise see `KVCache`.
+        keys, values: (pages, K, slots per page, H) and (pages, K, slots per page, Hv); otherwise
+            see `KVCache`.
         lengths, capacity: see `KVCache`.
         pages: pages of each sequence, in order, (B, P), on the host; without duplicates.
         page_table: `pages` on the device, int32.
@@ -45,7 +46,8 @@ class PagedKVCache(KVCache):
         return replace(self, keys=keys, values=values, lengths=lengths)
 
     def reorder(self, indices: Int[np.ndarray, " B"] | Sequence[int]) -> Self:
-        """Return a cache of the sequences with these indices, in this order. Only the table is copied, no slots.
+        """Return a cache of the sequences with these indices, in this order. Only the table is
+        copied, no slots.
 
         Args:
             indices: sequences, a permutation of 0..B - 1, (B,).
@@ -55,7 +57,8 @@ class PagedKVCache(KVCache):
 
         Raises:
             TypeError: if the indices are not integers.
-            ValueError: if an index is missing or occurs twice: two sequences would write to one page.
+            ValueError: if an index is missing or occurs twice: two sequences would write to one
+                page.
         """
         check_not_written_over(self)
         check_lengths("indices", indices, None, len(self.lengths) - 1)
@@ -69,7 +72,9 @@ class PagedKVCache(KVCache):
         return self._with_pages(self.pages[indices], lengths=self.lengths[indices])
 
     def grow(self, capacity: int) -> Self:
-        """Return a cache of the same tokens with more slots, in additional pages; otherwise see `KVCache.grow`."""
+        """Return a cache of the same tokens with more slots, in additional pages; otherwise see
+        `KVCache.grow`.
+        """
         check_not_written_over(self)
         check_count("capacity", capacity, minimum=self.capacity)
         (count, _, page_size, _), (batch_size, held) = self.keys.shape, self.pages.shape
@@ -82,7 +87,10 @@ class PagedKVCache(KVCache):
             return ttnn.typecast(ttnn.concat([slots, new], dim=0), slots.dtype)
 
         grown = self.with_slots([extended(x) for x in self.slots.values()], self.lengths.copy())
-        return replace(grown._with_pages(np.concatenate([self.pages, count + added], axis=1)), capacity=capacity)
+        return replace(
+            grown._with_pages(np.concatenate([self.pages, count + added], axis=1)),
+            capacity=capacity,
+        )
 
     def is_within(self, lengths: Int[np.ndarray, " B"]) -> np.ndarray:
         """Return which slots contain the first tokens of each sequence, (pages, slots per page)."""
@@ -93,14 +101,21 @@ class PagedKVCache(KVCache):
         return found
 
     def _with_pages(self, pages: np.ndarray, **others: np.ndarray) -> Self:
-        return replace(self, pages=pages, page_table=upload_integers(pages, device=self.keys.device()), **others)
+        return replace(
+            self,
+            pages=pages,
+            page_table=upload_integers(pages, device=self.keys.device()),
+            **others,
+        )
 
 
 def paged(cache: KVCache, page_size: int) -> PagedKVCache:
-    """Return an empty paged cache like an empty `KVCache`, with the pages of each sequence in a row.
+    """Return an empty paged cache like an empty `KVCache`, with the pages of each sequence in a
+    row.
 
     Raises:
-        TypeError: if the size is not an integer, or the cache is float32, which paged kernels do not support.
+        TypeError: if the size is not an integer, or the cache is float32, which paged kernels do
+            not support.
         ValueError: if the size is not whole tiles, or there are no sequences.
     """
     check_count("page_size", page_size)
@@ -112,9 +127,12 @@ def paged(cache: KVCache, page_size: int) -> PagedKVCache:
     pages = in_order(len(cache.lengths), round_up(cache.capacity, page_size) // page_size)
     device = cache.keys.device()
     keys, values = (
-        zeros((pages.size, x.shape[1], page_size, x.shape[3]), x.dtype, device) for x in cache.slots.values()
+        zeros((pages.size, x.shape[1], page_size, x.shape[3]), x.dtype, device)
+        for x in cache.slots.values()
     )
-    return PagedKVCache(keys, values, cache.lengths, cache.capacity, pages, upload_integers(pages, device=device))
+    return PagedKVCache(
+        keys, values, cache.lengths, cache.capacity, pages, upload_integers(pages, device=device)
+    )
 
 
 def in_order(batch_size: int, count: int) -> Int[np.ndarray, "B P"]:

@@ -23,7 +23,9 @@ SUBBLOCK = 4
 """Maximum number of float32 result tiles that a core computes at a time."""
 
 MATRIX_FEATURES = 256
-"""Maximum features of a head that is rotated by one matrix per sequence: wider ones do not fit a core."""
+"""Maximum features of a head that is rotated by one matrix per sequence: wider ones do not fit a
+core.
+"""
 
 
 class DecodePositions:
@@ -50,14 +52,23 @@ class DecodePositions:
     ) -> None:
         """Upload the next positions of sequences of these lengths.
 
-        With `is_row_each` the rotations of each sequence have their own tiles; otherwise sequences share tiles.
+        With `is_row_each` the rotations of each sequence have their own tiles; otherwise sequences
+        share tiles.
         """
         self._lengths, self._is_row_each, self.kept = lengths.copy(), is_row_each, kept
         self.slots, self.table = upload_rows(lengths, device=device, dtype=ttnn.int32), table
-        rows = lengths[:, None] if is_row_each else lengths[None]
-        self._rows = None if table is None else upload_rows(rows, device=device, dtype=ttnn.uint32)
+        if is_row_each:
+            rows = lengths[:, None]
+        else:
+            rows = lengths[None]
+        if table is None:
+            self._rows = None
+        else:
+            self._rows = upload_rows(rows, device=device, dtype=ttnn.uint32)
 
-    def matches(self, lengths: Int[np.ndarray, " B"], table: RotaryTable | None, *, is_row_each: bool) -> bool:
+    def matches(
+        self, lengths: Int[np.ndarray, " B"], table: RotaryTable | None, *, is_row_each: bool
+    ) -> bool:
         """Return whether the state is that for these arguments."""
         is_alike = self.table is table and self._is_row_each == is_row_each
         return is_alike and np.array_equal(self._lengths, lengths)
@@ -76,14 +87,14 @@ class DecodePositions:
         return self.table.rotation(self._rows, is_row_each=self._is_row_each)
 
 
-# ---- Rotary position embedding ---------------------------------------------------------------------------------------
+# ---- Rotary position embedding -------------------------------------------------------------------
 
 
 class RotaryTable:
     """cos and sin of all positions of a cache, in rows that the device looks up by itself.
 
-    The lookup supports only bfloat16. Each number is therefore stored as the sum of two, which together have 16 bits.
-    They are added in the float32 sums of products.
+    The lookup supports only bfloat16. Each number is therefore stored as the sum of two, which
+    together have 16 bits. They are added in the float32 sums of products.
     """
 
     def __init__(self, spec: AttentionSpec, capacity: int, *, device: ttnn.MeshDevice) -> None:
@@ -92,7 +103,9 @@ class RotaryTable:
             raise Refusal("rope", "be given for a table of rotations", f"rope=None in {spec}")
         self._made_for = (spec.rope, rotated_head(spec), capacity)
         head_dim, width = rotated_head(spec)
-        cos, sin = cos_and_sin(np.arange(capacity)[None], spec.rope, head_dim, width, side_by_side=True)
+        cos, sin = cos_and_sin(
+            np.arange(capacity)[None], spec.rope, head_dim, width, side_by_side=True
+        )
         table = np.concatenate([cos[0], sin[0]], axis=-1).astype(np.float32)
         # The upper half of a float32 is a bfloat16; the rest is rounded to one.
         upper = (table.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
@@ -101,7 +114,8 @@ class RotaryTable:
         itself = np.eye(width)
         swapped = np.roll(itself, width // 2, axis=0)
         spread = np.concatenate([itself, swapped, itself, swapped], axis=1)
-        self._spread = upload(spread[None, None], device=device)  # a head, its swapped halves, and both again
+        # A head, its swapped halves, and both again.
+        self._spread = upload(spread[None, None], device=device)
         self._gathered = upload(np.concatenate([itself] * 4), device=device)  # sum of the four
 
     def is_for(self, spec: AttentionSpec, capacity: int) -> bool:
@@ -109,10 +123,14 @@ class RotaryTable:
         return spec.rope is not None and self._made_for == (spec.rope, rotated_head(spec), capacity)
 
     def rotation(self, rows: Int[Tensor, "..."], *, is_row_each: bool) -> Rotation:
-        """Return the rotation of these rows: (1, B) for tokens in shared tiles, (B, 1) for tokens in their own."""
+        """Return the rotation of these rows: (1, B) for tokens in shared tiles, (B, 1) for tokens
+        in their own.
+        """
         factors = ttnn.embedding(rows, self._rows, layout=ttnn.TILE_LAYOUT)
         if is_row_each and self._gathered.shape[1] <= MATRIX_FEATURES:
-            return _MatrixRotation(_summed(ttnn.multiply(self._spread, factors), self._gathered, ttnn.float32))
+            return _MatrixRotation(
+                _summed(ttnn.multiply(self._spread, factors), self._gathered, ttnn.float32)
+            )
         return _TableRotation(factors, self._spread, self._gathered)
 
 
@@ -125,7 +143,9 @@ class _MatrixRotation(Rotation):
         object.__setattr__(self, "matrices", matrices)
 
     def rotate(self, x: Float[Tensor, "1 B heads P"]) -> Float[Tensor, "1 B heads P"]:
-        """Return x with all pairs rotated, accumulated in float32, on one core per sequence like x."""
+        """Return x with all pairs rotated, accumulated in float32, on one core per sequence like
+        x.
+        """
         num_tiles = x.shape[3] // TILE
         return ttnn.matmul(
             x,
@@ -151,7 +171,9 @@ class _TableRotation(Rotation):
     spread: Float[Tensor, "1 1 P 4P"]
     gathered: Float[Tensor, "4P P"]
 
-    def __init__(self, factors: Tensor, spread: Float[Tensor, "1 1 P 4P"], gathered: Float[Tensor, "4P P"]) -> None:
+    def __init__(
+        self, factors: Tensor, spread: Float[Tensor, "1 1 P 4P"], gathered: Float[Tensor, "4P P"]
+    ) -> None:
         for name, value in (("factors", factors), ("spread", spread), ("gathered", gathered)):
             object.__setattr__(self, name, value)
         object.__setattr__(self, "positions", None)
@@ -162,21 +184,26 @@ class _TableRotation(Rotation):
         return self.factors.shape[0], self.factors.shape[1]
 
     def rotate(self, x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-        """Return x with all pairs rotated; products and sums are float32, rounded to 11 bits in between."""
+        """Return x with all pairs rotated; products and sums are float32, rounded to 11 bits in
+        between.
+        """
         products = ttnn.multiply(_summed(x, self.spread, ttnn.float32), self.factors)
         return _summed(products, self.gathered, x.dtype)
 
 
 def _summed(x: Tensor, weight: Tensor, dtype: ttnn.DataType) -> Tensor:
-    """Return the product with a matrix of ones and zeros, accumulated in float32: exact for bfloat16 tensors."""
+    """Return the product with a matrix of ones and zeros, accumulated in float32: exact for
+    bfloat16 tensors.
+    """
     return ttnn.matmul(x, weight, dtype=dtype, compute_kernel_config=accurate_config(x.device()))
 
 
-# ---- Weights ---------------------------------------------------------------------------------------------------------
+# ---- Weights -------------------------------------------------------------------------------------
 
 
 class PreparedWeights:
-    """Constant tensors for the steps of a layer: computed by the first step and cached for later ones.
+    """Constant tensors for the steps of a layer: computed by the first step and cached for later
+    ones.
 
     Modules store it; functions store it with the cache. Entries for other weights are recomputed.
 
@@ -189,18 +216,26 @@ class PreparedWeights:
     def __init__(self) -> None:
         self._made: dict[Hashable, tuple[tuple[Tensor, ...], Any]] = {}
 
-    def rotary_table(self, spec: AttentionSpec, capacity: int, device: ttnn.MeshDevice) -> RotaryTable:
+    def rotary_table(
+        self, spec: AttentionSpec, capacity: int, device: ttnn.MeshDevice
+    ) -> RotaryTable:
         """Return the table of a layer with RoPE for caches of this capacity."""
         if self.table is None or not self.table.is_for(spec, capacity):
             self.table = RotaryTable(spec, capacity, device=device)
         return self.table
 
-    def qkv(self, weights: Mapping[str, Tensor], spec: AttentionSpec) -> tuple[Tensor, Tensor | None]:
-        """Return the weight and bias of `qkv_proj`, concatenated if the layer has three projections."""
+    def qkv(
+        self, weights: Mapping[str, Tensor], spec: AttentionSpec
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the weight and bias of `qkv_proj`, concatenated if the layer has three
+        projections.
+        """
         if spec.fused_qkv:
             return weights["qkv_proj.weight"], weights.get("qkv_proj.bias")
         matrices = tuple(weights[f"{part}_proj.weight"] for part in "qkv")
-        biases = {part: weights[f"{part}_proj.bias"] for part in "qkv" if f"{part}_proj.bias" in weights}
+        biases = {
+            part: weights[f"{part}_proj.bias"] for part in "qkv" if f"{part}_proj.bias" in weights
+        }
 
         def make() -> tuple[Tensor, Tensor | None]:
             if not biases:
@@ -215,10 +250,15 @@ class PreparedWeights:
 
         return self.get_or_make("qkv", (*matrices, *biases.values()), make)
 
-    def get_or_make(self, name: Hashable, made_of: tuple[Tensor, ...], make: Callable[[], Any]) -> Any:
-        """Return the entry of this name if it was computed from these tensors; otherwise compute it."""
+    def get_or_make(
+        self, name: Hashable, made_of: tuple[Tensor, ...], make: Callable[[], Any]
+    ) -> Any:
+        """Return the entry of this name if it was computed from these tensors; otherwise compute
+        it.
+        """
         known = self._made.get(name)
-        if known is None or [id(x) for x in known[0]] != [id(x) for x in made_of]:  # `==` is an operation of ttnn
+        # `==` is an operation of ttnn.
+        if known is None or [id(x) for x in known[0]] != [id(x) for x in made_of]:
             known = self._made[name] = made_of, make()
         return known[1]
 

@@ -15,7 +15,13 @@ from mha_spec import AttentionSpec
 from mha_tt.cache import Cache, CacheT, mark_written_over, write_rows
 from mha_tt.decode.places import SUBBLOCK, DecodePositions, PreparedWeights
 from mha_tt.device import accurate_config
-from mha_tt.features.latent import HeadWeights, LatentCache, absorb_values, project_absorbed, project_latents
+from mha_tt.features.latent import (
+    HeadWeights,
+    LatentCache,
+    absorb_values,
+    project_absorbed,
+    project_latents,
+)
 from mha_tt.features.rope import Rotation
 from mha_tt.kernels import fused
 from mha_tt.layout import TILE, largest_divisor, padded_features, round_up
@@ -25,8 +31,9 @@ from mha_tt.scores import Scores
 from mha_tt.weights import Project
 
 FEW = 4
-"""Up to this many sequences keep their own tiles until the end of a step, which saves an operation but computes tiles
-with a single row. More sequences share tiles."""
+"""Up to this many sequences keep their own tiles until the end of a step, which saves an operation
+but computes tiles with a single row. More sequences share tiles.
+"""
 
 
 def decode_step(
@@ -39,8 +46,9 @@ def decode_step(
 ) -> tuple[Float[Tensor, "B 1 E"], CacheT]:
     """Append one token per sequence to a cache; each attends to all tokens up to itself.
 
-    Called after all checks, if the step form of the kernel supports the call. Only the first step after tokens from
-    another path uploads positions. Constant tensors come from the layer, or from the last step by way of the cache.
+    Called after all checks, if the step form of the kernel supports the call. Only the first step
+    after tokens from another path uploads positions. Constant tensors come from the layer, or from
+    the last step by way of the cache.
     """
     spec, (batch_size, _, width) = layer.spec, x.shape
     kept = layer.kept or (PreparedWeights() if cache.places is None else cache.places.kept)
@@ -60,7 +68,8 @@ def decode_step(
             q, *new = project_absorbed(layer.project, tokens, spec, rotation, kv_b, **of_layer)
         q, *new = (ttnn.transpose(part, 1, 2) for part in (q, *new))
         write_rows(cache, new, places.slots)
-    slots, config = tuple(cache.slots.values()), kernel.compute_kernel_config
+    slots = tuple(cache.slots.values())
+    config = kernel.compute_kernel_config
     of_scores: Any = {"spec": scores.spec, "compute_kernel_config": config}
     learned: dict[str, Any] = dict(scores.learned)
     if "sinks" in learned:
@@ -70,12 +79,22 @@ def decode_step(
             made_for, (sinks,), lambda: fused.sinks_of_step(sinks, q, slots[0], **of_scores)
         )
     context = fused.attend_to_checked(
-        q, slots[0], slots[-1], places.slots, page_table=cache.page_table, learned=learned, **of_scores
+        q,
+        slots[0],
+        slots[-1],
+        places.slots,
+        page_table=cache.page_table,
+        learned=learned,
+        **of_scores,
     )
     if is_packed:
-        rows = (batch_size, 1) if batch_size <= FEW else (1, batch_size)
+        if batch_size <= FEW:
+            rows = (batch_size, 1)
+        else:
+            rows = (1, batch_size)
         output = ttnn.reshape(context, (*rows, context.shape[2] * context.shape[3]))
-        output = layer.project("out_proj", output) if spec.out_proj else output
+        if spec.out_proj:
+            output = layer.project("out_proj", output)
     else:
         context = ttnn.transpose(context, 1, 2)
         if kv_b is not None:
@@ -109,29 +128,41 @@ def project_new_tokens(
     return q, (k, v)
 
 
-def _places(cache: Cache, spec: AttentionSpec, kept: PreparedWeights, is_packed: bool) -> DecodePositions:
+def _places(
+    cache: Cache, spec: AttentionSpec, kept: PreparedWeights, is_packed: bool
+) -> DecodePositions:
     """Return the positions from the last step, if they still match the cache, or new ones."""
     device = next(iter(cache.slots.values())).device()
     table = None
     if spec.rope is not None:
-        of_cache = None if cache.places is None else cache.places.table
+        if cache.places is None:
+            of_cache = None
+        else:
+            of_cache = cache.places.table
         is_its = of_cache is not None and of_cache.is_for(spec, cache.capacity)
-        table = of_cache if is_its else kept.rotary_table(spec, cache.capacity, device)
-    if cache.places is not None and cache.places.matches(cache.lengths, table, is_row_each=is_packed):
+        if is_its:
+            table = of_cache
+        else:
+            table = kept.rotary_table(spec, cache.capacity, device)
+    if cache.places is not None and cache.places.matches(
+        cache.lengths, table, is_row_each=is_packed
+    ):
         return cache.places
     return DecodePositions(cache.lengths, table, kept, is_row_each=is_packed, device=device)
 
 
-# ---- Packed projections ----------------------------------------------------------------------------------------------
+# ---- Packed projections --------------------------------------------------------------------------
 
 
 def _is_packed(x: Tensor, spec: AttentionSpec) -> bool:
     """Return whether the framework's operation may split queries, keys and values at once.
 
-    It supports up to a tile of sequences, in bfloat16, and heads of one width. Norms and gates need heads before
-    tokens. Beyond a tile of heads the operation is not known to be correct.
+    It supports up to a tile of sequences, in bfloat16, and heads of one width. Norms and gates need
+    heads before tokens. Beyond a tile of heads the operation is not known to be correct.
     """
-    are_alike = spec.latent is None and padded_features("q_proj", spec) == padded_features("v_proj", spec)
+    are_alike = spec.latent is None and padded_features("q_proj", spec) == padded_features(
+        "v_proj", spec
+    )
     is_small = max(x.shape[0], spec.num_heads) <= TILE and x.dtype == ttnn.bfloat16
     return are_alike and is_small and not spec.norms and spec.gate is None
 
@@ -143,7 +174,8 @@ def _packed(
 
     If so, keys can be moved to separate cores and written together with values.
     """
-    spec, weights = layer.spec, layer.plain_weights
+    spec = layer.spec
+    weights = layer.plain_weights
     if weights is None:
         if spec.fused_qkv:
             return layer.project("qkv_proj", x), False
@@ -152,7 +184,9 @@ def _packed(
     width, features = weight.shape[1] // TILE, padded_features("q_proj", spec) // TILE  # in tiles
     grid = x.device().compute_with_storage_grid_size()
     of_a_core = [
-        tiles for tiles in range(1, features + 1) if not features % tiles and width // tiles <= grid.x * grid.y
+        tiles
+        for tiles in range(1, features + 1)
+        if not features % tiles and width // tiles <= grid.x * grid.y
     ]
     is_divided = bool(of_a_core) and 2 * x.shape[2] <= grid.x * grid.y
     packed = ttnn.linear(
@@ -167,7 +201,9 @@ def _packed(
 
 
 def _divided(x: Tensor, width: int, of_a_core: int) -> dict[str, Any]:
-    """Return the configuration of a product that leaves this many tiles of its width on each core."""
+    """Return the configuration of a product that leaves this many tiles of its width on each
+    core.
+    """
     grid = x.device().compute_with_storage_grid_size()
     return {
         "memory_config": ttnn.create_sharded_memory_config(
@@ -191,22 +227,40 @@ def _divided(x: Tensor, width: int, of_a_core: int) -> dict[str, Any]:
 
 
 def _heads(
-    packed: Float[Tensor, "1 1 B (N+2K)P"], spec: AttentionSpec, rotation: Rotation | None, are_apart: bool
+    packed: Float[Tensor, "1 1 B (N+2K)P"],
+    spec: AttentionSpec,
+    rotation: Rotation | None,
+    are_apart: bool,
 ) -> tuple[Float[Tensor, "1 B N P"], tuple[Float[Tensor, "1 B K P"], Float[Tensor, "1 B K P"]]]:
     """Return rotated queries, keys and values, with one core per sequence."""
-    packed = packed if spec.clip_qkv is None else ttnn.clamp(packed, -spec.clip_qkv, spec.clip_qkv)
+    if spec.clip_qkv is not None:
+        packed = ttnn.clamp(packed, -spec.clip_qkv, spec.clip_qkv)
     q, k, v = ttnn.experimental.nlp_create_qkv_heads_decode(
-        packed, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, overlap_qk_coregrid=not are_apart
+        packed,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        overlap_qk_coregrid=not are_apart,
     )
-    return (q, (k, v)) if rotation is None else (rotation.rotate(q), (rotation.rotate(k), v))
+    if rotation is None:
+        return (q, (k, v))
+    return (rotation.rotate(q), (rotation.rotate(k), v))
 
 
-def _write(cache: Cache, new: tuple[Tensor, Tensor], places: DecodePositions, are_apart: bool) -> None:
-    """Write keys and values of new tokens into their slots; both at once if they are on separate cores."""
+def _write(
+    cache: Cache, new: tuple[Tensor, Tensor], places: DecodePositions, are_apart: bool
+) -> None:
+    """Write keys and values of new tokens into their slots; both at once if they are on separate
+    cores.
+    """
     if not (are_apart and all(x.is_sharded() for x in new)):
         write_rows(cache, new, places.slots)
         return
     (keys, values), (new_keys, new_values) = cache.slots.values(), new
     ttnn.experimental.paged_fused_update_cache(
-        keys, new_keys, values, new_values, update_idxs_tensor=places.slots, page_table=cache.page_table
+        keys,
+        new_keys,
+        values,
+        new_values,
+        update_idxs_tensor=places.slots,
+        page_table=cache.page_table,
     )

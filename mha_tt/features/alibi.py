@@ -20,7 +20,8 @@ def alibi_bias(
         slopes: slope of each head, N.
         seq_len_q: number of queries, T.
         seq_len_k: number of keys, S.
-        q_offset: position of the first query among the keys, for all sequences or each, (1,) or (B,); default: 0.
+        q_offset: position of the first query among the keys, for all sequences or each, (1,) or
+            (B,); default: 0.
         scores_dtype: dtype of the scores and of the bias.
 
     Returns:

@@ -1,6 +1,7 @@
 """Latents (MLA): projection, expansion into keys and values, absorption into queries, and cache.
 
-Axes: B batch, T new tokens, S cache slots, N query heads, H head_dim, Hv value_head_dim, W kv_rank + rope_dim.
+Axes: B batch, T new tokens, S cache slots, N query heads, H head_dim, Hv value_head_dim, W kv_rank
++ rope_dim.
 """
 
 from __future__ import annotations
@@ -17,8 +18,22 @@ from ttnn import Tensor
 from mha_spec import AttentionSpec, Latent, Refusal
 from mha_spec.attention import check_latent
 from mha_tt.arrays import as_dtype, at_least_float32
-from mha_tt.cache import Cache, append_checked, check_cache, check_room, mark_written_over, num_added
-from mha_tt.checks import check_count, check_dtype, check_is_cache, check_latent_heads, check_latents, check_tiles
+from mha_tt.cache import (
+    Cache,
+    append_checked,
+    check_cache,
+    check_room,
+    mark_written_over,
+    num_added,
+)
+from mha_tt.checks import (
+    check_count,
+    check_dtype,
+    check_is_cache,
+    check_latent_heads,
+    check_latents,
+    check_tiles,
+)
 from mha_tt.device import accurate_config, zeros
 from mha_tt.features.rope import Rotation, positions_and_rotation
 from mha_tt.features.temperature import apply_temperature
@@ -32,9 +47,9 @@ class LatentCache(Cache):
     """Latents of all tokens so far, from which keys and values are expanded.
 
     Attributes:
-        latents: (B, 1, S, W) with capacity S and W = kv_rank + rope_dim, each of the three in whole tiles: the
-            normalized latent of each token, then the rotated features that all keys share. Slots at or beyond the
-            length of their sequence are empty.
+        latents: (B, 1, S, W) with capacity S and W = kv_rank + rope_dim, each of the three in whole
+            tiles: the normalized latent of each token, then the rotated features that all keys
+            share. Slots at or beyond the length of their sequence are empty.
         lengths: number of tokens each sequence has cached, (B,), int32, on the host.
         capacity: number of slots per sequence.
     """
@@ -61,12 +76,14 @@ def project_latents(
         project: applies a projection or a norm by its name.
         x: input of the layer.
         spec: layer with latents.
-        positions: position of each token, (B or 1, T), or with sections (axes, B or 1, T); default: 0, 1, …. A
-            `Rotation` of them for heads of rope_dim features is uploaded once for many calls.
+        positions: position of each token, (B or 1, T), or with sections (axes, B or 1, T); default:
+            0, 1, …. A `Rotation` of them for heads of rope_dim features is uploaded once for many
+            calls.
 
     Returns:
-        q (B, N, T, H), and the latents (B, 1, T, W), W = kv_rank + rope_dim: the latent of each token, normalized and
-        times its factor, then the rotated features that all keys share. Both parts of H and of W are padded separately.
+        q (B, N, T, H), and the latents (B, 1, T, W), W = kv_rank + rope_dim: the latent of each
+        token, normalized and times its factor, then the rotated features that all keys share. Both
+        parts of H and of W are padded separately.
 
     Raises:
         ValueError: if the layer has no latents.
@@ -77,7 +94,9 @@ def project_latents(
     positions, rotation = positions_and_rotation(x, positions, spec)
     q, normed, shared = _latent_parts(project, x, spec)
     if 0 in (batch_size, seq_len):
-        return q, zeros((batch_size, 1, seq_len, padded_features("kv_a_proj", spec)), x.dtype, x.device())
+        return q, zeros(
+            (batch_size, 1, seq_len, padded_features("kv_a_proj", spec)), x.dtype, x.device()
+        )
     if rotation is not None:
         q = _concat_features(q[:, :, :, :own_features], rotation.rotate(q[:, :, :, own_features:]))
         shared = rotation.rotate(shared)
@@ -102,7 +121,8 @@ def project_absorbed(
     *,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> tuple[Float[Tensor, "B N T W"], Float[Tensor, "B 1 T W"]]:
-    """Call `project_latents` and `absorb_keys` of its queries, whose parts are concatenated only once.
+    """Call `project_latents` and `absorb_keys` of its queries, whose parts are concatenated only
+    once.
 
     Args:
         project: applies a projection or a norm by its name.
@@ -117,9 +137,11 @@ def project_absorbed(
     """
     own_features = _own_features(spec)
     q, normed, shared = _latent_parts(project, x, spec)
-    own, shared_q = q[:, :, :, :own_features], q[:, :, :, own_features:]
+    own = q[:, :, :, :own_features]
+    shared_q = q[:, :, :, own_features:]
     if positions is not None:
-        shared_q, shared = positions.rotate(shared_q), positions.rotate(shared)
+        shared_q = positions.rotate(shared_q)
+        shared = positions.rotate(shared)
     absorbed = _head_by_head(own, kv_b.of_keys, True, compute_kernel_config)
     return _concat_features(absorbed, shared_q), _concat_features(normed, shared)
 
@@ -141,12 +163,14 @@ def expand_latents(
         ValueError: if the layer has no latents, or their width does not fit.
     """
     check_latents("latents", latents, spec)
-    kv_rank, own_features = padded_features("kv_a_norm", spec), _own_features(spec)
+    kv_rank = padded_features("kv_a_norm", spec)
+    own_features = _own_features(spec)
     batch_size, _, seq_len, _ = latents.shape
     if 0 in (batch_size, seq_len):
         widths = (padded_features(f"{part}_proj", spec) for part in "kv")
         keys, values = (
-            zeros((batch_size, spec.num_heads, seq_len, width), latents.dtype, latents.device()) for width in widths
+            zeros((batch_size, spec.num_heads, seq_len, width), latents.dtype, latents.device())
+            for width in widths
         )
         return keys, values
     compressed = ttnn.reshape(latents[:, :, :, :kv_rank], (batch_size, seq_len, kv_rank))
@@ -177,7 +201,8 @@ def absorb_keys(
     *,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> Float[Tensor, "B N T W"]:
-    """Absorb kv_b_proj into queries: their dot products with latents equal those of q with the expanded keys.
+    """Absorb kv_b_proj into queries: their dot products with latents equal those of q with the
+    expanded keys.
 
     Args:
         q: queries (B, N, T, H).
@@ -193,7 +218,10 @@ def absorb_keys(
 
     Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.2.
     """
-    of_keys, _ = kv_b if isinstance(kv_b, HeadWeights) else weights_of_heads(kv_b, spec)
+    if isinstance(kv_b, HeadWeights):
+        of_keys, _ = kv_b
+    else:
+        of_keys, _ = weights_of_heads(kv_b, spec)
     check_latent_heads("q", q, spec, padded_features("q_proj", spec))
     if 0 in tuple(q.shape):
         return zeros((*tuple(q.shape)[:3], padded_features("kv_a_proj", spec)), q.dtype, q.device())
@@ -223,10 +251,15 @@ def absorb_values(
     Raises:
         ValueError: if the layer has no latents, or the shapes do not fit.
     """
-    _, of_values = kv_b if isinstance(kv_b, HeadWeights) else weights_of_heads(kv_b, spec)
+    if isinstance(kv_b, HeadWeights):
+        _, of_values = kv_b
+    else:
+        _, of_values = weights_of_heads(kv_b, spec)
     check_latent_heads("context", context, spec, of_values.shape[2])
     if 0 in tuple(context.shape):
-        return zeros((*tuple(context.shape)[:3], of_values.shape[3]), context.dtype, context.device())
+        return zeros(
+            (*tuple(context.shape)[:3], of_values.shape[3]), context.dtype, context.device()
+        )
     return _head_by_head(context, of_values, False, compute_kernel_config)
 
 
@@ -235,27 +268,37 @@ def _own_features(spec: AttentionSpec) -> int:
     return round_up(spec.head_dim - check_latent(spec).rope_dim)
 
 
-def _latent_parts(project: Project, x: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries (B, N, T, H), latents (B, 1, T, kv_rank) and shared features (B, 1, T, rope_dim), before RoPE."""
+def _latent_parts(
+    project: Project, x: Tensor, spec: AttentionSpec
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries (B, N, T, H), latents (B, 1, T, kv_rank) and shared features (B, 1, T,
+    rope_dim), before RoPE.
+    """
     latent, (batch_size, seq_len, _) = check_latent(spec), x.shape
     if latent.q_rank is None:
         q = project("q_proj", x)
     else:
         q = project("q_b_proj", _normed(project, "q_a_norm", project("q_a_proj", x), latent))
-    q, compressed = split_heads(q, spec.num_heads), project("kv_a_proj", x)
+    q = split_heads(q, spec.num_heads)
+    compressed = project("kv_a_proj", x)
     if 0 in (batch_size, seq_len):
         return q, compressed, compressed
     kv_rank = padded_features("kv_a_norm", spec)
     normed = _normed(project, "kv_a_norm", compressed[:, :, :kv_rank], latent)
     shared = compressed[:, :, kv_rank:]
-    normed, shared = (ttnn.reshape(part, (batch_size, 1, seq_len, part.shape[2])) for part in (normed, shared))
+    normed, shared = (
+        ttnn.reshape(part, (batch_size, 1, seq_len, part.shape[2])) for part in (normed, shared)
+    )
     return q, normed, shared
 
 
 def _normed(project: Project, name: str, x: Tensor, latent: Latent) -> Tensor:
     """Normalize a latent and multiply it by its factor, in the dtype of the norm's output."""
-    normed, factor = project(name, x), latent.factors[name]
-    return normed if factor == 1.0 else as_dtype(ttnn.multiply(at_least_float32(normed), factor), normed.dtype)
+    normed = project(name, x)
+    factor = latent.factors[name]
+    if factor == 1.0:
+        return normed
+    return as_dtype(ttnn.multiply(at_least_float32(normed), factor), normed.dtype)
 
 
 def _concat_features(first: Tensor, second: Tensor) -> Tensor:
@@ -264,11 +307,16 @@ def _concat_features(first: Tensor, second: Tensor) -> Tensor:
 
 
 def _head_by_head(
-    x: Tensor, weights: Tensor, transposed: bool, compute_kernel_config: ttnn.DeviceComputeKernelConfig | None
+    x: Tensor,
+    weights: Tensor,
+    transposed: bool,
+    compute_kernel_config: ttnn.DeviceComputeKernelConfig | None,
 ) -> Tensor:
-    """Multiply heads (B, N, T, in) by one matrix each, (1, N, in, out) or transposed, in the dtype of x.
+    """Multiply heads (B, N, T, in) by one matrix each, (1, N, in, out) or transposed, in the dtype
+    of x.
 
-    Matrix products do not broadcast the batch axis: the tokens of all sequences are merged into one.
+    Matrix products do not broadcast the batch axis: the tokens of all sequences are merged into
+    one.
     """
     batch_size, num_heads, seq_len, width = x.shape
     if batch_size > 1:
@@ -322,7 +370,8 @@ def append_to_latent_cache(
 
     Args:
         cache: contains `cache.lengths` tokens. Do not use it afterwards: its storage is reused.
-        latents: (B, 1, T, W), from `project_latents`, in the cache's dtype or, for a bfloat8_b cache, bfloat16.
+        latents: (B, 1, T, W), from `project_latents`, in the cache's dtype or, for a bfloat8_b
+            cache, bfloat16.
         new_lengths: see `append_to_cache`.
 
     Returns:
@@ -330,7 +379,8 @@ def append_to_latent_cache(
 
     Raises:
         TypeError: if the dtypes differ or the lengths are not integers.
-        ValueError: if shapes do not fit, or the tokens exceed the capacity; the cache is then unchanged.
+        ValueError: if shapes do not fit, or the tokens exceed the capacity; the cache is then
+            unchanged.
     """
     check_is_cache(cache, LatentCache)
     check_latent_cache(cache, latents)

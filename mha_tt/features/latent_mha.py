@@ -45,8 +45,9 @@ def multi_head_latent_attention(
     Results, errors and other arguments are those of `multi_head_attention_with_cache`.
 
     Args:
-        absorb: attend over the latents, with kv_b_proj absorbed into queries and context; if False, over the expanded
-            keys and values. Default: whichever costs less, see `AttentionSpec.absorbs`.
+        absorb: attend over the latents, with kv_b_proj absorbed into queries and context; if False,
+            over the expanded keys and values. Default: whichever costs less, see
+            `AttentionSpec.absorbs`.
 
     Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.
     """
@@ -68,9 +69,11 @@ def multi_head_latent_attention(
 
 
 class MultiHeadLatentAttention(AttentionLayer):
-    """Causal multi-head latent self-attention with a cache. Constructor arguments: see `AttentionLayer`.
+    """Causal multi-head latent self-attention with a cache. Constructor arguments: see
+    `AttentionLayer`.
 
-    The spec has latents. Without a cache, `MultiHeadSelfAttention` is the same layer with the same weights.
+    The spec has latents. Without a cache, `MultiHeadSelfAttention` is the same layer with the same
+    weights.
     """
 
     _is_self_attention = True
@@ -99,14 +102,16 @@ class MultiHeadLatentAttention(AttentionLayer):
             rng=rng,
         )
 
-    def init_cache(self, batch_size: int, capacity: int, dtype: ttnn.DataType | None = None) -> LatentCache:
+    def init_cache(
+        self, batch_size: int, capacity: int, dtype: ttnn.DataType | None = None
+    ) -> LatentCache:
         """Return an empty cache for this module, on the device of its weights.
 
         Args:
             batch_size: number of sequences, B.
             capacity: number of slots per sequence.
-            dtype: dtype of the latents; default: that of the module's inputs. bfloat8_b halves the memory of a bfloat16
-                module.
+            dtype: dtype of the latents; default: that of the module's inputs. bfloat8_b halves the
+                memory of a bfloat16 module.
 
         Raises:
             TypeError: if a size is not an integer or the dtype not floating point.
@@ -114,7 +119,9 @@ class MultiHeadLatentAttention(AttentionLayer):
         """
         latent = check_latent(self.spec)
         dtype = self.dtype if dtype is None else dtype
-        return init_latent_cache(batch_size, capacity, latent.kv_rank, latent.rope_dim, dtype=dtype, device=self.device)
+        return init_latent_cache(
+            batch_size, capacity, latent.kv_rank, latent.rope_dim, dtype=dtype, device=self.device
+        )
 
     @checked
     def __call__(
@@ -133,7 +140,10 @@ class MultiHeadLatentAttention(AttentionLayer):
         """
         check_is_cache(cache, LatentCache)
         self.check_input("x", x)
-        kv_b = self._kv_b if self.spec.absorbs(x.shape[1]) else None
+        if self.spec.absorbs(x.shape[1]):
+            kv_b = self._kv_b
+        else:
+            kv_b = None
         output, cache = cached_layer(
             self, x, cache, mask, bias, new_lengths=new_lengths, positions=positions, kv_b=kv_b
         )

@@ -1,4 +1,6 @@
-"""Norms of queries, keys, values and context, over the features of a head or the width of all heads."""
+"""Norms of queries, keys, values and context, over the features of a head or the width of all
+heads.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,11 @@ def apply_norm(
     """Return x / sqrt(mean(x²) + eps) * weight + bias; a layer norm first subtracts the mean.
 
     Args:
-        x: heads (B, heads, T, H), or projected tokens (B, T, width); normalized over the last axis in at least float32.
+        x: heads (B, heads, T, H), or projected tokens (B, T, width); normalized over the last axis
+            in at least float32.
         norm: kind and options; the factor may be 1 + weight.
-        weight, bias: iff the norm has them: (1, H), (1, heads, 1, H) if each head has its own, or (1, width).
+        weight, bias: iff the norm has them: (1, H), (1, heads, 1, H) if each head has its own, or
+            (1, width).
         slots: indices of the features on the last axis, if it is padded: see `head_slots`.
         compute_kernel_config: arithmetic of the sums; default: `accurate_config`.
 
@@ -45,7 +49,10 @@ def apply_norm(
         return zeros(tuple(x.shape), x.dtype, x.device())
     config = compute_kernel_config or accurate_config(x.device())
     width = x.shape[-1]
-    count = width if slots is None else len(slots)
+    if slots is None:
+        count = width
+    else:
+        count = len(slots)
 
     def mean(wide: Tensor) -> Tensor:
         total = ttnn.sum(wide, dim=-1, keepdim=True, compute_kernel_config=config)

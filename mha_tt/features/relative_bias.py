@@ -28,26 +28,30 @@ def relative_position_bias(
         relative_bias: buckets of distances or of grid offsets.
         seq_len_q: number of queries, T.
         seq_len_k: number of keys, S.
-        q_offset: position of the first query among the keys, for all sequences or each, (1,) or (B,); default: 0.
+        q_offset: position of the first query among the keys, for all sequences or each, (1,) or
+            (B,); default: 0.
         scores_dtype: dtype of the scores and of the bias.
 
     Returns:
         Bias of the scores, (B or 1, N, T, S).
 
-    Source: Exploring the Limits of Transfer Learning, arXiv:1910.10683, section 2.1; on a grid: Swin Transformer,
-    arXiv:2103.14030, section 3.2.
+    Source: Exploring the Limits of Transfer Learning, arXiv:1910.10683, section 2.1; on a grid:
+    Swin Transformer, arXiv:2103.14030, section 3.2.
     """
     positions = np.arange(seq_len_q)[None]
     if q_offset is not None:
         positions = np.asarray(q_offset)[:, None] + positions
     if isinstance(relative_bias, GridBias):
-        buckets = relative_bias.buckets()[np.clip(positions, 0, relative_bias.num_tokens - 1), :seq_len_k]
+        buckets = relative_bias.buckets()[
+            np.clip(positions, 0, relative_bias.num_tokens - 1), :seq_len_k
+        ]
     else:
         farthest = relative_bias.max_distance
         distances = np.clip(np.arange(seq_len_k) - positions[:, :, None], -farthest, farthest)
         buckets = relative_bias.buckets()[distances + farthest]
     buckets = buckets[:, None]  # (B or 1, 1, T, S)
-    batch_size, num_heads = len(buckets), table.shape[1]
+    batch_size = len(buckets)
+    num_heads = table.shape[1]
     index = np.broadcast_to(buckets, (batch_size, num_heads, seq_len_q, seq_len_k))
     rows = ttnn.repeat(as_dtype(table, scores_dtype), (batch_size, 1, seq_len_q, 1))
     return ttnn.gather(rows, 3, upload_integers(index, device=table.device(), is_index=True))

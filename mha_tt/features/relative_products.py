@@ -1,4 +1,6 @@
-"""Relative products: products of queries and keys with learned vectors of the distance between them."""
+"""Relative products: products of queries and keys with learned vectors of the distance between
+them.
+"""
 
 from __future__ import annotations
 
@@ -22,22 +24,24 @@ def relative_position_products(
     *,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> Float[Tensor, "B N T S"]:
-    """Return the unscaled products of queries and keys with vectors of their distance, in at least float32.
+    """Return the unscaled products of queries and keys with vectors of their distance, in at least
+    float32.
 
     Args:
         query, key: (B, N, T, H) and (B, K, S, H).
         relative_products: distances that share vectors.
-        relative_keys: vectors for queries, (1, 1, num_buckets, H), or (1, N, num_buckets, H) if per_head; default:
-            none.
+        relative_keys: vectors for queries, (1, 1, num_buckets, H), or (1, N, num_buckets, H) if
+            per_head; default: none.
         relative_queries: vectors for keys, of the same shape; default: none.
-        q_offset: position of the first query among the keys, for all sequences or each, (1,) or (B,); default: 0.
+        q_offset: position of the first query among the keys, for all sequences or each, (1,) or
+            (B,); default: 0.
         compute_kernel_config: arithmetic of the device; default: `accurate_config`.
 
     Returns:
         Products, (B, N, T, S).
 
-    Source: Self-Attention with Relative Position Representations, arXiv:1803.02155, equation 4; DeBERTa,
-    arXiv:2006.03654, equation 4.
+    Source: Self-Attention with Relative Position Representations, arXiv:1803.02155, equation 4;
+    DeBERTa, arXiv:2006.03654, equation 4.
     """
     (batch_size, num_heads, seq_len_q, _), seq_len_k = query.shape, key.shape[2]
     positions = np.arange(seq_len_q)[None]
@@ -50,11 +54,14 @@ def relative_position_products(
     config = compute_kernel_config or accurate_config(query.device())
 
     def gather(x: Tensor, table: Tensor, buckets: np.ndarray) -> Tensor:
-        vectors = ttnn.repeat(
-            table, (batch_size, num_heads // table.shape[1], 1, 1)
-        )  # matrix products do not broadcast the batch axis
-        products = ttnn.matmul(x, vectors, transpose_b=True, dtype=ttnn.float32, compute_kernel_config=config)
-        return ttnn.gather(products, 3, upload_integers(buckets, device=query.device(), is_index=True))
+        # Matrix products do not broadcast the batch axis.
+        vectors = ttnn.repeat(table, (batch_size, num_heads // table.shape[1], 1, 1))
+        products = ttnn.matmul(
+            x, vectors, transpose_b=True, dtype=ttnn.float32, compute_kernel_config=config
+        )
+        return ttnn.gather(
+            products, 3, upload_integers(buckets, device=query.device(), is_index=True)
+        )
 
     found = []
     if relative_keys is not None:
@@ -62,4 +69,6 @@ def relative_position_products(
     if relative_queries is not None:
         keys = repeat_kv_heads(key, num_heads)
         found.append(ttnn.transpose(gather(keys, relative_queries, buckets.swapaxes(2, 3)), 2, 3))
-    return found[0] if len(found) == 1 else ttnn.add(*found)
+    if len(found) == 1:
+        return found[0]
+    return ttnn.add(*found)

@@ -26,16 +26,16 @@ def apply_rope(
 ) -> Float[Tensor, "B heads T H"]:
     """Rotate each pair of features of the `Rope` by position * frequency.
 
-    Length-dependent frequencies follow the largest position of each sequence in this call. Cached keys keep the
-    frequencies of their own call.
+    Length-dependent frequencies follow the largest position of each sequence in this call. Cached
+    keys keep the frequencies of their own call.
 
     Args:
         x: queries or keys, split into heads; rotated in at least float32.
-        positions: position of each token in its sequence, from 0, (B or 1, T), or with sections also (axes, B or 1, T),
-            on the host.
+        positions: position of each token in its sequence, from 0, (B or 1, T), or with sections
+            also (axes, B or 1, T), on the host.
         rope: pairs and frequencies.
-        head_dim: features of a head if x has more, in the layout of `head_slots(head_dim, rope=rope)`. An unpadded head
-            supports only pairs (i, i + H/2).
+        head_dim: features of a head if x has more, in the layout of `head_slots(head_dim,
+            rope=rope)`. An unpadded head supports only pairs (i, i + H/2).
 
     Returns:
         Rotated features, in the shape and dtype of x.
@@ -52,14 +52,18 @@ def apply_rope(
     rope.rotated_features(head_dim or x.shape[3])  # raises if heads cannot be rotated
     if 0 in (x.shape[0], x.shape[2]):
         return x
-    return Rotation(positions, rope, head_dim=head_dim, padded=x.shape[3], device=x.device()).rotate(x)
+    return Rotation(
+        positions, rope, head_dim=head_dim, padded=x.shape[3], device=x.device()
+    ).rotate(x)
 
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """Rotation by positions, uploaded once for queries and keys, and for all calls with these positions.
+    """Rotation by positions, uploaded once for queries and keys, and for all calls with these
+    positions.
 
-    Angles are computed in float64 on the host: the device's sine does not support angles of thousands.
+    Angles are computed in float64 on the host: the device's sine does not support angles of
+    thousands.
     """
 
     positions: Int[np.ndarray, "*axes #B T"]
@@ -76,15 +80,19 @@ class Rotation:
         device: ttnn.MeshDevice,
         side_by_side: bool = False,
     ) -> None:
-        """Upload the rotation by positions (B or 1, T) for heads of `padded` features, `head_dim` of them real.
+        """Upload the rotation by positions (B or 1, T) for heads of `padded` features, `head_dim`
+        of them real.
 
-        Each row is a sequence; with `side_by_side` each token is its own sequence, as in a step of many sequences.
+        Each row is a sequence; with `side_by_side` each token is its own sequence, as in a step of
+        many sequences.
         """
         check_head_dim(head_dim, padded)
         tables = cos_and_sin(positions, rope, head_dim, padded, side_by_side)
         object.__setattr__(self, "positions", positions)
         for name, table in zip(("cos", "sin"), tables, strict=True):
-            object.__setattr__(self, name, upload(table[:, None], device=device, dtype=ttnn.float32))
+            object.__setattr__(
+                self, name, upload(table[:, None], device=device, dtype=ttnn.float32)
+            )
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -107,29 +115,45 @@ def rotation_of(
     device: ttnn.MeshDevice,
     side_by_side: bool = False,
 ) -> Rotation | None:
-    """Return the rotation by positions for the heads of a layer, or for the shared features; None without RoPE."""
+    """Return the rotation by positions for the heads of a layer, or for the shared features; None
+    without RoPE.
+    """
     if spec.rope is None:
         return None
     head_dim, padded = rotated_head(spec)
-    return Rotation(positions, spec.rope, head_dim=head_dim, padded=padded, device=device, side_by_side=side_by_side)
+    return Rotation(
+        positions,
+        spec.rope,
+        head_dim=head_dim,
+        padded=padded,
+        device=device,
+        side_by_side=side_by_side,
+    )
 
 
 def positions_and_rotation(
     x: Tensor, positions: np.ndarray | Rotation | None, spec: AttentionSpec
 ) -> tuple[np.ndarray | None, Rotation | None]:
-    """Return the positions of tokens (B, T, d_in), if the layer depends on them, and with RoPE their rotation."""
+    """Return the positions of tokens (B, T, d_in), if the layer depends on them, and with RoPE
+    their rotation.
+    """
     if not spec.has_positions:
         return None, None
     positions = np.arange(x.shape[1])[None] if positions is None else positions
     check_positions(positions, x.shape[0], x.shape[1], spec.rope)
     if isinstance(positions, Rotation):
         return positions.positions, positions
-    return positions, None if 0 in (x.shape[0], x.shape[1]) else rotation_of(positions, spec, device=x.device())
+    return positions, None if 0 in (x.shape[0], x.shape[1]) else rotation_of(
+        positions, spec, device=x.device()
+    )
 
 
 def rotated_head(spec: AttentionSpec) -> tuple[int, int]:
     """Return the number of rotated features (of a head, or shared), and the padded number."""
-    head_dim = spec.head_dim if spec.latent is None else spec.latent.rope_dim
+    if spec.latent is None:
+        head_dim = spec.head_dim
+    else:
+        head_dim = spec.latent.rope_dim
     return head_dim, padded_head_dim(head_dim, rope=True)
 
 
@@ -141,7 +165,8 @@ def cos_and_sin(
     angles = _angles(positions, rope, padded if head_dim is None else head_dim, side_by_side)
     first = np.arange(angles.shape[-1])  # see `head_slots`
     second = padded // 2 + first
-    cos, sin = np.ones((*angles.shape[:2], padded)), np.zeros((*angles.shape[:2], padded))
+    cos = np.ones((*angles.shape[:2], padded))
+    sin = np.zeros((*angles.shape[:2], padded))
     cos[..., first] = cos[..., second] = rope.attention_factor * np.cos(angles)
     sin[..., second] = rope.attention_factor * np.sin(angles)
     sin[..., first] = -sin[..., second]
@@ -150,11 +175,20 @@ def cos_and_sin(
 
 def _angles(positions: np.ndarray, rope: Rope, head_dim: int, side_by_side: bool) -> np.ndarray:
     """Return the angle of each token and pair, (B or 1, T, R/2)."""
-    of_axes = positions if positions.ndim == 3 else positions[None]
+    if positions.ndim == 3:
+        of_axes = positions
+    else:
+        of_axes = positions[None]
     frequencies = rope.frequencies(head_dim)
-    axes = rope.axes(head_dim) if positions.ndim == 3 else np.zeros(len(frequencies), np.int64)
+    if positions.ndim == 3:
+        axes = rope.axes(head_dim)
+    else:
+        axes = np.zeros(len(frequencies), np.int64)
     if rope.depends_on_length:
         lengths = of_axes.max(axis=0) + 1
-        lengths = lengths if side_by_side else lengths.max(axis=-1, keepdims=True)
-        frequencies = np.array([[rope.frequencies(head_dim, int(length)) for length in row] for row in lengths])
+        if not side_by_side:
+            lengths = lengths.max(axis=-1, keepdims=True)
+        frequencies = np.array(
+            [[rope.frequencies(head_dim, int(length)) for length in row] for row in lengths]
+        )
     return np.moveaxis(of_axes[axes], 0, -1) * frequencies

@@ -20,12 +20,14 @@ def apply_temperature(
     """Multiply queries by 1 + scale * ln(1 + floor((position + first_position) / length)).
 
     Args:
-        x: queries, split into heads, after RoPE; multiplied in at least float32, returned in their dtype.
+        x: queries, split into heads, after RoPE; multiplied in at least float32, returned in their
+            dtype.
         positions: position of each token in its sequence, from 0, (B or 1, T), on the host.
         temperature: length, scale and first position.
 
     Raises:
-        TypeError: if x is not floating point, positions are not integers, or temperature is not a `Temperature`.
+        TypeError: if x is not floating point, positions are not integers, or temperature is not a
+            `Temperature`.
         ValueError: if the positions do not fit.
 
     Source: Scalable-Softmax, arXiv:2501.19399, in the form of Llama 4.

@@ -1,8 +1,8 @@
 """Fast path: attention without attention weights.
 
-Wraps ttnn's flash attention with this package's semantics of masks and fully masked rows, in bfloat16 and bfloat8_b.
-A NaN that is not padding does what ttnn does with it: see `contained` for kernels in which it
-reaches only the rows that attend to it.
+Wraps ttnn's flash attention with this package's semantics of masks and fully masked rows, in
+bfloat16 and bfloat8_b. A NaN that is not padding does what ttnn does with it: see `contained` for
+kernels in which it reaches only the rows that attend to it.
 """
 
 from __future__ import annotations
@@ -23,24 +23,38 @@ from mha_spec.heads import BareHeads
 from mha_spec.rules import check_head_groups
 from mha_tt import stages
 from mha_tt.arrays import as_dtype, at_least_float32
-from mha_tt.checks import check_floating, check_heads_of_spec, check_lengths, check_names, check_weight
+from mha_tt.checks import (
+    check_floating,
+    check_heads_of_spec,
+    check_lengths,
+    check_names,
+    check_weight,
+)
 from mha_tt.device import accurate_config, upload_integers, with_bfloat16_sums, zeros
 from mha_tt.layout import TILE, round_up
 from mha_tt.masks import MASKED, DeviceMask, Mask, zero_masked_rows
 from mha_tt.scores import Scores, bias_on_device
 
 LARGEST_CHUNK = 128
-"""Queries and keys per chunk of the kernel: fits a core in every arithmetic, up to `WIDE` features."""
+"""Queries and keys per chunk of the kernel: fits a core in every arithmetic, up to `WIDE`
+features.
+"""
 
 WIDE = 256
-"""Wider heads, such as latents, fit a core with half as many queries and keys, and in a step 32 at a time."""
+"""Wider heads, such as latents, fit a core with half as many queries and keys, and in a step 32 at
+a time.
+"""
 
 HALF_TILE = TILE // 2
-"""Up to this many heads are half a tile to the step kernel, which then only has approximate exponentials. Errors on a
-simulator: 2.1 to 2.5% with 4 heads, 2.0 to 2.1% with 16 heads, 0.6% with 18 heads."""
+"""Up to this many heads are half a tile to the step kernel, which then only has approximate
+exponentials. Errors on a simulator: 2.1 to 2.5% with 4 heads, 2.0 to 2.1% with 16 heads, 0.6% with
+18 heads.
+"""
 
 STEP_FEATURES = 128
-"""The step kernel is correct for heads up to this many features, and for multiples of it; else it returns garbage."""
+"""The step kernel is correct for heads up to this many features, and for multiples of it; else it
+returns garbage.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,14 +82,18 @@ class FusedAttention:
         mask: Mask,
         scores: Scores,
     ) -> Float[Tensor, "B N T Hv"]:
-        """Return the context from the framework's prompt kernel, or from the plain path for unsupported calls."""
+        """Return the context from the framework's prompt kernel, or from the plain path for
+        unsupported calls.
+        """
         if not supports(query, scores) or query.shape[3] % TILE or value.shape[3] != key.shape[3]:
             return stages.attend(query, key, value, mask, scores, self.compute_kernel_config)[0]
         device, (batch_size, _, seq_len_q, _), seq_len_k = query.device(), query.shape, key.shape[2]
         if 0 in (batch_size, seq_len_q, seq_len_k):
             return zeros(tuple(query.shape), query.dtype, device)
         hidden = mask.with_bias(scores.bias).to_bool(seq_len_q, seq_len_k, device)
-        is_causal = hidden is not None and hidden.is_causal and hidden.shape[2] == seq_len_q == seq_len_k
+        is_causal = (
+            hidden is not None and hidden.is_causal and hidden.shape[2] == seq_len_q == seq_len_k
+        )
         if is_causal and scores.bias is None:
             context = self._attend(query, key, value, scores, causal=hidden)
         else:
@@ -93,9 +111,14 @@ class FusedAttention:
         attn_mask: Tensor | None = None,
         causal: DeviceMask | None = None,
     ) -> Tensor:
-        """Call the framework's kernel with `attn_mask`, or with a causal mask that it builds itself."""
-        device, seq_len_q, seq_len_k = query.device(), query.shape[2], key.shape[2]
-        config, scale = self.compute_kernel_config or accurate_config(device), scores.spec.score_scale
+        """Call the framework's kernel with `attn_mask`, or with a causal mask that it builds
+        itself.
+        """
+        device = query.device()
+        seq_len_q = query.shape[2]
+        seq_len_k = key.shape[2]
+        config = self.compute_kernel_config or accurate_config(device)
+        scale = scores.spec.score_scale
         sinks = scores.learned.get("sinks")
         kernel = partial(
             ttnn.transformer.scaled_dot_product_attention,
@@ -107,12 +130,16 @@ class FusedAttention:
             sliding_window_size=None if causal is None else causal.window_size,
             scale=scale,
             attention_sink=None if sinks is None else _unscaled(sinks, scale),
-            program_config=_program_config(device, config, seq_len_q, seq_len_k, _largest_chunk(query)),
+            program_config=_program_config(
+                device, config, seq_len_q, seq_len_k, _largest_chunk(query)
+            ),
         )
         context = kernel(compute_kernel_config=config)
         if may_zero_rows(config):
             is_there = ttnn.max(ttnn.abs(context), dim=3, keepdim=True)
-            context = ttnn.where(is_there, context, kernel(compute_kernel_config=with_bfloat16_sums(config, device)))
+            context = ttnn.where(
+                is_there, context, kernel(compute_kernel_config=with_bfloat16_sums(config, device))
+            )
         return context
 
 
@@ -131,27 +158,31 @@ def attend_to_cache(
     learned: Mapping[str, Float[Tensor, "1 N 1 1"] | list[Tensor]] | None = None,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> Float[Tensor, "1 B N H"]:
-    """Attend from one new token of each sequence to its cached tokens; reads only the filled part of the cache.
+    """Attend from one new token of each sequence to its cached tokens; reads only the filled part
+    of the cache.
 
     Slots beyond the last positions may contain anything, even NaN.
 
     Args:
         query: (1, B, N, H), bfloat16 or bfloat8_b, H whole tiles and accepted by `step_supports`.
-        keys, values: cache, (B, K, S, H), bfloat16 or bfloat8_b, S whole tiles; or with a page table (pages, K, slots
-            per page, H).
-        last_positions: last slot that each sequence attends to, (B,), on the host; or on the device, int32, unchecked.
+        keys, values: cache, (B, K, S, H), bfloat16 or bfloat8_b, S whole tiles; or with a page
+            table (pages, K, slots per page, H).
+        last_positions: last slot that each sequence attends to, (B,), on the host; or on the
+            device, int32, unchecked.
         spec: layer of these heads: scale and sinks; default: the scale 1 / sqrt(H).
         page_table: pages of each sequence, in order, (B, P), int32, on the device.
-        learned: weights of the layer that change scores, see `Scores`: `sinks` (1, N, 1, 1), or the result of
-            `sinks_of_step`, for many steps.
+        learned: weights of the layer that change scores, see `Scores`: `sinks` (1, N, 1, 1), or the
+            result of `sinks_of_step`, for many steps.
         compute_kernel_config: arithmetic of the device; default: `accurate_config`.
 
     Raises:
-        TypeError: if a tensor is float32 or not in tiles on the device, or positions are not integers.
+        TypeError: if a tensor is float32 or not in tiles on the device, or positions are not
+            integers.
         ValueError: if the shapes do not fit, a position lies outside the cache, or the layer has a
             soft cap, or biases or products by distance.
 
-    Source: ttnn.transformer.scaled_dot_product_attention_decode, paged_scaled_dot_product_attention_decode.
+    Source: ttnn.transformer.scaled_dot_product_attention_decode,
+    paged_scaled_dot_product_attention_decode.
     """
     check_floating("query", query, rank=4)
     _check_supported(query)
@@ -165,13 +196,19 @@ def attend_to_cache(
     rules = BareHeads(query.shape[3]) if spec is None else spec
     check_heads_of_spec(query, query.shape[2], rules)
     if not supports(query, Scores(rules)):
-        raise Refusal("spec", "have no soft cap, and no biases or products by distance, in a step", spec=spec)
+        raise Refusal(
+            "spec", "have no soft cap, and no biases or products by distance, in a step", spec=spec
+        )
     learned = {} if learned is None else learned
     check_names("learned", learned, rules.score_shapes)
     sinks = learned.get("sinks")
     if sinks is not None and not isinstance(sinks, list):
         check_weight("sinks", sinks, (1, query.shape[2], 1, 1))
-    options: Any = {"page_table": page_table, "learned": learned, "compute_kernel_config": compute_kernel_config}
+    options: Any = {
+        "page_table": page_table,
+        "learned": learned,
+        "compute_kernel_config": compute_kernel_config,
+    }
     return attend_to_checked(query, keys, values, last_positions, rules, **options)
 
 
@@ -187,18 +224,31 @@ def attend_to_checked(
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> Float[Tensor, "1 B N H"]:
     """Return the context of `attend_to_cache`, without checks."""
-    scale, config = spec.score_scale, compute_kernel_config or accurate_config(query.device())
+    scale = spec.score_scale
+    config = compute_kernel_config or accurate_config(query.device())
     parts = _parts(query.shape[2], query.shape[3], keys.shape[1], config)
     sinks = learned.get("sinks")
     if not isinstance(sinks, list):
-        sinks = [None] * len(parts) if sinks is None else _sinks_of(parts, sinks, scale)
-    # 0 lets the operation choose its chunks. Without a configuration it divides keys among more cores than its
-    # reduction tree supports, on Blackhole with few heads.
-    chunk = math.gcd(_largest_chunk(query), keys.shape[2]) if query.shape[3] > WIDE else 0
-    is_there, device = isinstance(last_positions, Tensor), query.device()
-    positions = last_positions if is_there else upload_integers(last_positions, device=device)
+        if sinks is None:
+            sinks = [None] * len(parts)
+        else:
+            sinks = _sinks_of(parts, sinks, scale)
+    # 0 lets the operation choose its chunks. Without a configuration it divides keys among more
+    # cores than its reduction tree supports, on Blackhole with few heads.
+    if query.shape[3] > WIDE:
+        chunk = math.gcd(_largest_chunk(query), keys.shape[2])
+    else:
+        chunk = 0
+    is_there = isinstance(last_positions, Tensor)
+    device = query.device()
+    if is_there:
+        positions = last_positions
+    else:
+        positions = upload_integers(last_positions, device=device)
     heads = as_dtype(query, ttnn.bfloat16)  # the only supported dtype with groups
-    operation, in_pages, contexts = ttnn.transformer.scaled_dot_product_attention_decode, {}, []
+    operation = ttnn.transformer.scaled_dot_product_attention_decode
+    in_pages = {}
+    contexts = []
     if page_table is not None:
         operation = ttnn.transformer.paged_scaled_dot_product_attention_decode
         in_pages = {"page_table_tensor": page_table}
@@ -215,7 +265,9 @@ def attend_to_checked(
             **in_pages,
         )
         contexts.append(context if times == 1 else context[:, :, ::times])
-    return as_dtype(contexts[0] if len(contexts) == 1 else ttnn.concat(contexts, dim=2), query.dtype)
+    return as_dtype(
+        contexts[0] if len(contexts) == 1 else ttnn.concat(contexts, dim=2), query.dtype
+    )
 
 
 def sinks_of_step(
@@ -231,7 +283,9 @@ def sinks_of_step(
     rules = BareHeads(query.shape[3]) if spec is None else spec
     check_heads_of_spec(query, query.shape[2], rules)
     config = compute_kernel_config or accurate_config(query.device())
-    return _sinks_of(_parts(query.shape[2], query.shape[3], keys.shape[1], config), sinks, rules.score_scale)
+    return _sinks_of(
+        _parts(query.shape[2], query.shape[3], keys.shape[1], config), sinks, rules.score_scale
+    )
 
 
 def _parts(
@@ -239,13 +293,22 @@ def _parts(
 ) -> list[tuple[slice, int]]:
     """Return the heads per call of the step kernel, and the number of copies of each.
 
-    Up to half a tile of heads always gets approximate exponentials, with errors of 2%. A few heads are therefore
-    repeated within their group, and the first copy is used. If approximations are chosen, one copy suffices.
+    Up to half a tile of heads always gets approximate exponentials, with errors of 2%. A few heads
+    are therefore repeated within their group, and the first copy is used. If approximations are
+    chosen, one copy suffices.
     """
-    at_once = TILE if num_features > WIDE and num_kv_heads == 1 else num_heads
-    parts = [slice(first, min(first + at_once, num_heads)) for first in range(0, num_heads, at_once)]
+    if num_features > WIDE and num_kv_heads == 1:
+        at_once = TILE
+    else:
+        at_once = num_heads
+    parts = [
+        slice(first, min(first + at_once, num_heads)) for first in range(0, num_heads, at_once)
+    ]
     counts = [part.stop - part.start for part in parts]
-    times = [1 if count > HALF_TILE or config.math_approx_mode else HALF_TILE // count + 1 for count in counts]
+    times = [
+        1 if count > HALF_TILE or config.math_approx_mode else HALF_TILE // count + 1
+        for count in counts
+    ]
     return list(zip(parts, times, strict=True))
 
 
@@ -256,45 +319,64 @@ def _sinks_of(parts: list[tuple[slice, int]], sinks: Tensor, scale: float) -> li
 
 
 def supports(x: Tensor, scores: Scores) -> bool:
-    """Return whether the framework's kernels support the dtype of x and these changes to the scores."""
+    """Return whether the framework's kernels support the dtype of x and these changes to the
+    scores.
+    """
     is_changed = scores.spec.soft_cap is not None or scores.spec.has_distance_bias
     has_dropout = scores.dropout or scores.dropout_keep is not None
     return x.dtype != ttnn.float32 and not is_changed and not has_dropout
 
 
 def step_supports(num_features: int) -> bool:
-    """Return whether the framework's step kernel is correct for heads of this width (docs/reference/ttnn.md)."""
+    """Return whether the framework's step kernel is correct for heads of this width
+    (docs/reference/ttnn.md).
+    """
     return num_features <= STEP_FEATURES or num_features % STEP_FEATURES == 0
 
 
 def may_zero_rows(config: ttnn.DeviceComputeKernelConfig) -> bool:
-    """Return whether the prompt kernel may return 0 for a row whose largest score is at least 11,264.
+    """Return whether the prompt kernel may return 0 for a row whose largest score is at least
+    11,264.
 
-    With float32 sums it subtracts the first 8 bits of that score. If the others exceed 88, the largest exponential is
-    infinite and the row 0. With bfloat16 sums a score has no others, and approximate exponentials lose no rows either:
-    measured on a simulator (docs/evidence/upstream-ttnn.md).
+    With float32 sums it subtracts the first 8 bits of that score. If the others exceed 88, the
+    largest exponential is infinite and the row 0. With bfloat16 sums a score has no others, and
+    approximate exponentials lose no rows either: measured on a simulator
+    (docs/evidence/upstream-ttnn.md).
 
-    A second run of the kernel is necessary: to skip it by a bound on the scores, the host would have to read the bound
-    back in every call, which stalls the queue and is impossible in a trace.
+    A second run of the kernel is necessary: to skip it by a bound on the scores, the host would
+    have to read the bound back in every call, which stalls the queue and is impossible in a trace.
     """
     return config.fp32_dest_acc_en and not config.math_approx_mode
 
 
 def _check_supported(query: Tensor) -> None:
     if query.dtype == ttnn.float32:
-        raise WrongType("query", "be bfloat16 or bfloat8_b on the fused path", "query.dtype=float32")
+        raise WrongType(
+            "query", "be bfloat16 or bfloat8_b on the fused path", "query.dtype=float32"
+        )
     if query.shape[3] % TILE:
-        raise Refusal("heads", f"have whole tiles of {TILE} features", {"query.shape": tuple(query.shape)})
+        raise Refusal(
+            "heads", f"have whole tiles of {TILE} features", {"query.shape": tuple(query.shape)}
+        )
 
 
 def _attn_mask(
-    mask: DeviceMask | None, bias: np.ndarray | Tensor | None, seq_len_q: int, seq_len_k: int, device: ttnn.MeshDevice
+    mask: DeviceMask | None,
+    bias: np.ndarray | Tensor | None,
+    seq_len_q: int,
+    seq_len_k: int,
+    device: ttnn.MeshDevice,
 ) -> Tensor | None:
-    """Return the mask that the kernel adds to the scores, (B or 1, N or 1, T, S), with `MASKED` beyond the last key."""
+    """Return the mask that the kernel adds to the scores, (B or 1, N or 1, T, S), with `MASKED`
+    beyond the last key.
+    """
     if bias is None:
-        return None if mask is None else mask.additive(seq_len_q, seq_len_k)
+        if mask is None:
+            return None
+        return mask.additive(seq_len_q, seq_len_k)
     attn_mask = bias_on_device(bias, device, ttnn.bfloat16)
-    if mask is None and tuple(attn_mask.shape)[2:] != (seq_len_q, seq_len_k):  # broadcast to queries and keys
+    # Broadcast to queries and keys.
+    if mask is None and tuple(attn_mask.shape)[2:] != (seq_len_q, seq_len_k):
         mask = DeviceMask(np.zeros((1, 1, seq_len_q, seq_len_k), bool), device=device)
     if mask is not None:
         attn_mask = ttnn.add(attn_mask, mask.additive(seq_len_q, seq_len_k))
@@ -308,16 +390,27 @@ def _unscaled(sinks: Tensor, scale: float) -> Tensor:
 
 def _some_heads(x: Tensor, part: slice, times: int, *, axis: int) -> Tensor:
     """Return some heads of x, each `copies` times in a row."""
-    some = x if part.stop - part.start == x.shape[axis] else x[(slice(None),) * axis + (part,)]
-    return some if times == 1 else ttnn.repeat_interleave(some, times, dim=axis)
+    if part.stop - part.start == x.shape[axis]:
+        some = x
+    else:
+        some = x[(slice(None),) * axis + (part,)]
+    if times == 1:
+        return some
+    return ttnn.repeat_interleave(some, times, dim=axis)
 
 
 def _largest_chunk(query: Tensor) -> int:
-    return LARGEST_CHUNK if query.shape[3] <= WIDE else LARGEST_CHUNK // 2
+    if query.shape[3] <= WIDE:
+        return LARGEST_CHUNK
+    return LARGEST_CHUNK // 2
 
 
 def _program_config(
-    device: ttnn.MeshDevice, config: ttnn.DeviceComputeKernelConfig, seq_len_q: int, seq_len_k: int, largest_chunk: int
+    device: ttnn.MeshDevice,
+    config: ttnn.DeviceComputeKernelConfig,
+    seq_len_q: int,
+    seq_len_k: int,
+    largest_chunk: int,
 ) -> ttnn.SDPAProgramConfig:
     return ttnn.SDPAProgramConfig(
         compute_with_storage_grid_size=device.compute_with_storage_grid_size(),
@@ -327,24 +420,36 @@ def _program_config(
     )
 
 
-# ---- Validation ------------------------------------------------------------------------------------------------------
+# ---- Validation ----------------------------------------------------------------------------------
 
 
 def check_cached_step(
-    query: Tensor, keys: Tensor, values: Tensor, last_positions: np.ndarray | Tensor, page_table: Tensor | None = None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    last_positions: np.ndarray | Tensor,
+    page_table: Tensor | None = None,
 ) -> None:
-    """Refuse a query (1, B, N, H), a cache (B, K, S, H) or last positions (B,) that do not fit each other."""
+    """Refuse a query (1, B, N, H), a cache (B, K, S, H) or last positions (B,) that do not fit each
+    other.
+    """
     for name, x in (("keys", keys), ("values", values)):
         check_floating(name, x, rank=4)
         if x.dtype == ttnn.float32:
-            raise WrongType(name, "be bfloat16 or bfloat8_b on the fused path", f"{name}.dtype=float32")
+            raise WrongType(
+                name, "be bfloat16 or bfloat8_b on the fused path", f"{name}.dtype=float32"
+            )
     if tuple(values.shape) != tuple(keys.shape):
         raise Refusal(
-            "values", "have the shape of keys", {"values.shape": tuple(values.shape), "keys.shape": tuple(keys.shape)}
+            "values",
+            "have the shape of keys",
+            {"values.shape": tuple(values.shape), "keys.shape": tuple(keys.shape)},
         )
-    batch_size, capacity = keys.shape[0], keys.shape[2]
+    batch_size = keys.shape[0]
+    capacity = keys.shape[2]
     if page_table is not None:
-        batch_size, capacity = page_table.shape[0], page_table.shape[1] * keys.shape[2]
+        batch_size = page_table.shape[0]
+        capacity = page_table.shape[1] * keys.shape[2]
     if (query.shape[0], query.shape[1], query.shape[3]) != (1, batch_size, keys.shape[3]):
         raise Refusal(
             "query",

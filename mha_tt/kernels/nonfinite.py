@@ -40,7 +40,8 @@ def contained(kernel: Kernel) -> Kernel:
 
     @wraps(kernel)
     def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
-        seq_len_q, seq_len_k = query.shape[2], key.shape[2]
+        seq_len_q = query.shape[2]
+        seq_len_k = key.shape[2]
         if 0 in (query.shape[0], seq_len_q, seq_len_k):
             return kernel(query, key, value, mask, scores)
         hidden = mask.with_bias(scores.bias).to_bool(seq_len_q, seq_len_k, query.device())
@@ -59,7 +60,10 @@ def contained(kernel: Kernel) -> Kernel:
 
 
 def _hide_nonfinite(
-    mask: DeviceMask, seq_len_q: int, key: Float[Tensor, "B K S H"], value: Float[Tensor, "B K S Hv"]
+    mask: DeviceMask,
+    seq_len_q: int,
+    key: Float[Tensor, "B K S H"],
+    value: Float[Tensor, "B K S Hv"],
 ) -> tuple[list[Float[Tensor, "B K S H"]], Float[Tensor, "B heads T 1"] | None]:
     """Return key and value with 0 for non-finite ones, and the rows that become NaN, marked by > 0.
 
@@ -70,12 +74,18 @@ def _hide_nonfinite(
     finite = [ttnn.isfinite(x) for x in (key, value)]
     finite_keys = [ttnn.min(x, dim=3, keepdim=True) for x in finite]
     marked = ttnn.logical_not(ttnn.multiply(*finite_keys))
-    cleaned = [ttnn.where(is_finite, x, 0.0) for is_finite, x in zip(finite, (key, value), strict=True)]
+    cleaned = [
+        ttnn.where(is_finite, x, 0.0) for is_finite, x in zip(finite, (key, value), strict=True)
+    ]
     return cleaned, _rows_that_see(marked, mask, seq_len_q)
 
 
-def _rows_that_see(marked: Float[Tensor, "B K S 1"], mask: DeviceMask, seq_len_q: int) -> Float[Tensor, "B heads T 1"]:
-    """Count the marked keys that each row attends to, per key/value head, or per head of the mask if it has more."""
+def _rows_that_see(
+    marked: Float[Tensor, "B K S 1"], mask: DeviceMask, seq_len_q: int
+) -> Float[Tensor, "B heads T 1"]:
+    """Count the marked keys that each row attends to, per key/value head, or per head of the mask
+    if it has more.
+    """
     batch_size, num_heads, seq_len_k, _ = marked.shape
     if mask.is_causal and mask.shape[2] == seq_len_q == seq_len_k:  # needs no mask in memory
         return ttnn.cumsum(_entering_less_leaving(marked, mask.window_size), dim=2)
@@ -92,7 +102,9 @@ def _rows_that_see(marked: Float[Tensor, "B K S 1"], mask: DeviceMask, seq_len_q
     return ttnn.reshape(seen, (batch_size, num_heads, seq_len_q, 1))
 
 
-def _entering_less_leaving(marked: Float[Tensor, "B K S 1"], window_size: int | None) -> Float[Tensor, "B K S 1"]:
+def _entering_less_leaving(
+    marked: Float[Tensor, "B K S 1"], window_size: int | None
+) -> Float[Tensor, "B K S 1"]:
     """Count, per row, the marked keys that enter its window minus those that leave it."""
     if window_size is None:
         return marked

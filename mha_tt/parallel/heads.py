@@ -23,9 +23,10 @@ __all__ = ["shard"]
 def shard(layer: AttentionLayer, mesh: ttnn.MeshDevice, *, heads: int) -> AttentionLayer:
     """Divide the heads of a layer over a mesh dimension: tensor parallelism.
 
-    Each chip then needs the whole input, which `mha_tt.upload` replicates, and has the whole output. Attention weights,
-    masks and biases with an axis of heads, and the cache of `init_cache` are local: those of a chip's heads. Without
-    `out_proj` the output is also local: `mha_tt.download_parts` reads the part of each chip.
+    Each chip then needs the whole input, which `mha_tt.upload` replicates, and has the whole
+    output. Attention weights, masks and biases with an axis of heads, and the cache of `init_cache`
+    are local: those of a chip's heads. Without `out_proj` the output is also local:
+    `mha_tt.download_parts` reads the part of each chip.
 
     Args:
         layer: any attention module of this package; it is changed.
@@ -37,8 +38,9 @@ def shard(layer: AttentionLayer, mesh: ttnn.MeshDevice, *, heads: int) -> Attent
 
     Raises:
         TypeError: if the layer is not one of this package, or heads is not an integer.
-        ValueError: if the mesh has no such dimension, the layer is not on it, the query heads do not divide evenly, or
-            the layer has a norm over the width of all heads or ALiBi. The layer is then unchanged.
+        ValueError: if the mesh has no such dimension, the layer is not on it, the query heads do
+            not divide evenly, or the layer has a norm over the width of all heads or ALiBi. The
+            layer is then unchanged.
 
     Source: Megatron-LM, arXiv:1909.08053, section 3.
     """
@@ -56,12 +58,18 @@ def shard(layer: AttentionLayer, mesh: ttnn.MeshDevice, *, heads: int) -> Attent
     if layer.device != mesh:
         raise Refusal("mesh", "be the device of the layer", "another")
     if layer.heads is not None:
-        raise Refusal("layer", "be divided by heads once", f"one that is, along dimension {layer.heads}")
+        raise Refusal(
+            "layer", "be divided by heads once", f"one that is, along dimension {layer.heads}"
+        )
     check_divides(layer.full_spec, shape[heads])
     if has_values():
         weights = download_weights(layer.weights, layer.full_spec)
     else:  # a mock board has none to divide
-        weights = {name: np.zeros(size, np.float32) for name, size in layer.full_spec.weight_shapes.items()}
-    layer.weights = upload_weights(weights, layer.full_spec, device=mesh, dtype=layer.weight_dtype, heads=heads)
+        weights = {
+            name: np.zeros(size, np.float32) for name, size in layer.full_spec.weight_shapes.items()
+        }
+    layer.weights = upload_weights(
+        weights, layer.full_spec, device=mesh, dtype=layer.weight_dtype, heads=heads
+    )
     layer.spec, layer.heads = local_spec(layer.full_spec, shape[heads]), heads
     return layer

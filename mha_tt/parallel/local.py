@@ -31,23 +31,34 @@ def lines_of(mesh: Sequence[int], axis: int) -> list[list[int]]:
 def local_weights(
     weights: Mapping[str, np.ndarray], spec: AttentionSpec, size: int, chip: int
 ) -> dict[str, np.ndarray]:
-    """Return the canonical weights of a chip. The bias of out_proj is zero on all but the first: it is added once."""
+    """Return the canonical weights of a chip. The bias of out_proj is zero on all but the first: it
+    is added once.
+    """
     found = {}
     for name, weight in weights.items():
         axis, count, heads = _place_of(name, spec, size, chip)
         if name == OUT_BIAS and spec.out_proj:
-            found[name] = weight if chip == 0 else np.zeros_like(weight)
+            if chip == 0:
+                found[name] = weight
+            else:
+                found[name] = np.zeros_like(weight)
         elif axis is None:
             found[name] = weight
         else:
-            by_heads = np.reshape(weight, (*weight.shape[:axis], count, -1, *weight.shape[axis + 1 :]))
+            by_heads = np.reshape(
+                weight, (*weight.shape[:axis], count, -1, *weight.shape[axis + 1 :])
+            )
             own = by_heads.take(heads, axis)
             found[name] = own.reshape(*weight.shape[:axis], -1, *weight.shape[axis + 1 :])
     return found
 
 
-def whole_weights(parts: Sequence[Mapping[str, np.ndarray]], spec: AttentionSpec) -> dict[str, np.ndarray]:
-    """Return the canonical weights of a layer from those of all chips: the inverse of `local_weights`."""
+def whole_weights(
+    parts: Sequence[Mapping[str, np.ndarray]], spec: AttentionSpec
+) -> dict[str, np.ndarray]:
+    """Return the canonical weights of a layer from those of all chips: the inverse of
+    `local_weights`.
+    """
     whole = {}
     for name, shape in spec.weight_shapes.items():
         held = [part[name] for part in parts]
@@ -55,7 +66,9 @@ def whole_weights(parts: Sequence[Mapping[str, np.ndarray]], spec: AttentionSpec
         if axis is None or name == OUT_BIAS:
             whole[name] = held[0]
             continue
-        by_heads = np.empty((*shape[:axis], count, shape[axis] // count, *shape[axis + 1 :]), held[0].dtype)
+        by_heads = np.empty(
+            (*shape[:axis], count, shape[axis] // count, *shape[axis + 1 :]), held[0].dtype
+        )
         for chip, weight in enumerate(held):
             _, _, heads = _place_of(name, spec, len(parts), chip)
             index = (slice(None),) * axis + (heads,)
@@ -71,14 +84,20 @@ def all_reduce(x: Tensor, axis: int) -> Tensor:
     return ttnn.all_reduce(x, cluster_axis=axis)
 
 
-def _place_of(name: str, spec: AttentionSpec, size: int, chip: int) -> tuple[int | None, int, list[int]]:
-    """Return the axis of heads in a canonical weight, their number, and the local heads of a chip."""
+def _place_of(
+    name: str, spec: AttentionSpec, size: int, chip: int
+) -> tuple[int | None, int, list[int]]:
+    """Return the axis of heads in a canonical weight, their number, and the local heads of a
+    chip.
+    """
     (queries, keys), axis = local_heads(spec, size, chip), axis_of_heads(name, spec)
     is_of_keys = name.partition(".")[0] in OF_KEYS
-    return (axis, spec.num_kv_heads, keys) if is_of_keys else (axis, spec.num_heads, list(queries))
+    if is_of_keys:
+        return (axis, spec.num_kv_heads, keys)
+    return (axis, spec.num_heads, list(queries))
 
 
-# ---- Validation ------------------------------------------------------------------------------------------------------
+# ---- Validation ----------------------------------------------------------------------------------
 
 
 def check_divides(spec: AttentionSpec, size: int) -> None:
@@ -86,18 +105,28 @@ def check_divides(spec: AttentionSpec, size: int) -> None:
     if size == 1:
         return
     if spec.num_heads % size:
-        raise Refusal("num_heads", "be a multiple of the chips", f"num_heads={spec.num_heads} and {size} chips")
+        raise Refusal(
+            "num_heads",
+            "be a multiple of the chips",
+            f"num_heads={spec.num_heads} and {size} chips",
+        )
     if spec.shared_kv:
-        raise Refusal("shared_kv", "be False to be divided, since the keys are those of another layer", shared_kv=True)
+        raise Refusal(
+            "shared_kv",
+            "be False to be divided, since the keys are those of another layer",
+            shared_kv=True,
+        )
     for name, norm in spec.wide_norms.items():
         raise Refusal(
             name,
-            "be over='head' to be divided, since that over the width of all heads needs a sum over chips",
+            "be over='head' to be divided, "
+            "since that over the width of all heads needs a sum over chips",
             {name: norm},
         )
     if spec.alibi is not None:
         raise Refusal(
             "alibi",
-            "be None to be divided, since all chips run one program, and the slopes of their heads differ",
+            "be None to be divided, "
+            "since all chips run one program, and the slopes of their heads differ",
             alibi=spec.alibi,
         )

@@ -1,8 +1,8 @@
 """Blocks of queries and keys: division of the work, scores of a block, and sums over blocks.
 
-Axes: B batch, T query tokens, S key tokens, K key/value heads, G query heads of each, H head_dim, Hv value_head_dim.
-Heads that are processed together are on one axis, P, and the queries of their groups on the next, so that all products
-are matrix products.
+Axes: B batch, T query tokens, S key tokens, K key/value heads, G query heads of each, H head_dim,
+Hv value_head_dim. Heads that are processed together are on one axis, P, and the queries of their
+groups on the next, so that all products are matrix products.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,12 +25,15 @@ class BlockSizes:
     """Sizes of blocks. They affect only speed and rounding.
 
     Attributes:
-        few_scores: scores of a key/value head, of up to `keys` keys, for which one kernel is faster on a CPU.
+        few_scores: scores of a key/value head, of up to `keys` keys, for which one kernel is faster
+            on a CPU.
         most_scores: number of scores up to which an accelerator may store them, 128 MiB in float32.
         queries: queries per block; twice as many if all attend to the same keys.
         keys: keys per block; the scores of a block fit the caches of two cores.
-        last_keys: keys of the last few blocks of a cache, small to read few empty slots; at most `keys`.
-        heads_side_by_side: heads of a cache that are read in parallel, each by one core if there are enough.
+        last_keys: keys of the last few blocks of a cache, small to read few empty slots; at most
+            `keys`.
+        heads_side_by_side: heads of a cache that are read in parallel, each by one core if there
+            are enough.
     """
 
     few_scores: int = 2**16
@@ -48,7 +51,9 @@ class BlockSizes:
 
 
 FEW_BLOCKS, MOST_BLOCKS = 8, 16
-"""Numbers of blocks of queries: up to the first each is compiled separately on a CPU, up to the second elsewhere."""
+"""Numbers of blocks of queries: up to the first each is compiled separately on a CPU, up to the
+second elsewhere.
+"""
 
 
 class Scoring(NamedTuple):
@@ -71,14 +76,22 @@ class Scoring(NamedTuple):
 
     def capped(self, scores: Array) -> Array:
         """Return the scaled products, capped."""
-        return scores if self.soft_cap is None else self.soft_cap * jnp.tanh(scores / self.soft_cap)
+        if self.soft_cap is None:
+            return scores
+        return self.soft_cap * jnp.tanh(scores / self.soft_cap)
 
     def slope(self, scores: Array) -> Array | float:
         """Return the derivative of the cap at capped values."""
-        return 1.0 if self.soft_cap is None else 1.0 - jnp.square(scores / self.soft_cap)
+        if self.soft_cap is None:
+            return 1.0
+        return 1.0 - jnp.square(scores / self.soft_cap)
 
-    def minus_alibi(self, scores: Array, heads: Array, num_kv_heads: int, distances: Array) -> Array:
-        """Subtract slope * distance (heads, S) from scores (heads, G, S) of some key/value heads."""
+    def minus_alibi(
+        self, scores: Array, heads: Array, num_kv_heads: int, distances: Array
+    ) -> Array:
+        """Subtract slope * distance (heads, S) from scores (heads, G, S) of some key/value
+        heads.
+        """
         if self.slopes is None:
             return scores
         slopes = self.slopes_of(num_kv_heads, scores.dtype)[0, :, :, 0]  # (K, G, 1)
@@ -98,8 +111,10 @@ class Hidden(NamedTuple):
         lengths: number of real keys of each sequence, (B,).
         sinks: attention sinks, (1, K, G, 1, 1).
         q_offset: position of the first query among the keys, (B or 1,), for ALiBi; default: 0.
-        segments: segments of the queries, (B, T), and of the keys, (B, S); keys of other segments are hidden.
-        between: first visible key of each query, and the one after the last, (B or 1, T); others are hidden.
+        segments: segments of the queries, (B, T), and of the keys, (B, S); keys of other segments
+            are hidden.
+        between: first visible key of each query, and the one after the last, (B or 1, T); others
+            are hidden.
     """
 
     mask: Array | None
@@ -118,8 +133,13 @@ class Hidden(NamedTuple):
 
     def masks(self, part: Callable[[Array], Array]) -> list[Array]:
         """Return a part of the mask, and of the bias as a mask."""
-        found = [] if self.mask is None else [part(self.mask)]
-        return found if self.bias is None else [*found, jnp.isneginf(part(self.bias))]
+        if self.mask is None:
+            found = []
+        else:
+            found = [part(self.mask)]
+        if self.bias is None:
+            return found
+        return [*found, jnp.isneginf(part(self.bias))]
 
 
 class Options(NamedTuple):
@@ -128,7 +148,9 @@ class Options(NamedTuple):
     is_causal: bool
     scoring: Scoring
     sizes: BlockSizes
-    at_once: bool  # all sequences and heads, without skipping blocks: on accelerators, and if XLA partitions the work
+    # All sequences and heads, without skipping blocks: on accelerators, and if XLA partitions the
+    # work.
+    at_once: bool
 
 
 class Sums(NamedTuple):
@@ -147,16 +169,22 @@ class Sums(NamedTuple):
     @classmethod
     def of(cls, scores: Array, value: Array, *, may_be_empty: bool) -> "Sums":
         """Return the sums over one block; `may_be_empty` if a row may be fully masked in it."""
-        # XLA has a kernel for these lines, if `largest` is not used elsewhere. It may be -inf even next to a NaN.
+        # XLA has a kernel for these lines, if `largest` is not used elsewhere. It may be -inf even
+        # next to a NaN.
         largest = scores.max(axis=-1, keepdims=True)
         exponentials = jnp.exp(scores - (_finite_shift(largest) if may_be_empty else largest))
-        return cls(largest, exponentials.sum(axis=-1, keepdims=True), jnp.einsum("pts,psh->pth", exponentials, value))
+        return cls(
+            largest,
+            exponentials.sum(axis=-1, keepdims=True),
+            jnp.einsum("pts,psh->pth", exponentials, value),
+        )
 
     def join(self, other: "Sums") -> "Sums":
         """Return the sums over both."""
         largest = jnp.maximum(self.largest, other.largest)
         shift = _finite_shift(largest)
-        ours, theirs = jnp.exp(self.largest - shift), jnp.exp(other.largest - shift)
+        ours = jnp.exp(self.largest - shift)
+        theirs = jnp.exp(other.largest - shift)
         return Sums(
             largest,
             self.exponentials * ours + other.exponentials * theirs,
@@ -171,17 +199,25 @@ class Sums(NamedTuple):
         """Return the context and log-sum-exp: 0 and infinity for rows whose scores are all -inf."""
         gave_nothing = self.exponentials == 0.0
         exponentials = jnp.where(gave_nothing, 1.0, self.exponentials)
-        return self.values / exponentials, jnp.where(gave_nothing, jnp.inf, self.largest + jnp.log(exponentials))
+        return self.values / exponentials, jnp.where(
+            gave_nothing, jnp.inf, self.largest + jnp.log(exponentials)
+        )
 
 
 def _finite_shift(largest: Array) -> Array:
-    return jnp.where(jnp.isneginf(largest), 0.0, largest)  # exp(-inf) is 0, but exp(-inf + inf) is NaN
+    # Exp(-inf) is 0, but exp(-inf + inf) is NaN.
+    return jnp.where(jnp.isneginf(largest), 0.0, largest)
 
 
-def place_in(x: Array, starts: Sequence[Array | int], sizes: Sequence[int]) -> tuple[list[Array], list[int]]:
+def place_in(
+    x: Array, starts: Sequence[Array | int], sizes: Sequence[int]
+) -> tuple[list[Array], list[int]]:
     """Return the start and size of a block of x, whose axes of size 1 are broadcast."""
     return (
-        [jnp.asarray(0 if of == 1 else start, jnp.int32) for start, of in zip(starts, x.shape, strict=True)],
+        [
+            jnp.asarray(0 if of == 1 else start, jnp.int32)
+            for start, of in zip(starts, x.shape, strict=True)
+        ],
         [min(size, of) for size, of in zip(sizes, x.shape, strict=True)],
     )
 
@@ -195,8 +231,11 @@ class Tile(NamedTuple):
 
     def part(self, x: Array) -> Array:
         """Return the tile's part of (B or 1, K or 1, …)."""
-        for axis, (begin, size) in enumerate(zip((self.sequence, self.head), self.shape, strict=True)):
-            x = x if x.shape[axis] == 1 else lax.dynamic_slice_in_dim(x, begin, size, axis)
+        for axis, (begin, size) in enumerate(
+            zip((self.sequence, self.head), self.shape, strict=True)
+        ):
+            if x.shape[axis] != 1:
+                x = lax.dynamic_slice_in_dim(x, begin, size, axis)
         return x
 
     def of(self, x: Array) -> Array:
@@ -214,7 +253,9 @@ class Rows(NamedTuple):
 
     def of(self, x: Array) -> Array:
         """Return (P, G t, ·) from (P, G, T, ·)."""
-        return lax.dynamic_slice_in_dim(x, self.begin, self.size, axis=2).reshape(x.shape[0], -1, x.shape[3])
+        return lax.dynamic_slice_in_dim(x, self.begin, self.size, axis=2).reshape(
+            x.shape[0], -1, x.shape[3]
+        )
 
     def split(self, x: Array, group_size: int) -> Array:
         """Return (P, G, t, ·) from (P, G t, ·)."""
@@ -222,7 +263,9 @@ class Rows(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Block of keys; if it was moved to end within the keys, its first ones belong to the previous block."""
+    """Block of keys; if it was moved to end within the keys, its first ones belong to the previous
+    block.
+    """
 
     begin: Array | int
     size: int
@@ -239,7 +282,9 @@ class Keys(NamedTuple):
 
 
 class Blocks:
-    """Division of the work into tiles of heads, and of each tile into blocks of queries and keys."""
+    """Division of the work into tiles of heads, and of each tile into blocks of queries and
+    keys.
+    """
 
     def __init__(
         self,
@@ -252,26 +297,41 @@ class Blocks:
         self.batch_size, self.num_kv_heads, self.group_size, self.seq_len_q, _ = query_shape
         self.seq_len_k = key_shape[2]
         # XLA would need minutes to evaluate a constant mask.
-        hidden = hidden._replace(**lax.optimization_barrier({"mask": hidden.mask, "bias": hidden.bias}))
+        hidden = hidden._replace(
+            **lax.optimization_barrier({"mask": hidden.mask, "bias": hidden.bias})
+        )
         self.hidden = hidden
         self.is_causal = is_causal
         self.scoring = scoring
         # Two matrix products at a time use two cores better than one.
         self.tile_shape = (1, 2 if self.group_size == 1 and self.num_kv_heads % 2 == 0 else 1)
         self.at_once = at_once
-        if at_once:  # XLA gathers slices of a partitioned axis, and accelerators work best on large products
+        # XLA gathers slices of a partitioned axis, and accelerators work best on large products.
+        if at_once:
             self.tile_shape = (self.batch_size, self.num_kv_heads)
-        # If all queries attend to the same keys, larger matrices are faster; otherwise smaller ones skip more. (Groups
-        # of heads also make them larger.)
+        # If all queries attend to the same keys, larger matrices are faster; otherwise smaller ones
+        # skip more. (Groups of heads also make them larger.)
         sees_alike = not (is_causal or hidden._replace(lengths=None).hides) and self.group_size == 1
         self.block_queries = sizes.queries * (2 if sees_alike else 1)
         if at_once:
             self.block_queries = max(self.block_queries, -(-self.seq_len_q // MOST_BLOCKS))
         self.block_keys = min(sizes.keys, self.seq_len_k)
-        masks = [] if at_once else hidden.masks(lambda x: x)
-        self.seen_blocks = self.seen(reduce(jnp.logical_or, masks)) if masks else None
-        self.between = None if hidden.between is None else [x[:, None, None, :, None] for x in hidden.between]
-        self.seen_between = None if hidden.between is None or at_once else self.seen_in(*hidden.between)
+        if at_once:
+            masks = []
+        else:
+            masks = hidden.masks(lambda x: x)
+        if masks:
+            self.seen_blocks = self.seen(reduce(jnp.logical_or, masks))
+        else:
+            self.seen_blocks = None
+        if hidden.between is None:
+            self.between = None
+        else:
+            self.between = [x[:, None, None, :, None] for x in hidden.between]
+        if hidden.between is None or at_once:
+            self.seen_between = None
+        else:
+            self.seen_between = self.seen_in(*hidden.between)
         self.segments, self.seen_by_segment = None, None
         if hidden.segments is not None:
             of_queries, of_keys = hidden.segments
@@ -279,9 +339,14 @@ class Blocks:
                 of_queries.reshape(-1, 1, 1, self.seq_len_q, 1),
                 of_keys.reshape(-1, 1, 1, 1, self.seq_len_k),
             )
-            self.seen_by_segment = None if at_once else self.seen_within(of_queries, of_keys)
+            if at_once:
+                self.seen_by_segment = None
+            else:
+                self.seen_by_segment = self.seen_within(of_queries, of_keys)
 
-    def over_tiles(self, function: Callable[[Tile, Any], tuple[Any, Any]], carry: Any) -> tuple[Any, Any]:
+    def over_tiles(
+        self, function: Callable[[Tile, Any], tuple[Any, Any]], carry: Any
+    ) -> tuple[Any, Any]:
         """Return the results of a function for each tile, and the final carry."""
         sequences, heads = self.tile_shape
         tiles_of_sequence = self.num_kv_heads // heads
@@ -295,18 +360,24 @@ class Blocks:
         carry, results = lax.scan(step, carry, tiles)
         return results, carry
 
-    def over_rows(self, function: Callable[[Rows, Any], tuple[Any, Any]], carry: Any) -> tuple[Any, Any]:
-        """Return the results of a function for each block of queries, (P, G, T, ·), and the final carry."""
-        size, num_blocks = self.block_queries, self.seq_len_q // self.block_queries
+    def over_rows(
+        self, function: Callable[[Rows, Any], tuple[Any, Any]], carry: Any
+    ) -> tuple[Any, Any]:
+        """Return the results of a function for each block of queries, (P, G, T, ·), and the final
+        carry.
+        """
+        size = self.block_queries
+        num_blocks = self.seq_len_q // self.block_queries
         num_within = min(num_blocks, self.seq_len_k // size)
         parts = []
-        # XLA compiles each of a few blocks, and may compute two at a time. A host would wait for loops over keys whose
-        # number of rounds depends on the block.
+        # XLA compiles each of a few blocks, and may compute two at a time. A host would wait for
+        # loops over keys whose number of rounds depends on the block.
         is_static = self.at_once or num_blocks <= FEW_BLOCKS
         for i in range(num_blocks if is_static else 0):
             results, carry = function(Rows(i, i * size, size, i < num_within), carry)
             parts.append(results)
-        # More blocks are a loop, which compiles once. It has two at a time, because some steps use one core.
+        # More blocks are a loop, which compiles once. It has two at a time, because some steps use
+        # one core.
         for first, stop in () if is_static else ((0, num_within), (num_within, num_blocks)):
 
             def step(carry: Any, i: Array, is_within: bool = stop <= num_within) -> tuple[Any, Any]:
@@ -314,18 +385,32 @@ class Blocks:
                 return carry, results
 
             if stop > first:
-                carry, blocks = lax.scan(step, carry, jnp.arange(first, stop, dtype=jnp.int32), unroll=2)
+                carry, blocks = lax.scan(
+                    step, carry, jnp.arange(first, stop, dtype=jnp.int32), unroll=2
+                )
                 parts.append(
-                    jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1, x.shape[4]), blocks)
+                    jax.tree.map(
+                        lambda x: jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1, x.shape[4]),
+                        blocks,
+                    )
                 )
         if self.seq_len_q % size:
-            rows = Rows(num_blocks, num_blocks * size, self.seq_len_q % size, self.seq_len_q <= self.seq_len_k)
+            rows = Rows(
+                num_blocks,
+                num_blocks * size,
+                self.seq_len_q % size,
+                self.seq_len_q <= self.seq_len_k,
+            )
             results, carry = function(rows, carry)
             parts.append(results)
         return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=2), *parts), carry
 
-    def over_keys(self, add: Callable[[Any, Keys], Any], nothing: Any, zeros: Any, tile: Tile, rows: Rows) -> Any:
-        """Accumulate a function over the keys that a block of queries may attend to, from None or, in a loop, zeros."""
+    def over_keys(
+        self, add: Callable[[Any, Keys], Any], nothing: Any, zeros: Any, tile: Tile, rows: Rows
+    ) -> Any:
+        """Accumulate a function over the keys that a block of queries may attend to, from None or,
+        in a loop, zeros.
+        """
         size = self.block_keys
 
         def add_block(i: Array, sums: Any) -> Any:
@@ -333,8 +418,11 @@ class Blocks:
             return add(sums, Keys(jnp.minimum(first, self.seq_len_k - size), size, first))
 
         def add_clear(sums: Any, begin: Array | int, stop: Array | int, size: int) -> Any:
-            first, last = begin // size, stop // size
-            return lax.fori_loop(first, last, lambda i, sums: add(sums, Keys(i * size, size, is_clear=True)), sums)
+            first = begin // size
+            last = stop // size
+            return lax.fori_loop(
+                first, last, lambda i, sums: add(sums, Keys(i * size, size, is_clear=True)), sums
+            )
 
         is_static = isinstance(rows.begin, int)
         stop: Any = self.seq_len_k
@@ -345,35 +433,56 @@ class Blocks:
         if self.at_once or is_beyond or self.may_hide_all(Keys(0, size)):
             return lax.fori_loop(*self.seen_of(-(-stop // size), tile, rows), add_block, zeros)
         if self.is_causal and not is_static:
-            sums, begin = add(nothing, Keys(rows.begin, rows.size)), 0
+            sums = add(nothing, Keys(rows.begin, rows.size))
+            begin = 0
             for width in (size - size % self.block_queries, self.block_queries):
-                if 0 < width < self.seq_len_k:  # XLA would compute the only block of a loop even without an iteration
-                    sums, begin = add_clear(sums, begin, rows.begin, width), rows.begin - rows.begin % width
+                # XLA would compute the only block of a loop even without an iteration.
+                if 0 < width < self.seq_len_k:
+                    sums = add_clear(sums, begin, rows.begin, width)
+                    begin = rows.begin - rows.begin % width
             return sums
         # First the blocks without hidden keys, then the rest: at once, if it is at most one block.
-        clear = min(rows.begin, stop) if self.is_causal else stop
-        num_clear, sums = clear // size, nothing
+        if self.is_causal:
+            clear = min(rows.begin, stop)
+        else:
+            clear = stop
+        num_clear = clear // size
+        sums = nothing
         if num_clear == 1:
             sums = add(nothing, Keys(0, size, is_clear=True))
         elif num_clear:
             sums = add_clear(zeros, 0, clear, size)
         rest = stop - num_clear * size
         if rest > size:
-            return lax.fori_loop(num_clear, -(-stop // size), add_block, sums if num_clear else zeros)
-        return add(sums, Keys(num_clear * size, rest, is_clear=clear == stop)) if rest else sums
+            return lax.fori_loop(
+                num_clear, -(-stop // size), add_block, sums if num_clear else zeros
+            )
+        if rest:
+            return add(sums, Keys(num_clear * size, rest, is_clear=clear == stop))
+        return sums
 
-    def seen_of(self, num_blocks: Array | int, tile: Tile, rows: Rows) -> tuple[Array | int, Array | int]:
-        """Return the range of key blocks that a block of queries may attend to, without causality."""
-        first, last = 0, num_blocks
-        if self.at_once:  # devices would have to agree on the blocks to skip, and a host to wait for them
+    def seen_of(
+        self, num_blocks: Array | int, tile: Tile, rows: Rows
+    ) -> tuple[Array | int, Array | int]:
+        """Return the range of key blocks that a block of queries may attend to, without
+        causality.
+        """
+        first = 0
+        last = num_blocks
+        # Devices would have to agree on the blocks to skip, and a host to wait for them.
+        if self.at_once:
             return first, last
         if self.seen_blocks is not None:
             first_seen, last_seen = (tile.part(x)[..., rows.number] for x in self.seen_blocks)
-            first, last = first_seen.min(), jnp.minimum(last, last_seen.max())
+            first = first_seen.min()
+            last = jnp.minimum(last, last_seen.max())
         for seen in (self.seen_by_segment, self.seen_between):
             if seen is not None:
-                first_seen, last_seen = (x[0 if x.shape[0] == 1 else tile.sequence, rows.number] for x in seen)
-                first, last = jnp.maximum(first, first_seen), jnp.minimum(last, last_seen)
+                first_seen, last_seen = (
+                    x[0 if x.shape[0] == 1 else tile.sequence, rows.number] for x in seen
+                )
+                first = jnp.maximum(first, first_seen)
+                last = jnp.minimum(last, last_seen)
         if self.hidden.lengths is not None:
             last = jnp.minimum(last, -(-self.hidden.lengths[tile.sequence] // self.block_keys))
         return first, last
@@ -388,25 +497,41 @@ class Blocks:
         return self._ends(self._in_blocks(seen, 3, self.block_keys).any(axis=4))
 
     def seen_in(self, first: Array, stop: Array) -> tuple[Array, Array]:
-        """Return the range of key blocks of the keys between `first` and `stop` of each query block, (B or 1, rows)."""
+        """Return the range of key blocks of the keys between `first` and `stop` of each query
+        block, (B or 1, rows).
+        """
         first, stop = (self._in_blocks(x, 1, self.block_queries) for x in (first, stop))
-        return jnp.maximum(first.min(axis=2), 0) // self.block_keys, -(-stop.max(axis=2) // self.block_keys)
+        return jnp.maximum(first.min(axis=2), 0) // self.block_keys, -(
+            -stop.max(axis=2) // self.block_keys
+        )
 
     def seen_within(self, of_queries: Array, of_keys: Array) -> tuple[Array, Array]:
-        """Return the range of key blocks with segment ids in the range of each query block, (B, rows)."""
+        """Return the range of key blocks with segment ids in the range of each query block, (B,
+        rows).
+        """
         rows = self._in_blocks(of_queries, 1, self.block_queries)[:, :, None]
         keys = self._in_blocks(of_keys, 1, self.block_keys)[:, None]
-        return self._ends((keys.min(axis=-1) <= rows.max(axis=-1)) & (keys.max(axis=-1) >= rows.min(axis=-1)))
+        return self._ends(
+            (keys.min(axis=-1) <= rows.max(axis=-1)) & (keys.max(axis=-1) >= rows.min(axis=-1))
+        )
 
     def _in_blocks(self, x: Array, axis: int, size: int) -> Array:
-        """Return x with an axis divided into blocks and places within them; its last value fills the last block."""
-        x = jnp.pad(x, [(0, -length % size if i == axis else 0) for i, length in enumerate(x.shape)], mode="edge")
+        """Return x with an axis divided into blocks and places within them; its last value fills
+        the last block.
+        """
+        x = jnp.pad(
+            x,
+            [(0, -length % size if i == axis else 0) for i, length in enumerate(x.shape)],
+            mode="edge",
+        )
         return x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
 
     def _ends(self, seen: Array) -> tuple[Array, Array]:
         """Return the first visible block of (…, blocks), and the one after the last."""
         number = jnp.arange(seen.shape[-1], dtype=jnp.int32).reshape((1,) * (seen.ndim - 1) + (-1,))
-        return jnp.where(seen, number, self.seq_len_k).min(axis=-1), jnp.where(seen, number + 1, 0).max(axis=-1)
+        return jnp.where(seen, number, self.seq_len_k).min(axis=-1), jnp.where(
+            seen, number + 1, 0
+        ).max(axis=-1)
 
     def with_sinks(self, sums: Sums, tile: Tile, rows: Rows) -> Sums:
         """Return the sums of a block of queries with the sinks, whose values are 0."""
@@ -421,15 +546,27 @@ class Blocks:
         return self.hidden.hides or keys.first is not None
 
     def scores(
-        self, q_rows: Array, k_block: Array, tile: Tile, rows: Rows, keys: Keys, *, by_key: bool = False
+        self,
+        q_rows: Array,
+        k_block: Array,
+        tile: Tile,
+        rows: Rows,
+        keys: Keys,
+        *,
+        by_key: bool = False,
     ) -> tuple[Array, Array | float, Array | None]:
         """Scores of a block, -inf where a key is hidden, (P, G t, s) or (P, s, G t).
 
         Also return the derivative of the scores by the products, and the hidden keys, if any.
         """
-        axes = "psh,pth->pst" if by_key else "pth,psh->pts"
+        if by_key:
+            axes = "psh,pth->pst"
+        else:
+            axes = "pth,psh->pts"
         q_rows = q_rows * self.scoring.scale
-        scores = self.scoring.capped(jnp.einsum(axes, *((k_block, q_rows) if by_key else (q_rows, k_block))))
+        scores = self.scoring.capped(
+            jnp.einsum(axes, *((k_block, q_rows) if by_key else (q_rows, k_block)))
+        )
         slope = self.scoring.slope(scores)
 
         def arrange(x: Array) -> Array:  # of (b or 1, k or 1, G or 1, t or 1, s or 1)
@@ -441,7 +578,10 @@ class Blocks:
         positions = (keys.begin + jnp.arange(keys.size, dtype=jnp.int32)).reshape(1, 1, 1, 1, -1)
         places = (rows.begin + jnp.arange(rows.size, dtype=jnp.int32)).reshape(1, 1, 1, -1, 1)
         if self.scoring.slopes is not None:
-            q_offset = 0 if self.hidden.q_offset is None else tile.part(self.hidden.q_offset.reshape(-1, 1, 1, 1, 1))
+            if self.hidden.q_offset is None:
+                q_offset = 0
+            else:
+                q_offset = tile.part(self.hidden.q_offset.reshape(-1, 1, 1, 1, 1))
             slopes = tile.part(self.scoring.slopes_of(self.num_kv_heads, scores.dtype))
             scores -= arrange(slopes * jnp.abs(places + q_offset - positions).astype(scores.dtype))
         parts = self.hidden.masks(lambda x: self._block(x, tile, rows, keys))
@@ -449,7 +589,8 @@ class Blocks:
             first, stop = (self._block(x, tile, rows, keys) for x in self.between)
             parts.append((positions < first) | (positions >= stop))
         if self.is_causal and not keys.is_clear:
-            if keys.begin is rows.begin:  # on the diagonal all blocks have the same mask, which compiles to a constant
+            # On the diagonal all blocks have the same mask, which compiles to a constant.
+            if keys.begin is rows.begin:
                 of_keys, of_rows = (jnp.arange(x.size, dtype=jnp.int32) for x in (keys, rows))
                 parts.append(of_keys.reshape(1, 1, 1, 1, -1) > of_rows.reshape(1, 1, 1, -1, 1))
             else:
@@ -466,7 +607,9 @@ class Blocks:
         is_hidden = arrange(reduce(jnp.logical_or, parts))
         return jnp.where(is_hidden, -jnp.inf, scores), slope, is_hidden
 
-    def add_to_bias(self, grad: Array, grad_scores: Array, tile: Tile, rows: Rows, keys: Keys) -> Array:
+    def add_to_bias(
+        self, grad: Array, grad_scores: Array, tile: Tile, rows: Rows, keys: Keys
+    ) -> Array:
         """Add the gradient of a block of scores, (P, s, G t), to that of the bias."""
         start, sizes = self._place(grad, tile, rows, keys)
         grad_scores = grad_scores.reshape(*tile.shape, keys.size, self.group_size, -1)

@@ -1,10 +1,12 @@
-"""Attention block by block: the kernel of `fused` on CPUs, and on accelerators if no other avoids storing the scores.
+"""Attention block by block: the kernel of `fused` on CPUs, and on accelerators if no other avoids
+storing the scores.
 
-For each block of queries it accumulates softmax(scores) · value over blocks of keys and stores the log-sum-exp, from
-which the gradient recomputes the scores. No T x S array is stored.
+For each block of queries it accumulates softmax(scores) · value over blocks of keys and stores the
+log-sum-exp, from which the gradient recomputes the scores. No T x S array is stored.
 
-A CPU works on a few heads at a time and skips fully masked blocks, whatever the mask comes from. An accelerator works
-on all sequences and heads at once, and skips only blocks that causality hides: no value decides what runs next.
+A CPU works on a few heads at a time and skips fully masked blocks, whatever the mask comes from. An
+accelerator works on all sequences and heads at once, and skips only blocks that causality hides: no
+value decides what runs next.
 
 Axes: see `blocks`.
 
@@ -25,7 +27,17 @@ from jaxtyping import Float
 from mha_jax.arrays import Array, at_least_float32, zero_where
 from mha_jax.compiled import compiled
 from mha_jax.features.relative_bias import relative_position_bias
-from mha_jax.kernels.cpu.blocks import Blocks, BlockSizes, Hidden, Keys, Options, Rows, Scoring, Sums, Tile
+from mha_jax.kernels.cpu.blocks import (
+    Blocks,
+    BlockSizes,
+    Hidden,
+    Keys,
+    Options,
+    Rows,
+    Scoring,
+    Sums,
+    Tile,
+)
 from mha_jax.masks import Mask, to_scores_rank
 from mha_jax.parallel.sharding import is_automatic
 from mha_jax.scores import Scores
@@ -35,7 +47,14 @@ from mha_spec.span import Span
 
 
 def attend(
-    query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *, sizes: BlockSizes, platform: str
+    query: Array,
+    key: Array,
+    value: Array,
+    mask: Mask,
+    scores: Scores,
+    *,
+    sizes: BlockSizes,
+    platform: str,
 ) -> Array:
     """Return the context block by block. Shapes are checked."""
     scores = with_relative_bias(mask, scores, query, key)
@@ -48,12 +67,15 @@ def with_relative_bias(mask: Mask, scores: Scores, query: Array, key: Array) -> 
     if relative_bias is None:
         return scores
     learned = dict(scores.learned)
-    table, lengths = learned.pop("relative_bias"), (query.shape[2], key.shape[2])
+    table = learned.pop("relative_bias")
+    lengths = (query.shape[2], key.shape[2])
     dtype = at_least_float32(query).dtype
     bias = relative_position_bias(table, relative_bias, *lengths, mask.q_offset, scores_dtype=dtype)
     if scores.bias is not None:
         bias = bias + to_scores_rank(at_least_float32(scores.bias))
-    return replace(scores, spec=replace(scores.spec, relative_bias=None), bias=bias, learned=learned)
+    return replace(
+        scores, spec=replace(scores.spec, relative_bias=None), bias=bias, learned=learned
+    )
 
 
 @compiled("sizes", "platform")
@@ -74,27 +96,40 @@ def attend_by_block(
     num_kv_heads = key.shape[1]
 
     def group(x: Array) -> Array:
-        heads = (1, 1) if x.shape[1] == 1 != query.shape[1] else (num_kv_heads, x.shape[1] // num_kv_heads)
+        if x.shape[1] == 1 != query.shape[1]:
+            heads = (1, 1)
+        else:
+            heads = (num_kv_heads, x.shape[1] // num_kv_heads)
         return x.reshape(x.shape[0], *heads, *x.shape[2:])
 
-    as_bool, bias = (None if x is None else group(to_scores_rank(x)) for x in (mask.mask, scores.bias))
+    as_bool, bias = (
+        None if x is None else group(to_scores_rank(x)) for x in (mask.mask, scores.bias)
+    )
     sinks = scores.learned.get("sinks")
     if sinks is not None:
         sinks = sinks.reshape(1, num_kv_heads, -1, 1, 1)
     lengths: Any = mask.key_padding_lengths
-    hidden, is_causal = Hidden(as_bool, bias, lengths, sinks, mask.q_offset, mask.segments), mask.is_causal
+    hidden = Hidden(as_bool, bias, lengths, sinks, mask.q_offset, mask.segments)
+    is_causal = mask.is_causal
     if mask.span is not None or (is_causal and mask.q_offset is not None):  # not from the first key
         between = mask.key_range(query.shape[2], key.shape[2])
-        hidden, is_causal = hidden._replace(lengths=None, between=between), False
+        hidden = hidden._replace(lengths=None, between=between)
+        is_causal = False
     is_divided = is_automatic(query)
     at_once = is_divided or platform != "cpu"
     options = Options(is_causal, Scoring.of_layer(scores.spec), sizes, at_once)
     attend: Any = _vmap_sequences if is_divided else _attend
-    return attend(options, group(query), key, value, hidden).reshape(*query.shape[:3], value.shape[3])
+    return attend(options, group(query), key, value, hidden).reshape(
+        *query.shape[:3], value.shape[3]
+    )
 
 
-def _vmap_sequences(options: Options, query: Array, key: Array, value: Array, hidden: Hidden) -> Array:
-    """Process all sequences and heads at once: XLA partitions products along these axes, but not loops over them."""
+def _vmap_sequences(
+    options: Options, query: Array, key: Array, value: Array, hidden: Hidden
+) -> Array:
+    """Process all sequences and heads at once: XLA partitions products along these axes, but not
+    loops over them.
+    """
     batch_size = query.shape[0]
     axes = jax.tree.map(lambda x: 0 if x.shape[0] == batch_size else None, hidden)
     query, key, value, hidden = jax.tree.map(
@@ -108,7 +143,9 @@ def _attend(options: Options, query: Array, key: Array, value: Array, hidden: Hi
     return _forward(options, query, key, value, hidden)[0]
 
 
-def _forward(options: Options, query: Array, key: Array, value: Array, hidden: Hidden) -> tuple[Array, tuple[Any, ...]]:
+def _forward(
+    options: Options, query: Array, key: Array, value: Array, hidden: Hidden
+) -> tuple[Array, tuple[Any, ...]]:
     context, lse = sums_of_part(options, query, key, value, hidden)
     return context.astype(query.dtype), (query, key, value, hidden, context, lse)
 
@@ -125,8 +162,12 @@ class PartSums(NamedTuple):
     lse: Array
 
 
-def sums_of_part(options: Options, query: Array, key: Array, value: Array, hidden: Hidden) -> PartSums:
-    """Return the attention of queries, (B, K, G, T, H), over some keys, (B, K, S, H), with sinks, if any."""
+def sums_of_part(
+    options: Options, query: Array, key: Array, value: Array, hidden: Hidden
+) -> PartSums:
+    """Return the attention of queries, (B, K, G, T, H), over some keys, (B, K, S, H), with sinks,
+    if any.
+    """
     blocks = Blocks(query.shape, key.shape, hidden, options)
 
     def attend_in_tile(tile: Tile, carry: None) -> tuple[Any, None]:
@@ -136,7 +177,9 @@ def sums_of_part(options: Options, query: Array, key: Array, value: Array, hidde
             def add(sums: Sums | None, keys: Keys) -> Sums:
                 scores, _, _ = blocks.scores(rows.of(q), keys.of(k), tile, rows, keys)
                 found = Sums.of(scores, keys.of(v), may_be_empty=blocks.may_hide_all(keys))
-                return found if sums is None else sums.join(found)
+                if sums is None:
+                    return found
+                return sums.join(found)
 
             sums = blocks.over_keys(add, None, Sums.empty(rows.of(q), v.shape[-1]), tile, rows)
             sums = blocks.with_sinks(sums, tile, rows)
@@ -148,7 +191,9 @@ def sums_of_part(options: Options, query: Array, key: Array, value: Array, hidde
     return PartSums(*(x.reshape(*query.shape[:-1], x.shape[-1]) for x in (context, lse)))
 
 
-def gradients_of_part(options: Options, residuals: tuple[Any, ...], cotangent: Array) -> tuple[Any, ...]:
+def gradients_of_part(
+    options: Options, residuals: tuple[Any, ...], cotangent: Array
+) -> tuple[Any, ...]:
     """Return gradients of the queries, and of some keys, values, masks and biases.
 
     Args:
@@ -160,19 +205,28 @@ def gradients_of_part(options: Options, residuals: tuple[Any, ...], cotangent: A
     blocks = Blocks(query.shape, key.shape, hidden, options)
 
     def differentiate_tile(tile: Tile, grad_bias: Array | None) -> tuple[Any, Array | None]:
-        q, k, v, *by_row = (at_least_float32(tile.of(x)) for x in (query, key, value, cotangent, context, lse))
+        q, k, v, *by_row = (
+            at_least_float32(tile.of(x)) for x in (query, key, value, cotangent, context, lse)
+        )
         by_row = [q, *by_row]
 
         def differentiate_rows(rows: Rows, grads: tuple[Any, ...]) -> tuple[Array, tuple[Any, ...]]:
             q_rows, given, found, logs = (rows.of(x) for x in by_row)
-            logs, given_sums = logs.swapaxes(1, 2), (given * found).sum(axis=-1)[:, None]  # (P, 1, G t)
+            # (P, 1, G t).
+            logs = logs.swapaxes(1, 2)
+            given_sums = (given * found).sum(axis=-1)[:, None]
 
             def add(grads: tuple[Any, ...], keys: Keys) -> tuple[Any, ...]:
                 grad_rows, grad_k, grad_v, grad_bias = grads
-                # Keys before queries: then one instead of two of the next products needs a transposed array.
-                scores, slope, is_hidden = blocks.scores(q_rows, keys.of(k), tile, rows, keys, by_key=True)
+                # Keys before queries: then one instead of two of the next products needs a
+                # transposed array.
+                scores, slope, is_hidden = blocks.scores(
+                    q_rows, keys.of(k), tile, rows, keys, by_key=True
+                )
                 attn_weights = jnp.exp(scores - logs)
-                grad_scores = attn_weights * (jnp.einsum("psh,pth->pst", keys.of(v), given) - given_sums)
+                grad_scores = attn_weights * (
+                    jnp.einsum("psh,pth->pst", keys.of(v), given) - given_sums
+                )
                 if is_hidden is not None:  # products with hidden values may overflow
                     grad_scores = zero_where(grad_scores, is_hidden)
                 grad_products = grad_scores * slope
@@ -181,10 +235,14 @@ def gradients_of_part(options: Options, residuals: tuple[Any, ...], cotangent: A
                     found if grad_rows is None else grad_rows + found,
                     keys.add_to(grad_k, jnp.einsum("pst,pth->psh", grad_products, q_rows)),
                     keys.add_to(grad_v, jnp.einsum("pst,pth->psh", attn_weights, given)),
-                    None if grad_bias is None else blocks.add_to_bias(grad_bias, grad_scores, tile, rows, keys),
+                    None
+                    if grad_bias is None
+                    else blocks.add_to_bias(grad_bias, grad_scores, tile, rows, keys),
                 )
 
-            grad_rows, *sums = blocks.over_keys(add, (None, *grads), (jnp.zeros_like(q_rows), *grads), tile, rows)
+            grad_rows, *sums = blocks.over_keys(
+                add, (None, *grads), (jnp.zeros_like(q_rows), *grads), tile, rows
+            )
             return rows.split(grad_rows, blocks.group_size), tuple(sums)
 
         grads = (jnp.zeros_like(k), jnp.zeros_like(v), grad_bias)
@@ -192,15 +250,25 @@ def gradients_of_part(options: Options, residuals: tuple[Any, ...], cotangent: A
         scale = blocks.scoring.scale
         return (grad_q * scale, grad_k * scale, grad_v), grad_bias
 
-    grad_bias = None if hidden.bias is None else jnp.zeros_like(at_least_float32(hidden.bias))
+    if hidden.bias is None:
+        grad_bias = None
+    else:
+        grad_bias = jnp.zeros_like(at_least_float32(hidden.bias))
     grads, grad_bias = blocks.over_tiles(differentiate_tile, grad_bias)
-    grads = (grad.reshape(x.shape).astype(x.dtype) for grad, x in zip(grads, (query, key, value), strict=True))
+    grads = (
+        grad.reshape(x.shape).astype(x.dtype)
+        for grad, x in zip(grads, (query, key, value), strict=True)
+    )
     if hidden.bias is not None:
         grad_bias = grad_bias.astype(hidden.bias.dtype)
-    return *grads, Hidden(None, grad_bias, None, gradient_of_sinks(hidden.sinks, lse, context, cotangent), None)
+    return *grads, Hidden(
+        None, grad_bias, None, gradient_of_sinks(hidden.sinks, lse, context, cotangent), None
+    )
 
 
-def gradient_of_sinks(sinks: Array | None, lse: Array, context: Array, cotangent: Array) -> Array | None:
+def gradient_of_sinks(
+    sinks: Array | None, lse: Array, context: Array, cotangent: Array
+) -> Array | None:
     """Return the gradient of sinks (1, K, G, 1, 1), which only reduce the weights of keys."""
     if sinks is None:
         return None
@@ -223,15 +291,18 @@ def attend_to_cache(
     sizes: BlockSizes,
     platform: str,
 ) -> Float[Array, "B N 1 Hv"]:
-    """Return the context of one token of each sequence over the keys up to its position, `mask.q_offset`.
+    """Return the context of one token of each sequence over the keys up to its position,
+    `mask.q_offset`.
 
-    Scores are stored for the whole capacity. A CPU reads only filled keys and values. Heads run in parallel there, each
-    with its own product: XLA copies slices of a cache for a batched product, and does not parallelize the product of
-    one row.
+    Scores are stored for the whole capacity. A CPU reads only filled keys and values. Heads run in
+    parallel there, each with its own product: XLA copies slices of a cache for a batched product,
+    and does not parallelize the product of one row.
     """
     scores = with_relative_bias(mask, scores, query, keys)
     options = (scores.spec, mask.span, sizes, platform)
-    return _attend_to_cache(options, query, keys, values, mask.q_offset, scores.learned, scores.bias)
+    return _attend_to_cache(
+        options, query, keys, values, mask.q_offset, scores.learned, scores.bias
+    )
 
 
 _OfCache = tuple[AttentionSpec | BareHeads, Span | None, BlockSizes, str]
@@ -240,7 +311,10 @@ _OfCache = tuple[AttentionSpec | BareHeads, Span | None, BlockSizes, str]
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend_to_cache(options: _OfCache, query: Array, keys: Array, *others: Any) -> Array:
     reads_all = is_automatic(keys) or options[3] != "cpu"
-    attend = _attend_to_every_slot if reads_all else _attend_to_filled_slots
+    if reads_all:
+        attend = _attend_to_every_slot
+    else:
+        attend = _attend_to_filled_slots
     return attend(options, query, keys, *others)
 
 
@@ -254,24 +328,34 @@ def _attend_to_filled_slots(
     bias: Array | None,
 ) -> Array:
     spec, span, sizes, _ = options
-    scoring, sinks = Scoring.of_layer(spec), learned.get("sinks")
+    scoring = Scoring.of_layer(spec)
+    sinks = learned.get("sinks")
     last_keys = min(sizes.last_keys, sizes.keys)
     batch_size, num_kv_heads, capacity, _ = keys.shape
     num_heads = batch_size * num_kv_heads
     group_size = query.shape[1] // num_kv_heads
-    queries = at_least_float32(query.reshape(num_heads, group_size, -1)) * scoring.scale  # (B K, G, H)
+    # (B K, G, H).
+    queries = at_least_float32(query.reshape(num_heads, group_size, -1)) * scoring.scale
 
     def block(x: Array, head: Array, begin: Array, size: int) -> Array:
         # Slice the cache without reshaping: XLA would copy all of a reshaped one.
         place = (head // num_kv_heads, head % num_kv_heads, begin, 0)
-        x = lax.dynamic_slice(x, [jnp.asarray(i, jnp.int32) for i in place], (1, 1, size, x.shape[3]))
+        x = lax.dynamic_slice(
+            x, [jnp.asarray(i, jnp.int32) for i in place], (1, 1, size, x.shape[3])
+        )
         return at_least_float32(x[0, 0])
 
     def attend_side_by_side(heads: Array) -> Array:
         last_of_heads = last_positions[heads // num_kv_heads]
-        first_of_heads = jnp.zeros_like(last_of_heads) if span is None else span.first(last_of_heads)
-        first_seen, last_seen = first_of_heads[:, None], last_of_heads[:, None]
-        seen, filled = jnp.maximum(first_of_heads.min(), 0), last_of_heads.max() + 1  # range of slots
+        if span is None:
+            first_of_heads = jnp.zeros_like(last_of_heads)
+        else:
+            first_of_heads = span.first(last_of_heads)
+        first_seen = first_of_heads[:, None]
+        last_seen = last_of_heads[:, None]
+        # Range of slots.
+        seen = jnp.maximum(first_of_heads.min(), 0)
+        filled = last_of_heads.max() + 1
         num_large = filled // sizes.keys
         filled_large = num_large * sizes.keys
         num_small = -((filled_large - filled) // last_keys)
@@ -281,19 +365,28 @@ def _attend_to_filled_slots(
         def over_blocks(add: Callable[[Array, Array, Array, int], Array], carry: Array) -> Array:
             def step(i: Array, carry: Array, *, after: Array | int, size: int) -> Array:
                 first = after + i * size
-                return add(carry, first, jnp.minimum(first, capacity - size), size)  # the last may overlap another
+                # The last may overlap another.
+                return add(carry, first, jnp.minimum(first, capacity - size), size)
 
-            carry = lax.fori_loop(first_large, num_large, partial(step, after=0, size=sizes.keys), carry)
-            return lax.fori_loop(first_small, num_small, partial(step, after=filled_large, size=last_keys), carry)
+            carry = lax.fori_loop(
+                first_large, num_large, partial(step, after=0, size=sizes.keys), carry
+            )
+            return lax.fori_loop(
+                first_small, num_small, partial(step, after=filled_large, size=last_keys), carry
+            )
 
         def put_scores(scores: Array, _: Array, begin: Array, size: int) -> Array:
-            found = [jnp.einsum("gh,sh->gs", queries[head], block(keys, head, begin, size)) for head in heads]
+            found = [
+                jnp.einsum("gh,sh->gs", queries[head], block(keys, head, begin, size))
+                for head in heads
+            ]
             return lax.dynamic_update_slice_in_dim(scores, jnp.stack(found), begin, axis=2)
 
         def add_values(context: Array, first: Array, begin: Array, size: int) -> Array:
             slots = begin + jnp.arange(size, dtype=jnp.int32)[None]
             weights = [
-                jnp.where(slots >= first, lax.dynamic_slice_in_dim(x, begin, size, axis=1), 0.0) for x in attn_weights
+                jnp.where(slots >= first, lax.dynamic_slice_in_dim(x, begin, size, axis=1), 0.0)
+                for x in attn_weights
             ]
             found = [
                 jnp.einsum("gs,sh->gh", x, block(values, head, begin, size))
@@ -301,17 +394,29 @@ def _attend_to_filled_slots(
             ]
             return context + jnp.stack(found)
 
-        scores = over_blocks(put_scores, jnp.zeros_like(queries, shape=(len(heads), group_size, capacity)))
+        scores = over_blocks(
+            put_scores, jnp.zeros_like(queries, shape=(len(heads), group_size, capacity))
+        )
         slots = jnp.arange(capacity, dtype=jnp.int32)[None]
-        scores = scoring.minus_alibi(scoring.capped(scores), heads % num_kv_heads, num_kv_heads, last_seen - slots)
-        scores = scores if bias is None else scores + bias.reshape(num_heads, group_size, capacity)[heads]
+        scores = scoring.minus_alibi(
+            scoring.capped(scores), heads % num_kv_heads, num_kv_heads, last_seen - slots
+        )
+        if bias is not None:
+            scores = scores + bias.reshape(num_heads, group_size, capacity)[heads]
         is_seen = (slots >= first_seen) & (slots <= last_seen)
-        sinks_by_head = None if sinks is None else sinks.reshape(num_kv_heads, group_size, 1)[heads % num_kv_heads]
+        if sinks is None:
+            sinks_by_head = None
+        else:
+            sinks_by_head = sinks.reshape(num_kv_heads, group_size, 1)[heads % num_kv_heads]
         attn_weights = _softmax_of_seen(scores, is_seen, sinks_by_head)
-        return over_blocks(add_values, jnp.zeros_like(queries, shape=(len(heads), group_size, values.shape[3])))
+        return over_blocks(
+            add_values, jnp.zeros_like(queries, shape=(len(heads), group_size, values.shape[3]))
+        )
 
     together = math.gcd(num_kv_heads if num_kv_heads > 1 else batch_size, sizes.heads_side_by_side)
-    contexts = lax.map(attend_side_by_side, jnp.arange(num_heads, dtype=jnp.int32).reshape(-1, together))
+    contexts = lax.map(
+        attend_side_by_side, jnp.arange(num_heads, dtype=jnp.int32).reshape(-1, together)
+    )
     return contexts.reshape(*query.shape[:3], values.shape[3]).astype(query.dtype)
 
 
@@ -324,28 +429,45 @@ def _attend_to_every_slot(
     learned: Mapping[str, Array],
     bias: Array | None,
 ) -> Array:
-    """Attend with products over all sequences, heads and slots, which XLA partitions like the cache."""
+    """Attend with products over all sequences, heads and slots, which XLA partitions like the
+    cache.
+    """
     spec, span, *_ = options
-    scoring, sinks = Scoring.of_layer(spec), learned.get("sinks")
+    scoring = Scoring.of_layer(spec)
+    sinks = learned.get("sinks")
     batch_size, num_kv_heads, capacity, _ = keys.shape
     heads, slots = (jnp.arange(size, dtype=jnp.int32) for size in (num_kv_heads, capacity))
-    sinks_by_head = None if sinks is None else sinks.reshape(num_kv_heads, -1, 1)
+    if sinks is None:
+        sinks_by_head = None
+    else:
+        sinks_by_head = sinks.reshape(num_kv_heads, -1, 1)
 
-    def attend_sequence(query: Array, keys: Array, values: Array, last: Array, bias: Array | None) -> Array:
+    def attend_sequence(
+        query: Array, keys: Array, values: Array, last: Array, bias: Array | None
+    ) -> Array:
         scores = scoring.capped(jnp.einsum("kgh,ksh->kgs", query, at_least_float32(keys)))
         scores = scoring.minus_alibi(scores, heads, num_kv_heads, (last - slots)[None])
-        scores = scores if bias is None else scores + bias.reshape(scores.shape)
-        is_seen = slots <= last if span is None else (slots <= last) & (slots >= span.first(last))
+        if bias is not None:
+            scores = scores + bias.reshape(scores.shape)
+        if span is None:
+            is_seen = slots <= last
+        else:
+            is_seen = (slots <= last) & (slots >= span.first(last))
         attn_weights = _softmax_of_seen(scores, is_seen[None], sinks_by_head)[..., :capacity]
         return jnp.einsum("kgs,ksh->kgh", attn_weights, at_least_float32(values))
 
-    query = at_least_float32(query.reshape(batch_size, num_kv_heads, -1, query.shape[3])) * scoring.scale
+    query = (
+        at_least_float32(query.reshape(batch_size, num_kv_heads, -1, query.shape[3]))
+        * scoring.scale
+    )
     contexts = jax.vmap(attend_sequence)(query, keys, values, last_positions, bias)
     return contexts.reshape(batch_size, -1, 1, values.shape[3]).astype(keys.dtype)
 
 
 def _softmax_of_seen(scores: Array, is_seen: Array, sinks: Array | None) -> Array:
-    """Return attention weights of slots, (heads, G, S), 0 for sequences without a key; those of sinks come last."""
+    """Return attention weights of slots, (heads, G, S), 0 for sequences without a key; those of
+    sinks come last.
+    """
     if sinks is not None:  # one more slot, which is never masked
         scores = jnp.concatenate([scores, sinks.astype(scores.dtype)], axis=2)
         is_seen = jnp.pad(is_seen, [(0, 0), (0, 1)], constant_values=True)
@@ -356,7 +478,9 @@ def _attend_to_cache_forward(options: _OfCache, *inputs: Any) -> tuple[Array, tu
     return _attend_to_cache(options, *inputs), inputs
 
 
-def _attend_to_cache_backward(options: _OfCache, residuals: tuple[Any, ...], cotangent: Array) -> tuple[Any, ...]:
+def _attend_to_cache_backward(
+    options: _OfCache, residuals: tuple[Any, ...], cotangent: Array
+) -> tuple[Any, ...]:
     spec, span, sizes, platform = options
     query, keys, values, last_positions, learned, bias = residuals
     mask = Mask(is_causal=True, span=span, q_offset=last_positions)

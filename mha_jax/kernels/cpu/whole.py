@@ -1,8 +1,10 @@
-"""Attention over all keys at once: the kernel of `fused` on CPUs for few scores, and that of parts of a window.
+"""Attention over all keys at once: the kernel of `fused` on CPUs for few scores, and that of parts
+of a window.
 
-XLA fuses it into one kernel that stores no scores, because it has only what XLA's library for CPUs supports: a minimum
-hides keys, and no operation between the products has less than 4096 elements. The smallest maximum is therefore taken
-of each score, before the reduction, and sums are spread over the features before anything is added.
+XLA fuses it into one kernel that stores no scores, because it has only what XLA's library for CPUs
+supports: a minimum hides keys, and no operation between the products has less than 4096 elements.
+The smallest maximum is therefore taken of each score, before the reduction, and sums are spread
+over the features before anything is added.
 """
 
 from functools import partial
@@ -33,19 +35,27 @@ def attend(
     """Return the context, in the dtype of query. Shapes are checked.
 
     Args:
-        divisors: `divisors_of` the queries, (B, N, T, 1), and the keys, (B, K, S, 1); default: computed.
-        fits_cache: the scores of a head fit the cache of a core; otherwise several kernels are faster than one.
+        divisors: `divisors_of` the queries, (B, N, T, 1), and the keys, (B, K, S, 1); default:
+            computed.
+        fits_cache: the scores of a head fit the cache of a core; otherwise several kernels are
+            faster than one.
     """
     scores = with_relative_bias(mask, scores, query, key)
     hidden = mask.with_bias(scores.bias).to_bool(query.shape[2], key.shape[2])
-    spec, dtype, shape = scores.spec, query.dtype, (*query.shape[:3], value.shape[3])
+    spec = scores.spec
+    dtype = query.dtype
+    shape = (*query.shape[:3], value.shape[3])
     group = partial(_group, num_kv_heads=key.shape[1], shape=shape)
-    query, key, value = group(at_least_float32(query)), at_least_float32(key), at_least_float32(value)
+    query = group(at_least_float32(query))
+    key = at_least_float32(key)
+    value = at_least_float32(value)
     if hidden is None:
         logits = jnp.einsum("bkth,bksh->bkts", query * spec.score_scale, key)
     else:  # scores may be infinite, but not NaN, which a minimum does not hide
         of_query, of_key = (
-            (divisors_of(query), divisors_of(key)) if divisors is None else (group(divisors[0]), divisors[1])
+            (divisors_of(query), divisors_of(key))
+            if divisors is None
+            else (group(divisors[0]), divisors[1])
         )
         hidden = group(to_scores_rank(hidden))
         logits = jnp.einsum("bkth,bksh->bkts", query / of_query, key / of_key)
@@ -63,8 +73,8 @@ def attend(
         infinity = logits.dtype.type(jnp.inf)
         logits = _hide(logits, jnp.where(hidden, -infinity, infinity))
     lowest = jnp.asarray(jnp.finfo(logits.dtype).min, logits.dtype)  # exp(-inf + inf) is NaN
-    # As the initial value of the reduction, `lowest` would not reach a row of one score: XLA takes an initial value for
-    # the identity, and leaves it out of a reduction over one element.
+    # As the initial value of the reduction, `lowest` would not reach a row of one score: XLA takes
+    # an initial value for the identity, and leaves it out of a reduction over one element.
     if fits_cache:
         largest = jnp.maximum(lax.stop_gradient(logits), lowest).max(axis=-1, keepdims=True)
     else:
@@ -80,13 +90,16 @@ def attend(
     context = jnp.einsum("bkts,bksh->bkth", exponentials, value)
     spread = partial(jnp.broadcast_to, shape=context.shape if fits_cache else total.shape)
     total = spread(total)
-    if hidden is not None:  # 0 / 1 for fully masked rows; 0 / 0 for others whose scores are all -inf
+    # 0 / 1 for fully masked rows; 0 / 0 for others whose scores are all -inf.
+    if hidden is not None:
         total += spread(hidden.all(axis=-1, keepdims=True)).astype(total.dtype)
     return (context / total).reshape(shape).astype(dtype)
 
 
 def _group(x: Array, *, num_kv_heads: int, shape: tuple[int, ...]) -> Array:
-    """Return the rows of each key/value head, (B, K or 1, G T or 1, ·), from (B, N or 1, T or 1, ·)."""
+    """Return the rows of each key/value head, (B, K or 1, G T or 1, ·), from (B, N or 1, T or 1,
+    ·).
+    """
     _, num_heads, seq_len, _ = shape
     if num_heads == num_kv_heads or x.shape[1:3] == (1, 1):
         return x
@@ -97,11 +110,15 @@ def _group(x: Array, *, num_kv_heads: int, shape: tuple[int, ...]) -> Array:
 
 
 def divisors_of(x: Array) -> Array:
-    """Return powers of 2, (B, N, T, 1), for tokens to be divided by so that their products do not overflow."""
+    """Return powers of 2, (B, N, T, 1), for tokens to be divided by so that their products do not
+    overflow.
+    """
     x = at_least_float32(x)
     half = jnp.finfo(x.dtype).maxexp // 2  # 8 bits less leave room for 2^16 features
     largest = lax.stop_gradient(jnp.abs(x).max(axis=-1, keepdims=True))
-    return jnp.where(largest > 2.0 ** (half - 8), x.dtype.type(2.0 ** (half + 8)), x.dtype.type(1.0))
+    return jnp.where(
+        largest > 2.0 ** (half - 8), x.dtype.type(2.0 ** (half + 8)), x.dtype.type(1.0)
+    )
 
 
 @jax.custom_jvp
@@ -111,5 +128,7 @@ def _hide(scores: Array, limit: Array) -> Array:
 
 
 @_hide.defjvp
-def _hide_tangent(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+def _hide_tangent(
+    primals: tuple[Array, Array], tangents: tuple[Array, Array]
+) -> tuple[Array, Array]:
     return _hide(*primals), zero_where(tangents[0], jnp.isneginf(primals[1]))

@@ -19,19 +19,31 @@ from mha_spec.span import Span
 
 
 def supports(query: Array, key: Array, mask: Mask, sizes: BlockSizes, platform: str) -> bool:
-    """Return whether there is a span, there are enough queries to share its keys, and no block is large on a CPU."""
+    """Return whether there is a span, there are enough queries to share its keys, and no block is
+    large on a CPU.
+    """
     is_known = mask.has_only("mask", "is_causal", "key_padding_lengths", "span")
     if not is_known or mask.span is None or query.shape[2] <= _num_together(mask.span):
         return False
-    num_scores = query.shape[1] // key.shape[1] * _num_together(mask.span) * sum(_keys_around(mask, key))
+    num_scores = (
+        query.shape[1] // key.shape[1] * _num_together(mask.span) * sum(_keys_around(mask, key))
+    )
     return not _is_local(query, platform) or num_scores <= MOST * sizes.few_scores
 
 
 @compiled("sizes", "platform")
 def attend(
-    query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *, sizes: BlockSizes, platform: str
+    query: Array,
+    key: Array,
+    value: Array,
+    mask: Mask,
+    scores: Scores,
+    *,
+    sizes: BlockSizes,
+    platform: str,
 ) -> Array:
-    """Return the context, a block of queries at a time over the keys of its span: work linear in the length.
+    """Return the context, a block of queries at a time over the keys of its span: work linear in
+    the length.
 
     A CPU works on a few heads at a time.
     """
@@ -43,11 +55,16 @@ def attend(
 
     def attend_part(number: Array) -> Array:
         part = parts.part(number)
-        rows, keys, values = part.rows_of(query), part.keys_of(key), part.keys_of(value)
-        mask, scores = parts.mask_of(part), parts.scores_of(part)
+        rows = part.rows_of(query)
+        keys = part.keys_of(key)
+        values = part.keys_of(value)
+        mask = parts.mask_of(part)
+        scores = parts.scores_of(part)
         if has_few:
             of_part = part.rows_of(divisors[0]), part.keys_of(divisors[1])
-            return whole.attend(rows, keys, values, mask, scores, divisors=of_part, fits_cache=fits_cache)
+            return whole.attend(
+                rows, keys, values, mask, scores, divisors=of_part, fits_cache=fits_cache
+            )
         return blockwise.attend(rows, keys, values, mask, scores, sizes=sizes, platform=platform)
 
     # Recompute instead of storing residuals of each block.
@@ -56,7 +73,9 @@ def attend(
 
 
 TOGETHER, MOST = 16, 32
-"""Multiples of `few_scores` up to which a CPU works on more than one key/value head, and on one, at once."""
+"""Multiples of `few_scores` up to which a CPU works on more than one key/value head, and on one, at
+once.
+"""
 
 
 def _is_local(query: Array, platform: str) -> bool:
@@ -64,15 +83,22 @@ def _is_local(query: Array, platform: str) -> bool:
 
 
 def _num_together(span: Span) -> int:
-    """Return the number of queries in a block: a chunk, or few enough that their windows mostly overlap."""
+    """Return the number of queries in a block: a chunk, or few enough that their windows mostly
+    overlap.
+    """
     return span.chunk_size or max(128, (span.window_size or 0) // 4)
 
 
 def _keys_around(mask: Mask, key: Array) -> tuple[int, int]:
-    """Return the numbers of keys of a block before its first query and from there on, for which products are fast."""
+    """Return the numbers of keys of a block before its first query and from there on, for which
+    products are fast.
+    """
     span: Any = mask.span
     size = _num_together(span)
-    before, after = (-(-n // 16) * 16 for n in (-span.first(0), 0 if mask.is_causal else span.stop(size - 1) - size))
+    before, after = (
+        -(-n // 16) * 16
+        for n in (-span.first(0), 0 if mask.is_causal else span.stop(size - 1) - size)
+    )
     return before, min(before + size + after, key.shape[2]) - before
 
 
@@ -103,26 +129,34 @@ class _Part(NamedTuple):
         """Return the part of (B, K, S, ·)."""
         sizes = self.sizes
         starts = (self.sequence, self.kv_head, self.key, 0)
-        return lax.dynamic_slice(x, *place_in(x, starts, (sizes.sequences, sizes.kv_heads, sizes.keys, x.shape[3])))
+        return lax.dynamic_slice(
+            x, *place_in(x, starts, (sizes.sequences, sizes.kv_heads, sizes.keys, x.shape[3]))
+        )
 
     def scores_of(self, x: Array) -> Array:
         """Return the part of (B or 1, N or 1, T or 1, S or 1)."""
-        return self._slice(to_scores_rank(x), (self.row, self.key), (self.sizes.rows, self.sizes.keys))
+        return self._slice(
+            to_scores_rank(x), (self.row, self.key), (self.sizes.rows, self.sizes.keys)
+        )
 
     def _slice(self, x: Array, starts: tuple[Array | int, ...], sizes: tuple[int, ...]) -> Array:
         group = self.sizes.group
         starts = (self.sequence, self.kv_head * group, *starts)
-        return lax.dynamic_slice(x, *place_in(x, starts, (self.sizes.sequences, self.sizes.kv_heads * group, *sizes)))
+        return lax.dynamic_slice(
+            x, *place_in(x, starts, (self.sizes.sequences, self.sizes.kv_heads * group, *sizes))
+        )
 
 
 class _Parts(NamedTuple):
-    """All parts of the work: some heads, and a block of their queries. The last block may overlap another.
+    """All parts of the work: some heads, and a block of their queries. The last block may overlap
+    another.
 
     Attributes:
         each: sizes of a part.
         total: sizes of all parts together.
         before: keys of a block before its first query.
-        between: first visible key of each query, and the one after the last, (B or 1, 1, T, 1); others are hidden.
+        between: first visible key of each query, and the one after the last, (B or 1, 1, T, 1);
+            others are hidden.
         mask: boolean mask of all queries and keys, or None.
         scores: scores of all queries and keys.
     """
@@ -135,15 +169,30 @@ class _Parts(NamedTuple):
     scores: Scores
 
     @classmethod
-    def of(cls, query: Array, key: Array, mask: Mask, scores: Scores, *, few_scores: int | None) -> "_Parts":
-        """Return the parts of a call; if there are `few_scores`, of few enough heads for the caches."""
-        (batch_size, num_heads, seq_len_q, _), (_, num_kv_heads, seq_len_k, _) = query.shape, key.shape
+    def of(
+        cls, query: Array, key: Array, mask: Mask, scores: Scores, *, few_scores: int | None
+    ) -> "_Parts":
+        """Return the parts of a call; if there are `few_scores`, of few enough heads for the
+        caches.
+        """
+        (batch_size, num_heads, seq_len_q, _), (_, num_kv_heads, seq_len_k, _) = (
+            query.shape,
+            key.shape,
+        )
         span: Any = mask.span
-        size, (before, after), group_size = _num_together(span), _keys_around(mask, key), num_heads // num_kv_heads
-        sequences, kv_heads, num_keys = batch_size, num_kv_heads, before + after
-        if few_scores is not None and not scores.spec.has_distance_bias:  # biases by distance belong to all heads
+        size, (before, after), group_size = (
+            _num_together(span),
+            _keys_around(mask, key),
+            num_heads // num_kv_heads,
+        )
+        sequences = batch_size
+        kv_heads = num_kv_heads
+        num_keys = before + after
+        # Biases by distance belong to all heads.
+        if few_scores is not None and not scores.spec.has_distance_bias:
             most = max(TOGETHER * few_scores // (group_size * size * num_keys), 1)
-            sequences, kv_heads = 1, max(n for n in range(1, most + 1) if num_kv_heads % n == 0)
+            sequences = 1
+            kv_heads = max(n for n in range(1, most + 1) if num_kv_heads % n == 0)
         first, stop = (x[:, None, :, None] for x in mask.key_range(seq_len_q, seq_len_k))
         return cls(
             _Sizes(sequences, kv_heads, group_size, size, num_keys),
@@ -162,14 +211,28 @@ class _Parts(NamedTuple):
     @property
     def num_parts(self) -> int:
         """Number of parts."""
-        return self.total.sequences // self.each.sequences * self.total.kv_heads // self.each.kv_heads * self.num_blocks
+        return (
+            self.total.sequences
+            // self.each.sequences
+            * self.total.kv_heads
+            // self.each.kv_heads
+            * self.num_blocks
+        )
 
     def part(self, number: Array) -> _Part:
         """Return a part."""
-        each, total, sequence, kv_head, block = self.each, self.total, 0, 0, number
+        each = self.each
+        total = self.total
+        sequence = 0
+        kv_head = 0
+        block = number
         if self.num_parts > self.num_blocks:
-            tiles, (tile, block) = total.kv_heads // each.kv_heads, jnp.divmod(number, self.num_blocks)
-            sequence, kv_head = tile // tiles, tile % tiles * each.kv_heads
+            tiles, (tile, block) = (
+                total.kv_heads // each.kv_heads,
+                jnp.divmod(number, self.num_blocks),
+            )
+            sequence = tile // tiles
+            kv_head = tile % tiles * each.kv_heads
         row = jnp.minimum(block * each.rows, total.rows - each.rows)
         key = jnp.clip(block * each.rows - self.before, 0, total.keys - each.keys)
         return _Part(sequence, kv_head, row, key, each)
@@ -179,12 +242,14 @@ class _Parts(NamedTuple):
         first, stop = (part.rows_of(x) for x in self.between)
         keys = (part.key + jnp.arange(self.each.keys, dtype=jnp.int32))[None, None, None]
         hidden = (keys < first) | (keys >= stop)
-        hidden = hidden if self.mask is None else hidden | part.scores_of(self.mask)
+        if self.mask is not None:
+            hidden = hidden | part.scores_of(self.mask)
         return Mask(hidden, q_offset=(part.row - part.key).reshape(1))
 
     def scores_of(self, part: _Part) -> Scores:
         """Return the scores of a part."""
-        bias, learned = self.scores.bias, dict(self.scores.learned)
+        bias = self.scores.bias
+        learned = dict(self.scores.learned)
         if bias is not None:
             bias = part.scores_of(bias)
         if "sinks" in learned:
@@ -193,7 +258,8 @@ class _Parts(NamedTuple):
 
     def joined(self, x: Array) -> Array:
         """Return (B, N, T, ·) from results of all parts, each row once."""
-        each, total = self.each, self.total
+        each = self.each
+        total = self.total
         x = x.reshape(
             total.sequences // each.sequences,
             -1,
@@ -202,7 +268,12 @@ class _Parts(NamedTuple):
             each.kv_heads * each.group,
             *x.shape[3:],
         )
-        x = jnp.transpose(x, (0, 3, 1, 4, 2, 5, 6))  # each axis of parts before the same axis within them
+        # Each axis of parts before the same axis within them.
+        x = jnp.transpose(x, (0, 3, 1, 4, 2, 5, 6))
         x = x.reshape(total.sequences, total.kv_heads * total.group, -1, x.shape[6])
-        twice, last = x.shape[2] - total.rows, x.shape[2] - each.rows  # the last block may begin before its place
-        return x if not twice else jnp.concatenate([x[:, :, :last], x[:, :, last + twice :]], axis=2)
+        # The last block may begin before its place.
+        twice = x.shape[2] - total.rows
+        last = x.shape[2] - each.rows
+        if not twice:
+            return x
+        return jnp.concatenate([x[:, :, :last], x[:, :, last + twice :]], axis=2)
