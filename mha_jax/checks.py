@@ -158,7 +158,7 @@ def check_names(argument: str, weights: Mapping[str, Array], names: Collection[s
 
 
 def check_weight(name: str, weight: Array, shape: tuple[int, ...]) -> None:
-    """Refuse a weight that is not a floating-point array, or has another shape."""
+    """Refuse a weight that is not floating point, or has another shape."""
     check_array(name, weight)
     if not jnp.issubdtype(weight.dtype, jnp.floating):
         raise WrongType(name, "be floating point", {f"{name}.dtype": weight.dtype})
@@ -296,7 +296,7 @@ def check_latents(name: str, latents: Array, latent: Latent) -> None:
 
 
 def check_heads(query: Array, key: Array, value: Array) -> None:
-    """Refuse split heads of several dtypes."""
+    """Refuse split heads whose dtypes do not fit each other."""
     for name, x in (("key", key), ("value", value)):
         if x.dtype != query.dtype:
             raise WrongType(

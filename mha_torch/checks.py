@@ -152,7 +152,7 @@ def check_names(argument: str, weights: Mapping[str, Tensor], names: Collection[
 
 
 def check_weight(name: str, weight: Tensor, shape: tuple[int, ...]) -> None:
-    """Refuse a weight that is not a floating-point tensor of this process, or has another shape."""
+    """Refuse a weight that is not floating point, or has another shape."""
     check_array(name, weight)
     if is_distributed(weight):
         raise WrongType(
@@ -321,7 +321,7 @@ def check_latents(name: str, latents: Tensor, latent: Latent) -> None:
 
 
 def check_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Refuse split heads of several dtypes or devices."""
+    """Refuse split heads whose dtypes do not fit each other."""
     for name, x in (("key", key), ("value", value)):
         if x.dtype != query.dtype:
             raise WrongType(

@@ -4,8 +4,9 @@ A mask alone does not ensure this. A masked key has the weight 0, but 0 * NaN is
 weighted sum of values and in the gradients of weights. Nothing here reads a value.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -74,11 +75,13 @@ def zero_padding(
     return zero_where(x, is_padding[:, None, :, None])
 
 
-def zero_heads_in_padding(mask: Mask, key: Tensor, value: Tensor) -> tuple[Mask, Tensor, Tensor]:
+def zero_heads_in_padding(
+    mask: Mask, key: Tensor, value: Tensor, find: Callable[..., Any] = find_padding
+) -> tuple[Mask, Tensor, Tensor]:
     """Return split heads with keys and values of 0 in padding, and the mask as `find_padding`
     returns it.
     """
-    mask, is_padding = find_padding(mask, key.shape[0], key.shape[2], key.device)
+    mask, is_padding = find(mask, key.shape[0], key.shape[2], key.device)
     if is_padding is None:
         return mask, key, value
     return mask, zero_padding(key, is_padding), zero_padding(value, is_padding)

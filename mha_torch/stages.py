@@ -30,7 +30,7 @@ from mha_torch.features.relative_products import relative_position_products
 from mha_torch.heads import repeat_kv_heads
 from mha_torch.kernels import Kernel
 from mha_torch.masks import Mask
-from mha_torch.padding import zero_heads_in_padding
+from mha_torch.padding import find_padding, zero_heads_in_padding
 from mha_torch.scores import Scores
 
 
@@ -223,7 +223,12 @@ def scaled_dot_product_attention(
     scores_shape = (*query.shape[:3], key.shape[2])
     visible.check(scores_shape, query)
     scores.check(scores_shape, query)
-    visible, key, value = zero_heads_in_padding(visible, key, value)
+    # Where tokens are divided, the kernel finds the local ones.
+    find = getattr(kernel, "find_padding", find_padding)
+    visible, key, value = zero_heads_in_padding(visible, key, value, find)
+    check = getattr(kernel, "check", None)
+    if check is not None:
+        check(query, key, value, visible, scores)
     if kernel is not None:
         return kernel(query, key, value, visible, scores), None
     context, attn_weights = attend(query, key, value, visible, scores)

@@ -394,7 +394,7 @@ def check_latent_heads(name: str, x: Tensor, spec: AttentionSpec, features: int)
 
 
 def check_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Refuse split heads of several dtypes or devices."""
+    """Refuse split heads whose dtypes do not fit each other."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_tiles(name, x)
         if (x.dtype == ttnn.float32) != (query.dtype == ttnn.float32):  # a cache may be narrower

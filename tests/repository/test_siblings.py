@@ -67,9 +67,12 @@ EXTRA_PARAMETERS = {
         "rng",
         "dropout_rng",
         *("dtype", "param_dtype"),  # flax's names for the dtypes of computation and of weights;
-        "kernel",  # of `fused`: the CPU kernel is its own and has options for dividing its work
+        "find",  # where tokens are divided, the kernel finds padding
     },
-    "torch": {"device", "dtype"},  # placement of tensors, and torch's name for a dtype
+    "torch": {
+        *("device", "dtype"),  # placement of tensors, and torch's name for a dtype
+        "find",  # where tokens are divided, the kernel finds padding
+    },
     "tt": {
         "device",  # placement of tensors; there is no default device
         "dtype",  # of inputs and outputs, and of a module's cache,
@@ -84,10 +87,6 @@ EXTRA_PARAMETERS = {
 }
 
 COMMON_PARAMETERS = {  # some of these words mean the same in all implementations
-    "contained": {"kernel"},
-    "multi_head_attention": {"kernel"},
-    "multi_head_attention_with_cache": {"kernel"},
-    "multi_head_latent_attention": {"kernel"},
     "Cache.with_slots": {"slots"},
     "init_cache": {"dtype", "head_dim"},
     "init_latent_cache": {"dtype"},
@@ -112,6 +111,12 @@ CACHE_PARTS = {  # arguments from a cache, whose lengths are known elsewhere: on
     "tt": {"append_checked", "num_added", "write_rows", "Scores.block", "block_of"},
 }
 
+WEIGHTS_OF_A_LAYER = {  # declared for type checkers; a device has them in one mapping
+    *(f"AttentionLayer.{name}_proj" for name in ("q", "k", "v", "qkv", "q_a", "q_b", "kv_a", "kv_b", "gate", "out")),
+    *(f"AttentionLayer.{name}_norm" for name in ("q", "k", "v", "q_a", "kv_a", "context")),
+    *(f"AttentionLayer.{name}" for name in ("sinks", "relative_bias", "relative_keys", "relative_queries")),
+}
+
 WRITTEN_OVER = {  # a step writes into the cache that it receives; arrays of JAX never change
     *("mark_written_over", "check_not_written_over", "Cache.is_written_over"),
 }
@@ -133,14 +138,15 @@ EXTRA_NAMES = {
         *("nonfinite_tokens", "attends_to_any"),  # a Tenstorrent device has its own operations
         "linear",  # sums in float32, also with a bias
         "NormLayer",  # a module that holds the parameters of a norm
-        "MultiHeadLatentAttention.kv_b_proj",  # a type for an attribute that its base sets by name
+        "array_of",  # weights may be variables of nnx
+        *WEIGHTS_OF_A_LAYER,
         *CACHE_PARTS["jax"],
     },
     "torch": {
         "AttentionLayer.reset_parameters",  # torch's hook to redraw the weights; nnx builds a new module
         "AttentionLayer.extra_repr",  # torch's hook into its own `__repr__`, which documents it
         "NormLayer",  # a module that holds the parameters of a norm
-        *("values_of", "is_graph"),  # known or not by more than a type
+        *("values_of", "values_at_hand", "is_graph"),  # known or not by more than a type
         "constant",  # a copy to a GPU waits for it
         "is_transformed",  # vmap and fake tensors have no values
         "sees_any_between",  # from prefix sums; JAX looks at blocks,
@@ -156,6 +162,7 @@ EXTRA_NAMES = {
         "as_lengths",  # and lengths are moved to theirs
         "cache_dtype",  # under autocast it differs from the weights' dtype
         *WRITTEN_OVER,
+        *WEIGHTS_OF_A_LAYER,
         "check_attention",  # of the kernel over processes
         *CACHE_PARTS["torch"],
     },
@@ -225,7 +232,6 @@ OTHERWISE = {
 
 OTHER_SUMMARIES = {
     ("tt", "contained"),  # has no gradients
-    ("tt", "check_weight"),  # weights are never distributed over processes,
     *(("jax", "check_features"), ("tt", "check_features")),  # features are never distributed over processes
     *(("tt", "zero_where"), ("tt", "nan_where")),  # there are no gradients,
     ("tt", "zero_heads_in_padding"),  # and lengths are always known

@@ -101,7 +101,7 @@ def refusal_of(argument, **values):
     return raised.value
 
 
-def test_public_calls_check_their_annotations(sibling):
+def test_public_calls_are_checked(sibling):
     """Each public function that has arrays among its arguments checks them."""
     calls = {str(each.function): each.call for each in array_arguments(sibling.package)}
     assert len(calls) > 25

@@ -170,9 +170,9 @@ def test_vmap_over_cached_step_matches_batch(new_lengths):
 
 @pytest.mark.parametrize("new_lengths", [None, [1, 0, 3]], ids=["all", "ragged"])
 @torch.no_grad()
-def test_unknown_lengths_are_written_in_place(monkeypatch, new_lengths):
-    """If no length is at hand, as on an accelerator, steps write into the storage of the cache, with the outputs and
-    contents of known lengths; the last step, without enough free slots, returns NaN and changes nothing.
+def test_unknown_lengths_write_in_place(monkeypatch, new_lengths):
+    """If lengths are not available, as on an accelerator, steps write into the storage of the cache, with the
+    outputs and contents of known lengths; the last step, without enough free slots, returns NaN and changes nothing.
     """
     layer, x = module("MultiHeadAttentionWithCache", rope=Rope(100.0)), tokens(3, 3, 16)
     _, cache = layer(tokens(3, 2, 16, seed=2), layer.init_cache(3, 6), new_lengths=[0, 1, 2])

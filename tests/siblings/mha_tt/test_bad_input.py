@@ -223,7 +223,7 @@ def test_non_device_tensors_raise(device, call, name, kind):
 
 @pytest.mark.parametrize("axes", ["fewer", "more", "one"])
 @pytest.mark.parametrize("name", ["query", "keys", "values"])
-def test_wrong_number_of_axes_in_a_step_raises(device, name, axes):
+def test_wrong_rank_in_a_step_raises(device, name, axes):
     """A tensor of a step with one axis more, one fewer or only one raises an error with its shape."""
     function, keywords = CALLS[STEP_CALL]
     shape = keywords[name].shape
