@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float
 
-from mha_spec import WrongType
+from mha_spec import InputTypeError
 
 if TYPE_CHECKING:
     from jax import Array
@@ -71,7 +71,7 @@ def cast(arrays: _Tree, dtype: DTypeLike | None) -> _Tree:
     if dtype is None:
         return arrays
     if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
-        raise WrongType("dtype", "be floating point", dtype=jnp.dtype(dtype))
+        raise InputTypeError("dtype", "be floating point", dtype=jnp.dtype(dtype))
 
     found: dict[int, Any] = {}  # an array passed twice stays one
 

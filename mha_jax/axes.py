@@ -14,7 +14,7 @@ import numpy as np
 
 from mha_jax.arrays import Array
 from mha_jax.masks import Mask
-from mha_spec import AttentionSpec, Refusal
+from mha_spec import AttentionSpec, InputError
 from mha_spec.rules import merged_shapes
 
 Attend = Callable[..., tuple[Array, Array | None]]
@@ -84,7 +84,7 @@ def _merge_positions(positions: Any, axes: tuple[int, ...], spec: AttentionSpec)
     if spec.rope is None or spec.rope.sections is None or rank < 2:
         return _merge("positions", positions, axes, "T")
     if rank != len(axes) + 2:
-        raise Refusal(
+        raise InputError(
             "positions",
             f"have the axes of sections, {len(axes)} batch axes and T",
             {"positions.ndim": rank},

@@ -19,7 +19,7 @@ from mha_jax.checks import check_count, check_is_cache, check_lengths
 from mha_jax.compiled import compiled
 from mha_jax.masks import Mask
 from mha_jax.parallel.sharding import specs_of, with_auto_axes
-from mha_spec import Refusal, WrongType
+from mha_spec import InputError, InputTypeError
 from mha_spec.rules import check_holds_new
 from mha_spec.span import span_of
 
@@ -137,7 +137,7 @@ class Cache:
             kept = np.asarray(lengths)
             held = np.asarray(self.lengths)
             if bool((kept > held).any()):
-                raise Refusal(
+                raise InputError(
                     "lengths",
                     "not exceed those of the cache",
                     f"lengths={kept.tolist()} and {held.tolist()}",
@@ -202,7 +202,7 @@ def init_cache(
     for name, size in {**sizes, "value_head_dim": value_head_dim}.items():
         check_count(name, size)
     if not jnp.issubdtype(dtype, jnp.floating):
-        raise WrongType("dtype", "be floating point", dtype=dtype)
+        raise InputTypeError("dtype", "be floating point", dtype=dtype)
     shape = (batch_size, num_kv_heads, capacity)
     return KVCache(
         keys=jnp.zeros((*shape, head_dim), dtype),
@@ -376,9 +376,11 @@ def check_cache(
     for name, x, new in zip(names, (cache_k, cache_v), (key, value), strict=True):
         expected = (*key.shape[:2], cache_k.shape[2], new.shape[3])
         if x.shape != expected:
-            raise Refusal(name, f"have shape (B, K, S, H) = {expected}", {f"{name}.shape": x.shape})
+            raise InputError(
+                name, f"have shape (B, K, S, H) = {expected}", {f"{name}.shape": x.shape}
+            )
         if x.dtype != key.dtype:
-            raise WrongType(
+            raise InputTypeError(
                 name,
                 "have the dtype of the new keys",
                 {f"{name}.dtype": x.dtype, "key.dtype": key.dtype},
@@ -388,7 +390,7 @@ def check_cache(
 def check_cached_input(x: Array, cache: Cache) -> None:
     """Refuse new tokens (B, T, d_in) whose batch size is not that of the cache."""
     if x.shape[0] != cache.lengths.shape[0]:
-        raise Refusal(
+        raise InputError(
             "x",
             "have the batch size of the cache",
             {"x.shape[0]": x.shape[0], "cached": len(cache.lengths)},
@@ -402,7 +404,7 @@ def check_appended(
     check_is_cache(cache, KVCache)
     check_cache(cache.keys, cache.values, key, value)
     if value.dtype != key.dtype:
-        raise WrongType(
+        raise InputTypeError(
             "value", "have the dtype of key", {"value.dtype": value.dtype, "key.dtype": key.dtype}
         )
     check_room(cache, key.shape[2], new_lengths)
@@ -423,7 +425,7 @@ def check_room(cache: Cache, seq_len: int, new_lengths: Array | Sequence[int] | 
     )
     if bool((lengths.astype(np.int64) + added > cache.capacity).any()):
         rule = f"not exceed the {cache.capacity} slots of the cache"
-        raise Refusal(
+        raise InputError(
             "lengths + new tokens", rule, lengths=lengths.tolist(), new_lengths=added.tolist()
         )
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax.core import Tracer
 
 from mha_jax.arrays import Array, array_of, is_on_accelerator
-from mha_spec import AttentionSpec, GridBias, Latent, Norm, Refusal, Rope, WrongType
+from mha_spec import AttentionSpec, GridBias, InputError, InputTypeError, Latent, Norm, Rope
 from mha_spec.annotations import BOOLEAN, FLOATING, INTEGERS, checking
 from mha_spec.attention import check_spec
 from mha_spec.features.norm import check_norm
@@ -39,16 +39,16 @@ def check_count(name: str, value: object, minimum: int = 1) -> None:
 def check_array(name: str, x: object) -> None:
     """Refuse anything but an array of the framework."""
     if not isinstance(x, Array):
-        raise WrongType(name, "be an array", type(x).__name__)
+        raise InputTypeError(name, "be an array", type(x).__name__)
 
 
 def check_floating(name: str, x: Array, rank: int) -> None:
     """Refuse an array of another rank, or one that is not floating point."""
     check_array(name, x)
     if x.ndim != rank:
-        raise Refusal(name, f"have {rank} axes", {f"{name}.shape": x.shape})
+        raise InputError(name, f"have {rank} axes", {f"{name}.shape": x.shape})
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise WrongType(name, "be floating point", {f"{name}.dtype": x.dtype})
+        raise InputTypeError(name, "be floating point", {f"{name}.dtype": x.dtype})
 
 
 def check_broadcasts(name: str, shape: tuple[int, ...], scores_shape: tuple[int, ...]) -> None:
@@ -56,7 +56,7 @@ def check_broadcasts(name: str, shape: tuple[int, ...], scores_shape: tuple[int,
     sizes = zip(reversed(shape), reversed(scores_shape), strict=False)
     if len(shape) > 4 or not all(a == 1 or a == b for a, b in sizes):
         rule = f"broadcast to the scores (B, N, T, S) = {scores_shape}"
-        raise Refusal(
+        raise InputError(
             name, rule, {f"{name}.shape": shape}, hint=missing_axes(name, shape, scores_shape)
         )
 
@@ -65,9 +65,9 @@ def check_integers(name: str, x: Array, shapes: Sequence[tuple[int, ...]], in_wo
     """Refuse an array that is not of integers, or has none of these shapes."""
     check_array(name, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise WrongType(name, "be integers", {f"{name}.dtype": x.dtype})
+        raise InputTypeError(name, "be integers", {f"{name}.dtype": x.dtype})
     if x.shape not in shapes:
-        raise Refusal(name, f"have shape {in_words}", {f"{name}.shape": x.shape})
+        raise InputError(name, f"have shape {in_words}", {f"{name}.shape": x.shape})
 
 
 def check_lengths(
@@ -86,18 +86,18 @@ def check_lengths(
     if isinstance(array, np.ndarray) and not array.size:  # NumPy reads [] as floats
         array = array.astype(np.int32)
     if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise WrongType(name, "be integers", {f"{name}.dtype": array.dtype})
+        raise InputTypeError(name, "be integers", {f"{name}.dtype": array.dtype})
     if array.ndim != 1 or (batch_size is not None and len(array) != batch_size):
         if batch_size is None:
             expected = "(B,)"
         else:
             expected = f"(B,) = ({batch_size},)"
-        raise Refusal(name, f"have shape {expected}", {f"{name}.shape": array.shape})
+        raise InputError(name, f"have shape {expected}", {f"{name}.shape": array.shape})
     if isinstance(array, Tracer) or is_on_accelerator(array):
         return None
     values = np.asarray(array).tolist()
     if any(not 0 <= value <= maximum for value in values):
-        raise Refusal(name, f"lie in 0..{maximum}", {name: values})
+        raise InputError(name, f"lie in 0..{maximum}", {name: values})
     return values
 
 
@@ -105,13 +105,13 @@ def check_weights(weights: Mapping[str, Any], spec: AttentionSpec) -> None:
     """Refuse weights whose names or shapes are not exactly those of the layer."""
     check_spec(spec)
     if not isinstance(weights, Mapping):
-        raise WrongType(
+        raise InputTypeError(
             "weights", "be a mapping of projections to their arrays", type(weights).__name__
         )
     of_parts = {name: leaves for name, leaves in weights.items() if name not in spec.score_shapes}
     flat = sorted(name for name, leaves in of_parts.items() if not isinstance(leaves, Mapping))
     if flat:
-        raise WrongType(
+        raise InputTypeError(
             "weights", "map each projection to its kernel and bias", f"arrays for {flat}"
         )
     arrays = {name: array for name, array in weights.items() if name in spec.score_shapes}
@@ -129,7 +129,7 @@ def check_weights(weights: Mapping[str, Any], spec: AttentionSpec) -> None:
         array = array_of(arrays[name])
         check_weight(name, array, shape)
         if array.dtype != arrays[first].dtype:
-            raise WrongType(
+            raise InputTypeError(
                 name, f"have the dtype of {first}", f"{array.dtype} and {arrays[first].dtype}"
             )
 
@@ -148,11 +148,11 @@ def check_score_weights(
 def check_names(argument: str, weights: Mapping[str, Array], names: Collection[str]) -> None:
     """Refuse weights that do not have exactly these names."""
     if not isinstance(weights, Mapping):
-        raise WrongType(argument, "be a mapping of names to arrays", type(weights).__name__)
+        raise InputTypeError(argument, "be a mapping of names to arrays", type(weights).__name__)
     missing = sorted(set(names) - weights.keys())
     unexpected = sorted(weights.keys() - set(names))
     if missing or unexpected:
-        raise Refusal(
+        raise InputError(
             argument, "have exactly the names of the spec", missing=missing, unexpected=unexpected
         )
 
@@ -161,9 +161,9 @@ def check_weight(name: str, weight: Array, shape: tuple[int, ...]) -> None:
     """Refuse a weight that is not floating point, or has another shape."""
     check_array(name, weight)
     if not jnp.issubdtype(weight.dtype, jnp.floating):
-        raise WrongType(name, "be floating point", {f"{name}.dtype": weight.dtype})
+        raise InputTypeError(name, "be floating point", {f"{name}.dtype": weight.dtype})
     if weight.shape != shape:
-        raise Refusal(name, f"have shape {shape}", {f"{name}.shape": weight.shape})
+        raise InputError(name, f"have shape {shape}", {f"{name}.shape": weight.shape})
 
 
 def check_layer_inputs(
@@ -176,13 +176,13 @@ def check_layer_inputs(
     """Refuse layer inputs (B, T, d_in) and (B, S, d_kv) that do not fit each other or the layer."""
     check_width("query", query, spec.d_in)
     if key is None and value is not None:
-        raise Refusal("value", "come with a key", "key=None and a value")
+        raise InputError("value", "come with a key", "key=None and a value")
     if key is None and spec.d_kv != spec.d_in and not spec.shared_kv:
-        raise Refusal("key", f"be given, with {spec.d_kv} features", key=None)
+        raise InputError("key", f"be given, with {spec.d_kv} features", key=None)
     if key is not None and spec.rope is not None and not spec.shared_kv:
-        raise Refusal("key", "be None (self-attention) with RoPE", f"a key and rope={spec.rope}")
+        raise InputError("key", "be None (self-attention) with RoPE", f"a key and rope={spec.rope}")
     if key is not None and spec.latent is not None:
-        raise Refusal(
+        raise InputError(
             "key", "be None (self-attention) with latents", f"a key and latent={spec.latent}"
         )
     check_layer_positions(positions, query.shape[0], query.shape[1], spec)
@@ -194,7 +194,7 @@ def check_layer_inputs(
             continue
         check_width(name, x, spec.d_kv)
         if x.dtype != query.dtype:
-            raise WrongType(
+            raise InputTypeError(
                 name,
                 "have the dtype of query",
                 {f"{name}.dtype": x.dtype, "query.dtype": query.dtype},
@@ -204,7 +204,7 @@ def check_layer_inputs(
 def check_width(name: str, x: Array, width: int) -> None:
     """Refuse an input of a layer with another number of features."""
     if x.shape[-1] != width:
-        raise Refusal(name, f"have {width} features", {f"{name}.shape": x.shape})
+        raise InputError(name, f"have {width} features", {f"{name}.shape": x.shape})
 
 
 def check_shared_kv(
@@ -219,7 +219,7 @@ def check_shared_kv(
     """
     if key is None or value is None:
         rule = "be given with shared_kv: those of another layer"
-        raise Refusal(" and ".join(names), rule, "None")
+        raise InputError(" and ".join(names), rule, "None")
     check_floating(names[0], key, rank=4)
     for name, x, width in zip(
         names, (key, value), (spec.head_dim, spec.value_head_dim), strict=True
@@ -228,15 +228,15 @@ def check_shared_kv(
         expected = (query.shape[0], spec.num_kv_heads, key.shape[2], width)
         if x.shape != expected:
             rule = f"have shape {expected} with shared_kv"
-            raise Refusal(name, rule, {f"{name}.shape": x.shape})
+            raise InputError(name, rule, {f"{name}.shape": x.shape})
 
 
 def check_projected(name: str, x: Array, kernel: Array) -> None:
     """Refuse an input that does not fit its projection."""
     if x.shape[-1] != kernel.shape[0]:
-        raise Refusal(f"the input of {name}", f"have {kernel.shape[0]} features", shape=x.shape)
+        raise InputError(f"the input of {name}", f"have {kernel.shape[0]} features", shape=x.shape)
     if x.dtype != kernel.dtype:
-        raise WrongType(
+        raise InputTypeError(
             f"the input of {name}",
             "have the dtype of its kernel",
             {"x.dtype": x.dtype, "kernel.dtype": kernel.dtype},
@@ -247,7 +247,7 @@ def check_projected(name: str, x: Array, kernel: Array) -> None:
 def check_features(name: str, x: Array, width: int) -> None:
     """Refuse the output of a projection that has another width."""
     if x.shape[-1] != width:
-        raise Refusal(name, f"return {width} features", f"{x.shape[-1]} features")
+        raise InputError(name, f"return {width} features", f"{x.shape[-1]} features")
 
 
 def check_positions(positions: Array, batch_size: int, seq_len: int, rope: Rope | None) -> None:
@@ -283,7 +283,7 @@ def check_normed(x: Array, norm: Norm, weight: Array | None, bias: Array | None)
         else:
             found = tuple(parameter.shape)
         if found != shapes.get(name):
-            raise Refusal(
+            raise InputError(
                 name, f"have shape {shapes.get(name)} for {norm}", {f"{name}.shape": found}
             )
 
@@ -292,14 +292,14 @@ def check_latents(name: str, latents: Array, latent: Latent) -> None:
     """Refuse anything but latents (B, 1, S, kv_rank + rope_dim)."""
     if (latents.shape[1], latents.shape[3]) != (1, latent.width):
         shape = latents.shape
-        raise Refusal(name, f"have shape (B, 1, S, {latent.width})", {f"{name}.shape": shape})
+        raise InputError(name, f"have shape (B, 1, S, {latent.width})", {f"{name}.shape": shape})
 
 
 def check_heads(query: Array, key: Array, value: Array) -> None:
     """Refuse split heads whose dtypes do not fit each other."""
     for name, x in (("key", key), ("value", value)):
         if x.dtype != query.dtype:
-            raise WrongType(
+            raise InputTypeError(
                 name,
                 "have the dtype of query",
                 {f"{name}.dtype": x.dtype, "query.dtype": query.dtype},
@@ -316,7 +316,7 @@ def check_scored(query: Array, key: Array, spec: AttentionSpec | BareHeads) -> N
     check_spec(spec)
     if (query.shape[1], query.shape[3]) != (spec.num_heads, spec.head_dim):
         rule = f"have the heads of the spec, (N, H) = ({spec.num_heads}, {spec.head_dim})"
-        raise Refusal("query", rule, {"query.shape": query.shape})
+        raise InputError("query", rule, {"query.shape": query.shape})
 
 
 def check_bias(bias: Array, scores_shape: tuple[int, ...], query: Array) -> None:
@@ -324,7 +324,7 @@ def check_bias(bias: Array, scores_shape: tuple[int, ...], query: Array) -> None
     S).
     """
     if bias.dtype != query.dtype:
-        raise WrongType(
+        raise InputTypeError(
             "bias",
             "have the dtype of query",
             {"bias.dtype": bias.dtype, "query.dtype": query.dtype},
@@ -335,7 +335,7 @@ def check_bias(bias: Array, scores_shape: tuple[int, ...], query: Array) -> None
 def check_grid(relative_bias: GridBias, scores_shape: tuple[int, ...]) -> None:
     """Refuse scores (B, N, T, S) of more tokens than the grid of the relative bias has."""
     if max(scores_shape[2:]) > relative_bias.num_tokens:
-        raise Refusal(
+        raise InputError(
             "tokens",
             f"be at most the {relative_bias.num_tokens} of the grid",
             {"(T, S)": scores_shape[2:]},
@@ -350,10 +350,10 @@ def check_gate(gate: Array, context: Array) -> None:
     num_features = context.shape[1] * context.shape[3]
     if gate.shape[-1] not in (num_heads, num_features):
         rule = f"have {num_features} or {num_heads} features"
-        raise Refusal("gate", rule, {"gate.shape": gate.shape})
+        raise InputError("gate", rule, {"gate.shape": gate.shape})
 
 
 def check_is_cache(cache: object, kind: type) -> None:
     """Refuse anything but a cache of that type."""
     if not isinstance(cache, kind):
-        raise WrongType("cache", f"be a {kind.__name__}", type(cache).__name__, hint=NEW_CACHE)
+        raise InputTypeError("cache", f"be a {kind.__name__}", type(cache).__name__, hint=NEW_CACHE)

@@ -18,7 +18,7 @@ from mha_jax.kernels import Kernel, fused
 from mha_jax.masks import Mask
 from mha_jax.mha import FunctionalLayer, attention_layer
 from mha_jax.stages import apply_dropout
-from mha_spec import AttentionSpec, Refusal
+from mha_spec import AttentionSpec, InputError
 
 
 def multi_head_attention(
@@ -63,7 +63,9 @@ def multi_head_attention(
     query, key, value, bias, weights = cast((query, key, value, bias, weights), dtype)
     check_weights(weights, spec)
     if dropout_keep is not None and not training:
-        raise Refusal("dropout_keep", "come with training=True", "dropout_keep and training=False")
+        raise InputError(
+            "dropout_keep", "come with training=True", "dropout_keep and training=False"
+        )
     if dropout_rng is None:
         context_rng, output_rng = (None, None)
     else:

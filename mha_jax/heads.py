@@ -9,7 +9,7 @@ from jaxtyping import Float
 from mha_jax.arrays import Array
 from mha_jax.checks import check_count
 from mha_jax.parallel.sharding import is_explicit, placed, spec_of
-from mha_spec import Refusal
+from mha_spec import InputError
 from mha_spec.rules import check_head_groups
 
 
@@ -21,7 +21,7 @@ def split_heads(x: Float[Array, "B T NH"], num_heads: int) -> Float[Array, "B N 
     """
     check_count("num_heads", num_heads)
     if x.shape[-1] % num_heads:
-        raise Refusal(
+        raise InputError(
             "the width", "be a multiple of num_heads", width=x.shape[-1], num_heads=num_heads
         )
     return x.reshape(*x.shape[:2], num_heads, x.shape[-1] // num_heads).swapaxes(1, 2)

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Int
 from mha_jax.arrays import Array
 from mha_jax.checks import check_count, check_lengths
 from mha_jax.compiled import compiled
-from mha_spec import Refusal
+from mha_spec import InputError
 
 
 def create_causal_mask(seq_len_q: int, seq_len_k: int | None = None) -> Bool[Array, "T S"]:
@@ -76,7 +76,7 @@ def create_causal_mask_with_cache(
     check_count("seq_len_k", seq_len_k)
     check_count("cache_len", cache_len, minimum=0)
     if seq_len_k != cache_len + seq_len_q:
-        raise Refusal(
+        raise InputError(
             "seq_len_k",
             "be cache_len + seq_len_q",
             seq_len_k=seq_len_k,

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from mha_jax.arrays import Array
 from mha_jax.checks import check_broadcasts, check_count, check_integers, check_lengths
 from mha_jax.compiled import compiled
-from mha_spec import AttentionSpec, Refusal
+from mha_spec import AttentionSpec, InputError
 from mha_spec.heads import BareHeads
 from mha_spec.rules import as_boolean
 from mha_spec.span import Span, span_of
@@ -214,7 +214,7 @@ def _check_segments(
     keys.
     """
     if len(segments) != 2:
-        raise Refusal(
+        raise InputError(
             "segment_ids",
             "be ids or a pair of them, of queries and of keys",
             f"{len(segments)} in a tuple",

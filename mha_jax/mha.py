@@ -31,14 +31,14 @@ from mha_spec import (
     AttentionSpec,
     Gate,
     GridBias,
+    InputError,
+    InputTypeError,
     Latent,
     Norm,
-    Refusal,
     RelativeBias,
     RelativeProducts,
     Rope,
     Temperature,
-    WrongType,
 )
 from mha_spec.attention import check_spec, spec_from
 
@@ -246,7 +246,7 @@ class AttentionLayer(nnx.Module):
         dtypes: Any = {"dtype": dtype, "param_dtype": param_dtype}
         for name, given in dtypes.items():
             if given is not None and not jnp.issubdtype(jnp.dtype(given), jnp.floating):
-                raise WrongType(name, "be floating point", {name: jnp.dtype(given)})
+                raise InputTypeError(name, "be floating point", {name: jnp.dtype(given)})
         _check_streams(rngs, spec)
         self.spec, self.dtype = spec, dtype
         self.kernel: Kernel = fused.attend
@@ -335,7 +335,7 @@ def _check_streams(rngs: nnx.Rngs, spec: AttentionSpec) -> None:
     for name in names:
         if name not in rngs and "default" not in rngs:
             rule = f"have the stream {name!r}"
-            raise Refusal(
+            raise InputError(
                 "rngs",
                 rule,
                 streams=list(rngs),

@@ -15,7 +15,7 @@ from mha_jax.features.rope import apply_rope
 from mha_jax.features.temperature import apply_temperature
 from mha_jax.heads import split_heads
 from mha_jax.weights import Project
-from mha_spec import AttentionSpec, Refusal
+from mha_spec import AttentionSpec, InputError
 from mha_spec.attention import check_spec
 
 
@@ -162,7 +162,7 @@ def _unpack_qkv(packed: Array, spec: AttentionSpec) -> tuple[Array, Array, Array
     """Return the features of q, k and v from those of their common projection."""
     width = spec.q_width + spec.k_width + spec.v_width
     if packed.shape[-1] != width:
-        raise Refusal(
+        raise InputError(
             "qkv_proj",
             f"return the {width} features of all q, k and v",
             f"{packed.shape[-1]} features",

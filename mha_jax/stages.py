@@ -30,7 +30,7 @@ from mha_jax.masks import Mask, to_scores_rank
 from mha_jax.padding import find_padding, zero_heads_in_padding
 from mha_jax.parallel.sharding import head_sharding, reshard_like, with_auto_axes
 from mha_jax.scores import Scores
-from mha_spec import AttentionSpec, GridBias, Refusal
+from mha_spec import AttentionSpec, GridBias, InputError
 from mha_spec.heads import BareHeads
 from mha_spec.rules import as_rate
 
@@ -175,7 +175,7 @@ def apply_dropout(
         if not rate:
             return attn_weights
         if rng is None:
-            raise Refusal("dropout", "come with a random key", dropout=rate, dropout_rng=None)
+            raise InputError("dropout", "come with a random key", dropout=rate, dropout_rng=None)
         keep = jax.random.bernoulli(rng, 1.0 - rate, attn_weights.shape)
     check_broadcasts("keep", keep.shape, attn_weights.shape)
     keep = keep.reshape((1,) * (attn_weights.ndim - keep.ndim) + keep.shape)
@@ -227,7 +227,7 @@ def scaled_dot_product_attention(
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """
     if kernel is not None and need_weights:
-        raise Refusal(
+        raise InputError(
             "need_weights", "be False with a kernel, which stores no weights", need_weights=True
         )
     check_heads(query, key, value)

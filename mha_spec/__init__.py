@@ -1,6 +1,7 @@
 """Framework-independent specification of attention layers, in pure Python and NumPy."""
 
 from mha_spec.attention import AttentionSpec
+from mha_spec.errors import InputError, InputTypeError
 from mha_spec.features.alibi import Alibi
 from mha_spec.features.gate import Gate
 from mha_spec.features.latent import Latent
@@ -18,7 +19,6 @@ from mha_spec.features.scaling import (
 )
 from mha_spec.features.temperature import Temperature
 from mha_spec.projection import Projection
-from mha_spec.refusal import Refusal, WrongType
 
 __all__ = [
     "Alibi",
@@ -26,6 +26,8 @@ __all__ = [
     "DynamicScaling",
     "Gate",
     "GridBias",
+    "InputError",
+    "InputTypeError",
     "Latent",
     "LinearScaling",
     "Llama3Scaling",
@@ -33,11 +35,9 @@ __all__ = [
     "Norm",
     "Projection",
     "ProportionalScaling",
-    "Refusal",
     "RelativeBias",
     "RelativeProducts",
     "Rope",
     "Temperature",
-    "WrongType",
     "YarnScaling",
 ]

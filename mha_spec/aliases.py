@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from mha_spec.refusal import WrongType
+from mha_spec.errors import InputTypeError
 
 UNKNOWN_ARGUMENT = "be a known argument"
 """Rule of every error about an unknown argument."""
@@ -171,7 +171,7 @@ OF_CALLS: dict[str, Alias] = {
 """Arguments of calls and of other functions."""
 
 
-def unknown_argument(name: str, known_names: Iterable[str]) -> WrongType:
+def unknown_argument(name: str, known_names: Iterable[str]) -> InputTypeError:
     """Return the error for an argument that a function does not have, with the name to use instead.
 
     Args:
@@ -179,7 +179,7 @@ def unknown_argument(name: str, known_names: Iterable[str]) -> WrongType:
         known_names: arguments of the function.
     """
     known = list(known_names)
-    return WrongType(name, UNKNOWN_ARGUMENT, hint=_advice(name, known))
+    return InputTypeError(name, UNKNOWN_ARGUMENT, hint=_advice(name, known))
 
 
 def _advice(name: str, known: list[str]) -> str:

@@ -21,8 +21,8 @@ from functools import wraps
 from typing import Any, TypeVar, get_args
 
 from mha_spec.aliases import unknown_argument
+from mha_spec.errors import InputError, InputTypeError
 from mha_spec.hints import OF_NUMBERS
-from mha_spec.refusal import Refusal, WrongType
 
 FLOATING, INTEGERS, BOOLEAN = "floating point", "integers", "boolean"
 """Kinds of dtypes, in words."""
@@ -135,15 +135,15 @@ class ArrayRule:
             if self.accepts_others or isinstance(x, self.other_types):
                 return
             names = [accepted.__name__ for accepted in self.array_types + self.other_types]
-            raise WrongType(name, f"have the type {' or '.join(names)}", type(x).__name__)
+            raise InputTypeError(name, f"have the type {' or '.join(names)}", type(x).__name__)
         shape = x.shape
         axes = self._axes_of(len(shape), first)
         if axes is None:
             in_words = " or ".join(axes.in_words() for axes in self.alternatives)
-            raise Refusal(name, f"have axes {in_words}", {f"{name}.shape": tuple(shape)})
+            raise InputError(name, f"have axes {in_words}", {f"{name}.shape": tuple(shape)})
         if x.dtype not in self.dtypes and getattr(x.dtype, "name", None) not in self.dtypes:
             hint = OF_NUMBERS if name == "mask" else ""
-            raise WrongType(name, f"be {self.kind}", {f"{name}.dtype": x.dtype}, hint=hint)
+            raise InputTypeError(name, f"be {self.kind}", {f"{name}.dtype": x.dtype}, hint=hint)
         if axes.batch is not None and axes.compares_batch:
             num_batch_axes = len(shape) - len(axes.names)
             if axes.batch in first:
@@ -185,10 +185,10 @@ def _check_batch(name: str, shape: Any, num_batch_axes: int, other: Compared) ->
             raise _differs(name, shape, "batch axes", other)
 
 
-def _differs(name: str, shape: Any, axis: str, other: Compared) -> Refusal:
+def _differs(name: str, shape: Any, axis: str, other: Compared) -> InputError:
     """Return the error of an argument whose axis has another size than that of an earlier one."""
     shapes = {f"{name}.shape": tuple(shape), f"{other.name}.shape": tuple(other.shape)}
-    return Refusal(name, f"have the {axis} of {other.name}", shapes)
+    return InputError(name, f"have the {axis} of {other.name}", shapes)
 
 
 def checking(

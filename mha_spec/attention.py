@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mha_spec.aliases import unknown_argument
+from mha_spec.errors import InputError, InputTypeError
 from mha_spec.features.alibi import Alibi
 from mha_spec.features.gate import Gate
 from mha_spec.features.latent import Latent, check_latent_rope
@@ -22,7 +23,6 @@ from mha_spec.features.scaling import YarnScaling
 from mha_spec.features.temperature import Temperature
 from mha_spec.projection import Projection, shapes_of
 from mha_spec.record import Record
-from mha_spec.refusal import Refusal, WrongType
 from mha_spec.rules import (
     as_boolean,
     as_count,
@@ -166,14 +166,14 @@ class AttentionSpec(Record):
                 object.__setattr__(self, name, self._derived_sizes()[name])
         check_head_groups(self.num_heads, self.num_kv_heads)
         if self.head_dim is None:
-            raise Refusal(
+            raise InputError(
                 "d_model",
                 "be a multiple of num_heads",
                 f"d_model={self.d_model} and num_heads={self.num_heads} without head_dim",
             )
         for what, is_asked_for in (("fused_qkv", self.fused_qkv), ("RoPE", self.rope is not None)):
             if is_asked_for and self.d_kv != self.d_in:
-                raise Refusal("d_kv", f"equal d_in with {what}", d_kv=self.d_kv, d_in=self.d_in)
+                raise InputError("d_kv", f"equal d_in with {what}", d_kv=self.d_kv, d_in=self.d_in)
         if self.rope is not None:
             check_rotated(self.head_dim, self.rope)
         self._check_shared_kv()
@@ -198,9 +198,9 @@ class AttentionSpec(Record):
             needed = {}
         for name, value in needed.items():
             if getattr(self, name) != value:
-                raise Refusal(name, f"be {value} with shared_kv", {name: getattr(self, name)})
+                raise InputError(name, f"be {value} with shared_kv", {name: getattr(self, name)})
         if self.shared_kv and isinstance(self.qkv_bias, tuple):
-            raise Refusal("qkv_bias", "be one boolean with shared_kv", qkv_bias=self.qkv_bias)
+            raise InputError("qkv_bias", "be one boolean with shared_kv", qkv_bias=self.qkv_bias)
 
     def _check_latent(self) -> None:
         check_is_record("latent", self.latent, Latent)
@@ -212,27 +212,29 @@ class AttentionSpec(Record):
         needed["relative_products"] = None
         for name, value in needed.items():
             if getattr(self, name) != value:
-                raise Refusal(
+                raise InputError(
                     name,
                     f"be {value} with latent",
                     {name: getattr(self, name), "latent": self.latent},
                 )
         if self.latent.rope_dim >= self.head_dim:
-            raise Refusal(
+            raise InputError(
                 "rope_dim",
                 "be less than head_dim",
                 rope_dim=self.latent.rope_dim,
                 head_dim=self.head_dim,
             )
         if self.qkv_biases[1] != self.qkv_biases[2]:
-            raise Refusal("qkv_bias", "be the same for k and v with latent", qkv_bias=self.qkv_bias)
+            raise InputError(
+                "qkv_bias", "be the same for k and v with latent", qkv_bias=self.qkv_bias
+            )
 
     def _check_temperature(self) -> None:
         check_is_record("temperature", self.temperature, Temperature)
         if self.temperature is None:
             return
         if self.rope is not None and self.rope.sections is not None:
-            raise Refusal(
+            raise InputError(
                 "temperature",
                 "be None with positions on several axes",
                 temperature=self.temperature,
@@ -246,13 +248,13 @@ class AttentionSpec(Record):
             return
         for name in SPANS if isinstance(self.relative_bias, GridBias) else ():
             if getattr(self, name) is not None:
-                raise Refusal(
+                raise InputError(
                     name,
                     "be None with a grid",
                     {name: getattr(self, name), "grid": self.relative_bias},
                 )
         if self.alibi is not None:
-            raise Refusal(
+            raise InputError(
                 "alibi",
                 "be None with a relative_bias",
                 alibi=self.alibi,
@@ -265,7 +267,7 @@ class AttentionSpec(Record):
         if products is None:
             return
         if self.soft_cap is not None:
-            raise Refusal("soft_cap", "be None with relative_products", soft_cap=self.soft_cap)
+            raise InputError("soft_cap", "be None with relative_products", soft_cap=self.soft_cap)
 
     def _check_qkv_bias(self) -> None:
         if isinstance(self.qkv_bias, (tuple, list)):
@@ -273,25 +275,29 @@ class AttentionSpec(Record):
         else:
             biases = (self.qkv_bias,) * 3
         if len(biases) != 3:
-            raise Refusal(
+            raise InputError(
                 "qkv_bias", "be one boolean, or three for q, k and v", qkv_bias=self.qkv_bias
             )
         q, k, v = (as_boolean("qkv_bias", bias) for bias in biases)
         object.__setattr__(self, "qkv_bias", q if q == k == v else (q, k, v))
         if self.fused_qkv and isinstance(self.qkv_bias, tuple):
-            raise Refusal("qkv_bias", "be one boolean with fused_qkv", qkv_bias=self.qkv_bias)
+            raise InputError("qkv_bias", "be one boolean with fused_qkv", qkv_bias=self.qkv_bias)
 
     def _check_norms(self) -> None:
         for name in NORMS:
             check_is_record(name, getattr(self, name), Norm)
         if self.qk_norm is not None and self.qk_norm.after_rope and self.rope is None:
-            raise Refusal("qk_norm.after_rope", "be False without rope", after_rope=True, rope=None)
+            raise InputError(
+                "qk_norm.after_rope", "be False without rope", after_rope=True, rope=None
+            )
         if self.v_norm is not None and self.v_norm.after_rope:
-            raise Refusal("v_norm", "not come after RoPE, which rotates no values", after_rope=True)
+            raise InputError(
+                "v_norm", "not come after RoPE, which rotates no values", after_rope=True
+            )
         if self.context_norm is not None and self.context_norm.over != "width":
-            raise Refusal("context_norm", "be over='width'", context_norm=self.context_norm)
+            raise InputError("context_norm", "be over='width'", context_norm=self.context_norm)
         if self.context_norm is not None and self.gate is not None:
-            raise Refusal(
+            raise InputError(
                 "gate",
                 "be None with a context_norm",
                 gate=self.gate,
@@ -615,7 +621,7 @@ def spec_from(
         if num_heads is not None:
             superfluous = {"num_heads": num_heads} | superfluous
         if superfluous:
-            raise Refusal(
+            raise InputError(
                 " and ".join(superfluous),
                 "be left out with a spec",
                 superfluous,
@@ -625,7 +631,7 @@ def spec_from(
     others = dict(fields)
     d_model = others.pop("d_model", None) if spec is None else spec
     if num_heads is None or not isinstance(d_model, (int, np.integer)):
-        raise WrongType("spec", "be an AttentionSpec, or d_model with num_heads", spec=d_model)
+        raise InputTypeError("spec", "be an AttentionSpec, or d_model with num_heads", spec=d_model)
     return AttentionSpec(as_count("d_model", d_model), num_heads, **others)
 
 
@@ -637,9 +643,9 @@ def check_spec(spec: object, *, is_self_attention: bool = False) -> None:
         ValueError: if the inputs of self-attention differ in width.
     """
     if not isinstance(spec, AttentionSpec):
-        raise WrongType("spec", "be an AttentionSpec", spec=spec)
+        raise InputTypeError("spec", "be an AttentionSpec", spec=spec)
     if is_self_attention and spec.d_kv != spec.d_in:
-        raise Refusal("d_kv", "equal d_in in self-attention", d_kv=spec.d_kv, d_in=spec.d_in)
+        raise InputError("d_kv", "equal d_in in self-attention", d_kv=spec.d_kv, d_in=spec.d_in)
 
 
 def check_latent(spec: AttentionSpec) -> Latent:
@@ -651,5 +657,5 @@ def check_latent(spec: AttentionSpec) -> Latent:
     """
     check_spec(spec)
     if spec.latent is None:
-        raise Refusal("spec", "have latents", spec=spec)
+        raise InputError("spec", "have latents", spec=spec)
     return spec.latent

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mha_spec.refusal import Refusal, WrongType
+from mha_spec.errors import InputError, InputTypeError
 
 LARGEST_COUNT = 2**63 - 1
 """Larger integers do not fit into arrays of integers, and some are beyond floats."""
@@ -32,11 +32,11 @@ def as_count(name: str, value: object, minimum: int = 1) -> int:
         ValueError: if it is below the minimum, or above 2**63 - 1.
     """
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise WrongType(name, "be an integer", {name: value})
+        raise InputTypeError(name, "be an integer", {name: value})
     if value < minimum:
-        raise Refusal(name, f"be at least {minimum}", {name: value})
+        raise InputError(name, f"be at least {minimum}", {name: value})
     if value > LARGEST_COUNT:
-        raise Refusal(name, f"be at most {LARGEST_COUNT}", {name: value})
+        raise InputError(name, f"be at most {LARGEST_COUNT}", {name: value})
     return int(value)
 
 
@@ -47,7 +47,7 @@ def as_boolean(name: str, value: object) -> bool:
         TypeError: if it is neither.
     """
     if not isinstance(value, (bool, np.bool_)):
-        raise WrongType(name, "be a boolean", {name: value})
+        raise InputTypeError(name, "be a boolean", {name: value})
     return bool(value)
 
 
@@ -59,11 +59,11 @@ def as_number(name: str, value: object) -> float:
         ValueError: if it is an integer beyond the largest float.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise WrongType(name, "be a number", {name: value})
+        raise InputTypeError(name, "be a number", {name: value})
     try:
         return float(value)
     except OverflowError:
-        raise Refusal(name, f"be at most {sys.float_info.max:.2g}", {name: value}) from None
+        raise InputError(name, f"be at most {sys.float_info.max:.2g}", {name: value}) from None
 
 
 def as_factor(name: str, value: object) -> float:
@@ -75,10 +75,10 @@ def as_factor(name: str, value: object) -> float:
     """
     factor = as_number(name, value)
     if not 0.0 < factor < math.inf:  # JSON cannot represent infinity or NaN
-        raise Refusal(name, "be positive and finite", {name: factor})
+        raise InputError(name, "be positive and finite", {name: factor})
     if not LEAST_FACTOR <= factor <= LARGEST_FACTOR:
         rule = f"be between {LEAST_FACTOR:.3g} and {LARGEST_FACTOR:.3g}, the range of float32"
-        raise Refusal(name, rule, {name: factor})
+        raise InputError(name, rule, {name: factor})
     return factor
 
 
@@ -91,7 +91,7 @@ def as_rate(name: str, value: object) -> float:
     """
     rate = as_number(name, value)
     if not 0.0 <= rate < 1.0:
-        raise Refusal(name, "be at least 0 and below 1", {name: value})
+        raise InputError(name, "be at least 0 and below 1", {name: value})
     return rate
 
 
@@ -103,7 +103,7 @@ def as_one_of(name: str, value: Any, options: Sequence[object]) -> Any:
     """
     # `in` is ambiguous for an array.
     if not isinstance(value, (str, NoneType)) or value not in options:
-        raise Refusal(name, f"be one of {list(options)}", {name: value})
+        raise InputError(name, f"be one of {list(options)}", {name: value})
     return value
 
 
@@ -122,7 +122,7 @@ def check_is_record(name: str, value: object, *kinds: type) -> None:
         hint = " or ".join(_shortest_call(kind) for kind in kinds) + " switches it on"
     elif value is False:
         hint = "None switches it off"
-    raise WrongType(name, f"be {options} or None", {name: value}, hint=hint)
+    raise InputTypeError(name, f"be {options} or None", {name: value}, hint=hint)
 
 
 def _shortest_call(kind: Any) -> str:
@@ -141,7 +141,7 @@ def check_head_groups(num_heads: int, num_kv_heads: int) -> None:
     as_count("num_heads", num_heads)
     as_count("num_kv_heads", num_kv_heads)
     if num_heads % num_kv_heads:
-        raise Refusal(
+        raise InputError(
             "num_heads",
             "be a multiple of num_kv_heads",
             num_heads=num_heads,
@@ -158,7 +158,7 @@ def check_holds_new(lengths: Sequence[int], added: Sequence[int]) -> None:
     """
     if any(length < new for length, new in zip(lengths, added, strict=True)):
         rule = "hold the new tokens with shared_kv: the other layer appends them first"
-        raise Refusal("cache", rule, lengths=list(lengths), new_lengths=list(added))
+        raise InputError("cache", rule, lengths=list(lengths), new_lengths=list(added))
 
 
 def merged_shapes(
@@ -188,7 +188,7 @@ def merged_shapes(
             rule = f"have shape {expected}"
         else:
             rule = f"broadcast to {expected}"
-        raise Refusal(name, rule, {f"{name}.shape": shape})
+        raise InputError(name, rule, {f"{name}.shape": shape})
     if math.prod(own) == 1:  # all sequences share it
         return shape, (1, *rest)
     return (*axes, *rest), (math.prod(axes), *rest)

@@ -6,6 +6,7 @@ import json
 from dataclasses import MISSING, asdict, fields
 from typing import Any, TypeVar
 
+from mha_spec.errors import InputError
 from mha_spec.features.alibi import Alibi
 from mha_spec.features.gate import Gate
 from mha_spec.features.latent import Latent
@@ -16,7 +17,6 @@ from mha_spec.features.rope import Rope
 from mha_spec.features.scaling import SCALINGS
 from mha_spec.features.temperature import Temperature
 from mha_spec.record import Record
-from mha_spec.refusal import Refusal
 
 RECORDS: dict[str, type[Record]] = {
     "alibi": Alibi,
@@ -44,7 +44,7 @@ def from_json(kind: type[RecordT], text: str) -> RecordT:
     """
     values: Any = json.loads(text)
     if not isinstance(values, dict):
-        raise Refusal("a specification", "be a JSON object", repr(text[:80]))
+        raise InputError("a specification", "be a JSON object", repr(text[:80]))
     if "rope_theta" in values and "rope" not in values:  # older files
         theta = values.pop("rope_theta")
         if theta is None:
@@ -71,7 +71,7 @@ def _rope_from(values: object) -> Rope:
         else:
             kind = None
         if kind not in SCALINGS:
-            raise Refusal(
+            raise InputError(
                 "scaling",
                 f"be a JSON object whose kind is one of {list(SCALINGS)}",
                 scaling=scaling,
@@ -84,11 +84,11 @@ def _rope_from(values: object) -> Rope:
 def _from_fields(what: str, kind: type[RecordT], values: object) -> RecordT:
     """Return a record from a JSON object that has exactly its fields."""
     if not isinstance(values, dict):
-        raise Refusal(what, "be a JSON object", {what: values})
+        raise InputError(what, "be a JSON object", {what: values})
     known = {field.name for field in fields(kind) if field.init}
     required = {field.name for field in fields(kind) if field.default is MISSING}
     if unexpected := sorted(values.keys() - known):
-        raise Refusal(what, f"have the fields of {kind.__name__}", unexpected=unexpected)
+        raise InputError(what, f"have the fields of {kind.__name__}", unexpected=unexpected)
     if missing := sorted(required - values.keys()):
-        raise Refusal(what, f"have the fields of {kind.__name__}", missing=missing)
+        raise InputError(what, f"have the fields of {kind.__name__}", missing=missing)
     return kind(**values)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from mha_spec.refusal import Refusal
+from mha_spec.errors import InputError
 from mha_spec.rules import as_count
 
 
@@ -50,7 +50,7 @@ def span_of(window_size: int | None, chunk_size: int | None) -> Span | None:
         if size is not None:
             as_count(name, size)
     if window_size is not None and chunk_size is not None:
-        raise Refusal(
+        raise InputError(
             "window_size", "be None with chunk_size", window_size=window_size, chunk_size=chunk_size
         )
     if window_size is None and chunk_size is None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mha_spec import AttentionSpec, Refusal
+from mha_spec import AttentionSpec, InputError
 from mha_spec.rules import merged_shapes
 from mha_torch.masks import Mask
 
@@ -82,7 +82,7 @@ def _merge_positions(positions: Any, axes: tuple[int, ...], spec: AttentionSpec)
     if spec.rope is None or spec.rope.sections is None or rank < 2:
         return _merge("positions", positions, axes, "T")
     if rank != len(axes) + 2:
-        raise Refusal(
+        raise InputError(
             "positions",
             f"have the axes of sections, {len(axes)} batch axes and T",
             {"positions.ndim": rank},

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mha_spec import Refusal, WrongType
+from mha_spec import InputError, InputTypeError
 from mha_spec.rules import check_holds_new
 from mha_spec.span import span_of
 from mha_torch.arrays import is_transformed, values_at_hand
@@ -150,7 +150,7 @@ class Cache:
             and any(new > old for new, old in zip(requested_lengths, cached_lengths, strict=True))
         ):
             rule = "not exceed those of the cache"
-            raise Refusal("lengths", rule, f"lengths={requested_lengths} and {cached_lengths}")
+            raise InputError("lengths", rule, f"lengths={requested_lengths} and {cached_lengths}")
         new_lengths = torch.minimum(
             as_lengths(lengths, self.lengths.device).to(self.lengths.dtype), self.lengths
         )
@@ -216,7 +216,7 @@ def init_cache(
     for name, size in {**sizes, "value_head_dim": value_head_dim}.items():
         check_count(name, size)
     if not dtype.is_floating_point:
-        raise WrongType("dtype", "be floating point", dtype=dtype)
+        raise InputTypeError("dtype", "be floating point", dtype=dtype)
     shape = (batch_size, num_kv_heads, capacity)
     return KVCache(
         keys=torch.zeros((*shape, head_dim), dtype=dtype, device=device),
@@ -475,11 +475,11 @@ def check_cache(
     for name, x, new in zip(names, (cache_k, cache_v), (key, value), strict=True):
         expected = (*key.shape[:2], cache_k.shape[2], new.shape[3])
         if tuple(x.shape) != expected:
-            raise Refusal(
+            raise InputError(
                 name, f"have shape (B, K, S, H) = {expected}", {f"{name}.shape": tuple(x.shape)}
             )
         if x.dtype != key.dtype:
-            raise WrongType(
+            raise InputTypeError(
                 name,
                 "have the dtype of the new keys",
                 {f"{name}.dtype": x.dtype, "key.dtype": key.dtype},
@@ -490,7 +490,7 @@ def check_cache(
 def check_cached_input(x: Tensor, cache: Cache) -> None:
     """Refuse new tokens (B, T, d_in) whose batch size is not that of the cache."""
     if x.shape[0] != cache.lengths.shape[0]:
-        raise Refusal(
+        raise InputError(
             "x",
             "have the batch size of the cache",
             {"x.shape[0]": x.shape[0], "cached": len(cache.lengths)},
@@ -508,7 +508,7 @@ def check_appended(
     check_is_cache(cache, KVCache)
     check_cache(cache.keys, cache.values, key, value)
     if value.dtype != key.dtype:
-        raise WrongType(
+        raise InputTypeError(
             "value", "have the dtype of key", {"value.dtype": value.dtype, "key.dtype": key.dtype}
         )
     return check_room(cache, key.shape[2], new_lengths)
@@ -531,5 +531,5 @@ def check_room(
         return None
     if any(length + new > cache.capacity for length, new in zip(lengths, added, strict=True)):
         rule = f"not exceed the {cache.capacity} slots of the cache"
-        raise Refusal("lengths + new tokens", rule, lengths=lengths, new_lengths=added)
+        raise InputError("lengths + new tokens", rule, lengths=lengths, new_lengths=added)
     return lengths

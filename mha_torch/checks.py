@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mha_spec import AttentionSpec, GridBias, Latent, Norm, Refusal, Rope, WrongType
+from mha_spec import AttentionSpec, GridBias, InputError, InputTypeError, Latent, Norm, Rope
 from mha_spec.annotations import BOOLEAN, FLOATING, INTEGERS, checking
 from mha_spec.attention import check_spec
 from mha_spec.features.norm import check_norm
@@ -40,7 +40,7 @@ def check_count(name: str, value: object, minimum: int = 1) -> None:
 def check_array(name: str, x: object) -> None:
     """Refuse anything but an array of the framework."""
     if not isinstance(x, Tensor):
-        raise WrongType(name, "be a torch.Tensor", type(x).__name__)
+        raise InputTypeError(name, "be a torch.Tensor", type(x).__name__)
 
 
 def check_floating(name: str, x: Tensor, rank: int) -> None:
@@ -49,14 +49,14 @@ def check_floating(name: str, x: Tensor, rank: int) -> None:
         return
     check_array(name, x)
     if x.ndim != rank:
-        raise Refusal(name, f"have {rank} axes", {f"{name}.shape": tuple(x.shape)})
-    raise WrongType(name, "be floating point", {f"{name}.dtype": x.dtype})
+        raise InputError(name, f"have {rank} axes", {f"{name}.shape": tuple(x.shape)})
+    raise InputTypeError(name, "be floating point", {f"{name}.dtype": x.dtype})
 
 
 def check_device(name: str, x: Tensor, expected: torch.device, of: str) -> None:
     """Refuse an array on another device."""
     if x.device != expected:
-        raise Refusal(
+        raise InputError(
             name, f"lie on the device of {of}", {f"{name}.device": x.device, "expected": expected}
         )
 
@@ -66,7 +66,7 @@ def check_broadcasts(name: str, shape: tuple[int, ...], scores_shape: tuple[int,
     sizes = zip(reversed(shape), reversed(scores_shape), strict=False)
     if len(shape) > 4 or not all(a == 1 or a == b for a, b in sizes):
         rule = f"broadcast to the scores (B, N, T, S) = {scores_shape}"
-        raise Refusal(
+        raise InputError(
             name, rule, {f"{name}.shape": shape}, hint=missing_axes(name, shape, scores_shape)
         )
 
@@ -75,13 +75,13 @@ def check_integers(name: str, x: Tensor, shapes: Sequence[tuple[int, ...]], in_w
     """Refuse an array that is not of integers, or has none of these shapes."""
     check_array(name, x)
     if x.is_floating_point() or x.dtype == torch.bool:
-        raise WrongType(name, "be integers", {f"{name}.dtype": x.dtype})
+        raise InputTypeError(name, "be integers", {f"{name}.dtype": x.dtype})
     # Size by size: torch.compile cannot compare tuples of symbolic sizes.
     if not any(
         len(shape) == x.ndim and all(a == b for a, b in zip(shape, x.shape, strict=True))
         for shape in shapes
     ):
-        raise Refusal(name, f"have shape {in_words}", {f"{name}.shape": tuple(x.shape)})
+        raise InputError(name, f"have shape {in_words}", {f"{name}.shape": tuple(x.shape)})
 
 
 def check_lengths(
@@ -98,7 +98,7 @@ def check_lengths(
     else:
         array = torch.as_tensor(lengths)
         if array.is_floating_point() or array.is_complex() or array.dtype == torch.bool:
-            raise WrongType(name, "be integers", {f"{name}.dtype": array.dtype})
+            raise InputTypeError(name, "be integers", {f"{name}.dtype": array.dtype})
         shape = tuple(array.shape)
         values = values_at_hand(array)
     if len(shape) != 1 or (batch_size is not None and shape[0] != batch_size):
@@ -106,9 +106,9 @@ def check_lengths(
             expected = "(B,)"
         else:
             expected = f"(B,) = ({batch_size},)"
-        raise Refusal(name, f"have shape {expected}", {f"{name}.shape": shape})
+        raise InputError(name, f"have shape {expected}", {f"{name}.shape": shape})
     if values is not None and any(not 0 <= value <= maximum for value in values):
-        raise Refusal(name, f"lie in 0..{maximum}", {name: values})
+        raise InputError(name, f"lie in 0..{maximum}", {name: values})
     return values
 
 
@@ -121,7 +121,7 @@ def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:
         weight = weights[name]
         check_weight(name, weight, shape)
         if weight.dtype != weights[first].dtype:
-            raise WrongType(
+            raise InputTypeError(
                 name, f"have the dtype of {first}", f"{weight.dtype} and {weights[first].dtype}"
             )
         check_device(name, weight, weights[first].device, first)
@@ -142,11 +142,11 @@ def check_score_weights(
 def check_names(argument: str, weights: Mapping[str, Tensor], names: Collection[str]) -> None:
     """Refuse weights that do not have exactly these names."""
     if not isinstance(weights, Mapping):
-        raise WrongType(argument, "be a mapping of names to tensors", type(weights).__name__)
+        raise InputTypeError(argument, "be a mapping of names to tensors", type(weights).__name__)
     missing = sorted(set(names) - weights.keys())
     unexpected = sorted(weights.keys() - set(names))
     if missing or unexpected:
-        raise Refusal(
+        raise InputError(
             argument, "have exactly the names of the spec", missing=missing, unexpected=unexpected
         )
 
@@ -155,16 +155,16 @@ def check_weight(name: str, weight: Tensor, shape: tuple[int, ...]) -> None:
     """Refuse a weight that is not floating point, or has another shape."""
     check_array(name, weight)
     if is_distributed(weight):
-        raise WrongType(
+        raise InputTypeError(
             name,
             "be a local tensor, with the local specification (parity.shard)",
             type(weight).__name__,
             hint="the modules take distributed weights",
         )
     if not weight.is_floating_point():
-        raise WrongType(name, "be floating point", {f"{name}.dtype": weight.dtype})
+        raise InputTypeError(name, "be floating point", {f"{name}.dtype": weight.dtype})
     if tuple(weight.shape) != shape:
-        raise Refusal(name, f"have shape {shape}", {f"{name}.shape": tuple(weight.shape)})
+        raise InputError(name, f"have shape {shape}", {f"{name}.shape": tuple(weight.shape)})
 
 
 def check_layer_inputs(
@@ -177,13 +177,13 @@ def check_layer_inputs(
     """Refuse layer inputs (B, T, d_in) and (B, S, d_kv) that do not fit each other or the layer."""
     check_width("query", query, spec.d_in)
     if key is None and value is not None:
-        raise Refusal("value", "come with a key", "key=None and a value")
+        raise InputError("value", "come with a key", "key=None and a value")
     if key is None and spec.d_kv != spec.d_in and not spec.shared_kv:
-        raise Refusal("key", f"be given, with {spec.d_kv} features", key=None)
+        raise InputError("key", f"be given, with {spec.d_kv} features", key=None)
     if key is not None and spec.rope is not None and not spec.shared_kv:
-        raise Refusal("key", "be None (self-attention) with RoPE", f"a key and rope={spec.rope}")
+        raise InputError("key", "be None (self-attention) with RoPE", f"a key and rope={spec.rope}")
     if key is not None and spec.latent is not None:
-        raise Refusal(
+        raise InputError(
             "key", "be None (self-attention) with latents", f"a key and latent={spec.latent}"
         )
     check_layer_positions(positions, query.shape[0], query.shape[1], spec)
@@ -195,7 +195,7 @@ def check_layer_inputs(
             continue
         check_width(name, x, spec.d_kv)
         if x.dtype != query.dtype:
-            raise WrongType(
+            raise InputTypeError(
                 name,
                 "have the dtype of query",
                 {f"{name}.dtype": x.dtype, "query.dtype": query.dtype},
@@ -206,7 +206,7 @@ def check_layer_inputs(
 def check_width(name: str, x: Tensor, width: int) -> None:
     """Refuse an input of a layer with another number of features."""
     if x.shape[-1] != width:
-        raise Refusal(name, f"have {width} features", {f"{name}.shape": tuple(x.shape)})
+        raise InputError(name, f"have {width} features", {f"{name}.shape": tuple(x.shape)})
 
 
 def check_shared_kv(
@@ -221,7 +221,7 @@ def check_shared_kv(
     """
     if key is None or value is None:
         rule = "be given with shared_kv: those of another layer"
-        raise Refusal(" and ".join(names), rule, "None")
+        raise InputError(" and ".join(names), rule, "None")
     check_floating(names[0], key, rank=4)
     for name, x, width in zip(
         names, (key, value), (spec.head_dim, spec.value_head_dim), strict=True
@@ -230,7 +230,7 @@ def check_shared_kv(
         expected = (query.shape[0], spec.num_kv_heads, key.shape[2], width)
         if tuple(x.shape) != expected:
             rule = f"have shape {expected} with shared_kv"
-            raise Refusal(name, rule, {f"{name}.shape": tuple(x.shape)})
+            raise InputError(name, rule, {f"{name}.shape": tuple(x.shape)})
 
 
 def check_projected(name: str, x: Tensor, weight: Tensor) -> None:
@@ -245,12 +245,12 @@ def check_projected(name: str, x: Tensor, weight: Tensor) -> None:
     ) or is_distributed(weight):
         return
     if x.shape[-1] != weight.shape[1]:
-        raise Refusal(
+        raise InputError(
             f"the input of {name}", f"have {weight.shape[1]} features", shape=tuple(x.shape)
         )
     mixed = x.dtype != weight.dtype and weight.is_floating_point()
     if mixed and not is_autocast_on(x.device):
-        raise WrongType(
+        raise InputTypeError(
             f"the input of {name}",
             "have the dtype of its weight",
             {"x.dtype": x.dtype, "weight.dtype": weight.dtype},
@@ -268,7 +268,7 @@ def check_features(name: str, x: Tensor, width: int) -> None:
             kind = "in a DTensor"
         else:
             kind = ""
-        raise Refusal(
+        raise InputError(
             name,
             f"return {width} features in a tensor of this process",
             f"{x.shape[-1]} features {kind}".rstrip(),
@@ -310,21 +310,21 @@ def check_normed(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | No
             parameter_shape = tuple(parameter.shape)
         if parameter_shape != shapes.get(name):
             rule = f"have shape {shapes.get(name)} for {norm}"
-            raise Refusal(name, rule, {f"{name}.shape": parameter_shape})
+            raise InputError(name, rule, {f"{name}.shape": parameter_shape})
 
 
 def check_latents(name: str, latents: Tensor, latent: Latent) -> None:
     """Refuse anything but latents (B, 1, S, kv_rank + rope_dim)."""
     if (latents.shape[1], latents.shape[3]) != (1, latent.width):
         shape = tuple(latents.shape)
-        raise Refusal(name, f"have shape (B, 1, S, {latent.width})", {f"{name}.shape": shape})
+        raise InputError(name, f"have shape (B, 1, S, {latent.width})", {f"{name}.shape": shape})
 
 
 def check_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Refuse split heads whose dtypes do not fit each other."""
     for name, x in (("key", key), ("value", value)):
         if x.dtype != query.dtype:
-            raise WrongType(
+            raise InputTypeError(
                 name,
                 "have the dtype of query",
                 {f"{name}.dtype": x.dtype, "query.dtype": query.dtype},
@@ -342,7 +342,7 @@ def check_scored(query: Tensor, key: Tensor, spec: AttentionSpec | BareHeads) ->
     check_spec(spec)
     if (query.shape[1], query.shape[3]) != (spec.num_heads, spec.head_dim):
         rule = f"have the heads of the spec, (N, H) = ({spec.num_heads}, {spec.head_dim})"
-        raise Refusal("query", rule, {"query.shape": tuple(query.shape)})
+        raise InputError("query", rule, {"query.shape": tuple(query.shape)})
 
 
 def check_bias(bias: Tensor, scores_shape: tuple[int, ...], query: Tensor) -> None:
@@ -350,7 +350,7 @@ def check_bias(bias: Tensor, scores_shape: tuple[int, ...], query: Tensor) -> No
     S).
     """
     if bias.dtype != query.dtype and not (bias.is_floating_point() and is_autocast_on(bias.device)):
-        raise WrongType(
+        raise InputTypeError(
             "bias",
             "have the dtype of query",
             {"bias.dtype": bias.dtype, "query.dtype": query.dtype},
@@ -362,7 +362,7 @@ def check_bias(bias: Tensor, scores_shape: tuple[int, ...], query: Tensor) -> No
 def check_grid(relative_bias: GridBias, scores_shape: tuple[int, ...]) -> None:
     """Refuse scores (B, N, T, S) of more tokens than the grid of the relative bias has."""
     if max(scores_shape[2:]) > relative_bias.num_tokens:
-        raise Refusal(
+        raise InputError(
             "tokens",
             f"be at most the {relative_bias.num_tokens} of the grid",
             {"(T, S)": scores_shape[2:]},
@@ -376,7 +376,7 @@ def check_gate(gate: Tensor, context: Tensor) -> None:
     num_heads = context.shape[1]
     num_features = context.shape[1] * context.shape[3]
     if gate.shape[-1] not in (num_heads, num_features):
-        raise Refusal(
+        raise InputError(
             "gate",
             f"have {num_features} or {num_heads} features",
             {"gate.shape": tuple(gate.shape)},
@@ -386,7 +386,7 @@ def check_gate(gate: Tensor, context: Tensor) -> None:
 def check_is_cache(cache: object, kind: type) -> None:
     """Refuse anything but a cache of that type."""
     if not isinstance(cache, kind):
-        raise WrongType("cache", f"be a {kind.__name__}", type(cache).__name__, hint=NEW_CACHE)
+        raise InputTypeError("cache", f"be a {kind.__name__}", type(cache).__name__, hint=NEW_CACHE)
     check_not_written_over(cache)
 
 
@@ -396,4 +396,4 @@ def check_not_written_over(cache: Any) -> None:
     if torch.compiler.is_compiling() or not cache.is_written_over:
         return
     rule = "be the one that the last step returned: that step has written into its storage"
-    raise Refusal("cache", rule, "the one before the step", hint=WRITTEN_OVER)
+    raise InputError("cache", rule, "the one before the step", hint=WRITTEN_OVER)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mha_spec import AttentionSpec, Refusal
+from mha_spec import AttentionSpec, InputError
 from mha_torch.checks import check_weights
 from mha_torch.kernels import Kernel, fused
 from mha_torch.masks import Mask
@@ -56,7 +56,9 @@ def multi_head_attention(
     """
     check_weights(weights, spec)
     if dropout_keep is not None and not training:
-        raise Refusal("dropout_keep", "come with training=True", "dropout_keep and training=False")
+        raise InputError(
+            "dropout_keep", "come with training=True", "dropout_keep and training=False"
+        )
     output, attn_weights = attention_layer(
         FunctionalLayer(weights, spec, kernel, training, dropout_keep),
         query,

@@ -6,7 +6,7 @@ Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H
 from jaxtyping import Float
 from torch import Tensor
 
-from mha_spec import Refusal
+from mha_spec import InputError
 from mha_spec.rules import check_head_groups
 from mha_torch.checks import check_count
 
@@ -19,7 +19,7 @@ def split_heads(x: Float[Tensor, "B T NH"], num_heads: int) -> Float[Tensor, "B 
     """
     check_count("num_heads", num_heads)
     if x.shape[-1] % num_heads:
-        raise Refusal(
+        raise InputError(
             "the width", "be a multiple of num_heads", width=x.shape[-1], num_heads=num_heads
         )
     return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from mha_spec import Refusal
+from mha_spec import InputError
 from mha_torch.checks import check_count, check_lengths
 from mha_torch.masks import as_lengths
 
@@ -85,7 +85,7 @@ def create_causal_mask_with_cache(
     check_count("seq_len_k", seq_len_k)
     check_count("cache_len", cache_len, minimum=0)
     if seq_len_k != cache_len + seq_len_q:
-        raise Refusal(
+        raise InputError(
             "seq_len_k",
             "be cache_len + seq_len_q",
             seq_len_k=seq_len_k,

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mha_spec import AttentionSpec, Refusal
+from mha_spec import AttentionSpec, InputError
 from mha_spec.heads import BareHeads
 from mha_spec.rules import as_boolean
 from mha_spec.span import Span, span_of
@@ -246,7 +246,7 @@ def _check_segments(
     keys.
     """
     if len(segments) != 2:
-        raise Refusal(
+        raise InputError(
             "segment_ids",
             "be ids or a pair of them, of queries and of keys",
             f"{len(segments)} in a tuple",

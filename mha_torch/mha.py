@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from mha_spec import AttentionSpec, WrongType
+from mha_spec import AttentionSpec, InputTypeError
 from mha_spec.attention import check_spec, spec_from
 from mha_torch import stages
 from mha_torch.arrays import is_distributed
@@ -164,7 +164,7 @@ class AttentionLayer(nn.Module):
         spec = spec_from(spec, num_heads, fields)
         check_spec(spec, is_self_attention=self._is_self_attention)
         if dtype is not None and not dtype.is_floating_point:
-            raise WrongType("dtype", "be floating point", dtype=dtype)
+            raise InputTypeError("dtype", "be floating point", dtype=dtype)
         self.spec = self.full_spec = spec
         self.kernel: Kernel = fused.attend
         for name, projection in spec.projections.items():

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mha_spec import AttentionSpec, Refusal
+from mha_spec import AttentionSpec, InputError
 from mha_spec.attention import check_spec
 from mha_torch.arrays import at_least_float32
 from mha_torch.checks import check_features, check_gate, check_positions
@@ -159,7 +159,7 @@ def _unpack_qkv(packed: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Te
     """Return the features of q, k and v from those of their common projection."""
     width = spec.q_width + spec.k_width + spec.v_width
     if packed.shape[-1] != width:
-        raise Refusal(
+        raise InputError(
             "qkv_proj",
             f"return the {width} features of all q, k and v",
             f"{packed.shape[-1]} features",

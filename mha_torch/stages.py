@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mha_spec import AttentionSpec, GridBias, Refusal
+from mha_spec import AttentionSpec, GridBias, InputError
 from mha_spec.heads import BareHeads
 from mha_spec.rules import as_rate
 from mha_torch.arrays import at_least_float32, without_autocast
@@ -212,7 +212,7 @@ def scaled_dot_product_attention(
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """
     if kernel is not None and need_weights:
-        raise Refusal(
+        raise InputError(
             "need_weights", "be False with a kernel, which stores no weights", need_weights=True
         )
     check_heads(query, key, value)

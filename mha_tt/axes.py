@@ -14,7 +14,7 @@ import numpy as np
 import ttnn
 from ttnn import Tensor
 
-from mha_spec import AttentionSpec, Refusal
+from mha_spec import AttentionSpec, InputError
 from mha_spec.rules import merged_shapes
 from mha_tt.checks import check_tiles
 from mha_tt.masks import DeviceMask, Mask
@@ -83,7 +83,7 @@ def _merge(
     if isinstance(x, np.ndarray):
         return np.broadcast_to(x, whole).reshape(merged)
     if tuple(x.shape) != whole:
-        raise Refusal(
+        raise InputError(
             name,
             "have all batch axes of query, or none, on the device",
             {f"{name}.shape": tuple(x.shape)},
@@ -97,7 +97,7 @@ def _merge_positions(positions: Any, axes: tuple[int, ...], spec: AttentionSpec)
     if spec.rope is None or spec.rope.sections is None or rank < 2:
         return _merge("positions", positions, axes, "T")
     if rank != len(axes) + 2:
-        raise Refusal(
+        raise InputError(
             "positions",
             f"have the axes of sections, {len(axes)} batch axes and T",
             {"positions.ndim": rank},

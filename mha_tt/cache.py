@@ -15,7 +15,7 @@ import ttnn
 from jaxtyping import Bool, Float, Int
 from ttnn import Tensor
 
-from mha_spec import Refusal, WrongType
+from mha_spec import InputError, InputTypeError
 from mha_spec.rules import check_holds_new
 from mha_spec.span import span_of
 from mha_tt.arrays import as_dtype
@@ -157,7 +157,7 @@ class Cache:
         check_lengths("lengths", lengths, len(self.lengths), self.capacity)
         lengths = np.asarray(lengths, np.int32)
         if (lengths > self.lengths).any():
-            raise Refusal(
+            raise InputError(
                 "lengths",
                 "not exceed those of the cache",
                 f"lengths={lengths.tolist()} and {self.lengths.tolist()}",
@@ -232,7 +232,7 @@ def init_cache(
     for name, size in {**sizes, "value_head_dim": value_head_dim}.items():
         check_count(name, size)
     if num_kv_heads > MOST_KV_HEADS:
-        raise Refusal(
+        raise InputError(
             "num_kv_heads", f"be at most {MOST_KV_HEADS} for a cache", num_kv_heads=num_kv_heads
         )
     check_dtype("dtype", dtype)
@@ -363,7 +363,7 @@ def write_rows(cache: Cache, new: Sequence[Tensor], slots: np.ndarray | Tensor) 
     batch_size = new[0].shape[1]
     grid = device.compute_with_storage_grid_size()
     if batch_size > grid.x * grid.y:
-        raise Refusal(
+        raise InputError(
             "the batch",
             f"not exceed the {grid.x * grid.y} cores of the device",
             f"{batch_size} sequences",
@@ -456,11 +456,11 @@ def check_cache(
         check_tiles(name, x)
         expected = (key.shape[0], key.shape[1], cache_k.shape[2], new.shape[3])
         if tuple(x.shape) != expected:
-            raise Refusal(
+            raise InputError(
                 name, f"have shape (B, K, S, H) = {expected}", {f"{name}.shape": tuple(x.shape)}
             )
         if (x.dtype == ttnn.float32) != (key.dtype == ttnn.float32):
-            raise WrongType(
+            raise InputTypeError(
                 name,
                 "be float32 if the new keys are",
                 {f"{name}.dtype": x.dtype, "key.dtype": key.dtype},
@@ -472,9 +472,11 @@ def check_cached_input(x: Tensor, cache: Cache) -> None:
     check_tiles("x", x)
     dtype = next(iter(cache.slots.values())).dtype
     if (x.dtype == ttnn.float32) != (dtype == ttnn.float32):
-        raise WrongType("x", "be float32 if the cache is", {"x.dtype": x.dtype, "dtype": dtype})
+        raise InputTypeError(
+            "x", "be float32 if the cache is", {"x.dtype": x.dtype, "dtype": dtype}
+        )
     if x.shape[0] != cache.lengths.shape[0]:
-        raise Refusal(
+        raise InputError(
             "x",
             "have the batch size of the cache",
             {"x.shape[0]": x.shape[0], "cached": len(cache.lengths)},
@@ -487,14 +489,14 @@ def check_appended(
     """Refuse new keys and values (B, K, T, H) that do not fit the cache or its capacity."""
     check_is_cache(cache, KVCache)
     if cache.pages is not None:
-        raise WrongType(
+        raise InputTypeError(
             "cache", "be a KVCache without pages", type(cache).__name__, hint="a module takes it"
         )
     check_tiles("key", key)
     check_tiles("value", value)
     check_cache(cache.keys, cache.values, key, value)
     if value.dtype != key.dtype:
-        raise WrongType(
+        raise InputTypeError(
             "value", "have the dtype of key", {"value.dtype": value.dtype, "key.dtype": key.dtype}
         )
     check_room(cache, key.shape[2], new_lengths)
@@ -515,7 +517,7 @@ def check_room(cache: Cache, seq_len: int, new_lengths: np.ndarray | Sequence[in
         added = np.asarray(new_lengths)
     if (cache.lengths + added > cache.capacity).any():
         rule = f"not exceed the {cache.capacity} slots of the cache"
-        raise Refusal(
+        raise InputError(
             "lengths + new tokens", rule, lengths=cache.lengths.tolist(), new_lengths=added.tolist()
         )
 
@@ -526,6 +528,6 @@ def check_cache_holds(cache: Cache, num_heads: int, *features: int) -> None:
     for (name, x), width in zip(cache.slots.items(), features, strict=True):
         expected = (first.shape[0], num_heads, first.shape[2], width)
         if tuple(x.shape) != expected:
-            raise Refusal(
+            raise InputError(
                 f"cache.{name}", f"have shape {expected}", f"cache.{name}.shape={tuple(x.shape)}"
             )

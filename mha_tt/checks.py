@@ -11,7 +11,7 @@ import numpy as np
 import ttnn
 from ttnn import Tensor
 
-from mha_spec import AttentionSpec, GridBias, Norm, Refusal, Rope, WrongType
+from mha_spec import AttentionSpec, GridBias, InputError, InputTypeError, Norm, Rope
 from mha_spec.annotations import BOOLEAN, FLOATING, INTEGERS, checking
 from mha_spec.attention import check_spec
 from mha_spec.features.norm import check_norm
@@ -51,14 +51,14 @@ def check_count(name: str, value: object, minimum: int = 1) -> None:
 def check_array(name: str, x: object) -> None:
     """Refuse anything but an array of the framework."""
     if not isinstance(x, Tensor):
-        raise WrongType(name, "be a ttnn.Tensor", type(x).__name__)
+        raise InputTypeError(name, "be a ttnn.Tensor", type(x).__name__)
 
 
 def check_on_device(name: str, x: Tensor) -> None:
     """Refuse a tensor on the host, with which several operations crash."""
     check_array(name, x)
     if x.storage_type() != ttnn.StorageType.DEVICE:
-        raise WrongType(
+        raise InputTypeError(
             name, "lie on a device (mha_tt.upload)", {f"{name}.storage_type()": x.storage_type()}
         )
 
@@ -66,7 +66,9 @@ def check_on_device(name: str, x: Tensor) -> None:
 def check_dtype(name: str, dtype: object) -> None:
     """Refuse an unsupported dtype."""
     if dtype not in (ttnn.bfloat16, ttnn.bfloat8_b, ttnn.float32):
-        raise WrongType(name, "be ttnn.bfloat16, ttnn.bfloat8_b or ttnn.float32", {name: dtype})
+        raise InputTypeError(
+            name, "be ttnn.bfloat16, ttnn.bfloat8_b or ttnn.float32", {name: dtype}
+        )
 
 
 def check_tiles(name: str, x: Tensor) -> None:
@@ -74,14 +76,14 @@ def check_tiles(name: str, x: Tensor) -> None:
     check_on_device(name, x)
     check_dtype(f"{name}.dtype", x.dtype)
     if x.layout != ttnn.TILE_LAYOUT:
-        raise WrongType(name, "be in tiles (mha_tt.upload)", {f"{name}.layout": x.layout})
+        raise InputTypeError(name, "be in tiles (mha_tt.upload)", {f"{name}.layout": x.layout})
 
 
 def check_floating(name: str, x: Tensor, rank: int) -> None:
     """Refuse an array of another rank, or one that is not floating point."""
     check_array(name, x)
     if len(x.shape) != rank:
-        raise Refusal(name, f"have {rank} axes", {f"{name}.shape": tuple(x.shape)})
+        raise InputError(name, f"have {rank} axes", {f"{name}.shape": tuple(x.shape)})
     check_tiles(name, x)
 
 
@@ -90,7 +92,7 @@ def check_broadcasts(name: str, shape: tuple[int, ...], scores_shape: tuple[int,
     sizes = zip(reversed(shape), reversed(scores_shape), strict=False)
     if len(shape) > 4 or not all(a == 1 or a == b for a, b in sizes):
         rule = f"broadcast to the scores (B, N, T, S) = {scores_shape}"
-        raise Refusal(
+        raise InputError(
             name, rule, {f"{name}.shape": shape}, hint=missing_axes(name, shape, scores_shape)
         )
 
@@ -98,11 +100,11 @@ def check_broadcasts(name: str, shape: tuple[int, ...], scores_shape: tuple[int,
 def check_integers(name: str, x: object, shapes: Sequence[tuple[int, ...]], in_words: str) -> None:
     """Refuse an array that is not of integers, or has none of these shapes."""
     if not isinstance(x, np.ndarray):
-        raise WrongType(name, "be a NumPy array", type(x).__name__)
+        raise InputTypeError(name, "be a NumPy array", type(x).__name__)
     if x.dtype.kind not in "iu":
-        raise WrongType(name, "be integers", {f"{name}.dtype": x.dtype})
+        raise InputTypeError(name, "be integers", {f"{name}.dtype": x.dtype})
     if x.shape not in shapes:
-        raise Refusal(name, f"have shape {in_words}", {f"{name}.shape": x.shape})
+        raise InputError(name, f"have shape {in_words}", {f"{name}.shape": x.shape})
 
 
 def check_lengths(
@@ -112,15 +114,15 @@ def check_lengths(
     lengths = np.asarray(lengths)
     # NumPy reads an empty list as float64.
     if lengths.dtype.kind not in "iu" and lengths.shape != (0,):
-        raise WrongType(name, "be integers", {f"{name}.dtype": lengths.dtype})
+        raise InputTypeError(name, "be integers", {f"{name}.dtype": lengths.dtype})
     if lengths.ndim != 1 or (batch_size is not None and len(lengths) != batch_size):
         if batch_size is None:
             expected = "(B,)"
         else:
             expected = f"(B,) = ({batch_size},)"
-        raise Refusal(name, f"have shape {expected}", {f"{name}.shape": lengths.shape})
+        raise InputError(name, f"have shape {expected}", {f"{name}.shape": lengths.shape})
     if ((lengths < 0) | (lengths > maximum)).any():
-        raise Refusal(name, f"lie in 0..{maximum}", {name: lengths.tolist()})
+        raise InputError(name, f"lie in 0..{maximum}", {name: lengths.tolist()})
 
 
 def check_head_dim(head_dim: int | None, padded: int) -> None:
@@ -129,14 +131,16 @@ def check_head_dim(head_dim: int | None, padded: int) -> None:
         return
     check_count("head_dim", head_dim)
     if head_dim > padded:
-        raise Refusal("head_dim", f"be at most the {padded} features of a head", head_dim=head_dim)
+        raise InputError(
+            "head_dim", f"be at most the {padded} features of a head", head_dim=head_dim
+        )
 
 
 def check_input_dtype(name: str, x: Tensor, dtype: ttnn.DataType) -> None:
     """Refuse an input whose dtype is not the module's."""
     if x.dtype != dtype:
         hint = "ttnn.typecast converts it, dtype= of a new module makes one for it"
-        raise WrongType(
+        raise InputTypeError(
             name,
             "have the dtype of the module",
             {f"{name}.dtype": x.dtype, "dtype": dtype},
@@ -170,7 +174,7 @@ def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:
             weights[first].dtype,
             weight_dtype(name, weights[first].dtype, spec),
         ):
-            raise WrongType(
+            raise InputTypeError(
                 name, f"have the dtype of {first}", f"{weight.dtype} and {weights[first].dtype}"
             )
 
@@ -189,11 +193,11 @@ def check_score_weights(
 def check_names(argument: str, weights: Mapping[str, Tensor], names: Collection[str]) -> None:
     """Refuse weights that do not have exactly these names."""
     if not isinstance(weights, Mapping):
-        raise WrongType(argument, "be a mapping of names to tensors", type(weights).__name__)
+        raise InputTypeError(argument, "be a mapping of names to tensors", type(weights).__name__)
     missing = sorted(set(names) - weights.keys())
     unexpected = sorted(weights.keys() - set(names))
     if missing or unexpected:
-        raise Refusal(
+        raise InputError(
             argument, "have exactly the names of the spec", missing=missing, unexpected=unexpected
         )
 
@@ -202,7 +206,7 @@ def check_weight(name: str, weight: Tensor, shape: tuple[int, ...]) -> None:
     """Refuse a weight that is not floating point, or has another shape."""
     check_floating(name, weight, rank=len(shape))
     if tuple(weight.shape) != shape:
-        raise Refusal(name, f"have shape {shape}", {f"{name}.shape": tuple(weight.shape)})
+        raise InputError(name, f"have shape {shape}", {f"{name}.shape": tuple(weight.shape)})
 
 
 def check_finite(weights: Mapping[str, np.ndarray]) -> None:
@@ -214,7 +218,7 @@ def check_finite(weights: Mapping[str, np.ndarray]) -> None:
             if not np.isfinite(np.asarray(weight, np.float32)).all()
         ]
     if wrong:
-        raise Refusal("weights", "be finite", f"NaN or infinities in {wrong}")
+        raise InputError("weights", "be finite", f"NaN or infinities in {wrong}")
 
 
 def check_layer_inputs(
@@ -228,13 +232,13 @@ def check_layer_inputs(
     check_tiles("query", query)
     check_width("query", query, spec.d_in)
     if key is None and value is not None:
-        raise Refusal("value", "come with a key", "key=None and a value")
+        raise InputError("value", "come with a key", "key=None and a value")
     if key is None and spec.d_kv != spec.d_in and not spec.shared_kv:
-        raise Refusal("key", f"be given, with {spec.d_kv} features", key=None)
+        raise InputError("key", f"be given, with {spec.d_kv} features", key=None)
     if key is not None and spec.rope is not None and not spec.shared_kv:
-        raise Refusal("key", "be None (self-attention) with RoPE", f"a key and rope={spec.rope}")
+        raise InputError("key", "be None (self-attention) with RoPE", f"a key and rope={spec.rope}")
     if key is not None and spec.latent is not None:
-        raise Refusal(
+        raise InputError(
             "key", "be None (self-attention) with latents", f"a key and latent={spec.latent}"
         )
     check_layer_positions(positions, query.shape[0], query.shape[1], spec)
@@ -247,7 +251,7 @@ def check_layer_inputs(
         check_tiles(name, x)
         check_width(name, x, spec.d_kv)
         if x.dtype != query.dtype:
-            raise WrongType(
+            raise InputTypeError(
                 name,
                 "have the dtype of query",
                 {f"{name}.dtype": x.dtype, "query.dtype": query.dtype},
@@ -257,7 +261,7 @@ def check_layer_inputs(
 def check_width(name: str, x: Tensor, width: int) -> None:
     """Refuse an input of a layer with another number of features."""
     if x.shape[-1] != width:
-        raise Refusal(name, f"have {width} features", {f"{name}.shape": tuple(x.shape)})
+        raise InputError(name, f"have {width} features", {f"{name}.shape": tuple(x.shape)})
 
 
 def check_shared_kv(
@@ -272,7 +276,7 @@ def check_shared_kv(
     """
     if key is None or value is None:
         rule = "be given with shared_kv: those of another layer"
-        raise Refusal(" and ".join(names), rule, "None")
+        raise InputError(" and ".join(names), rule, "None")
     check_floating(names[0], key, rank=4)
     for name, x, width in zip(
         names,
@@ -284,9 +288,9 @@ def check_shared_kv(
         expected = (query.shape[0], spec.num_kv_heads, key.shape[2], width)
         if tuple(x.shape) != expected:
             rule = f"have shape {expected} with shared_kv"
-            raise Refusal(name, rule, {f"{name}.shape": tuple(x.shape)})
+            raise InputError(name, rule, {f"{name}.shape": tuple(x.shape)})
         if (x.dtype == ttnn.float32) != (query.dtype == ttnn.float32):  # a cache may be narrower
-            raise WrongType(
+            raise InputTypeError(
                 name,
                 "be float32 if query is",
                 {f"{name}.dtype": x.dtype, "query.dtype": query.dtype},
@@ -296,7 +300,7 @@ def check_shared_kv(
 def check_projected(name: str, x: Tensor, weight: Tensor) -> None:
     """Refuse an input that does not fit its projection."""
     if x.shape[-1] != weight.shape[0]:
-        raise Refusal(
+        raise InputError(
             f"the input of {name}", f"have {weight.shape[0]} features", shape=tuple(x.shape)
         )
 
@@ -304,20 +308,20 @@ def check_projected(name: str, x: Tensor, weight: Tensor) -> None:
 def check_features(name: str, x: Tensor, width: int) -> None:
     """Refuse the output of a projection that has another width."""
     if x.shape[-1] != width:
-        raise Refusal(name, f"return {width} features", f"{x.shape[-1]} features")
+        raise InputError(name, f"return {width} features", f"{x.shape[-1]} features")
 
 
 def check_pair_order(rope: Rope, head_dim: int | None, padded: int) -> None:
     """Refuse heads whose pairs are not half a head apart."""
     if head_dim is None and (rope.pairs != "half" or rope.rotary_dim not in (None, padded)):
-        raise Refusal(
+        raise InputError(
             "head_dim",
             "be given for pairs other than (i, i + H/2), with heads as `head_slots` orders them",
             head_dim=None,
             rope=rope,
         )
     if head_dim is not None and padded != padded_head_dim(head_dim, rope=True):
-        raise Refusal(
+        raise InputError(
             f"heads of head_dim={head_dim}",
             f"be padded to {padded_head_dim(head_dim, rope=True)} features for RoPE "
             "(upload_weights with a spec that has rope)",
@@ -331,7 +335,7 @@ def check_positions(positions: object, batch_size: int, seq_len: int, rope: Rope
     """
     if (found := getattr(positions, "counts", None)) is not None:  # a Rotation
         if found not in ((batch_size, seq_len), (1, seq_len)):
-            raise Refusal(
+            raise InputError(
                 "positions", f"be (B or 1, T) = ({batch_size} or 1, {seq_len})", f"those of {found}"
             )
         return
@@ -371,7 +375,7 @@ def check_normed(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | No
         else:
             found = tuple(parameter.shape)
         if found != expected:
-            raise Refusal(name, f"have shape {expected} for {norm}", {f"{name}.shape": found})
+            raise InputError(name, f"have shape {expected} for {norm}", {f"{name}.shape": found})
 
 
 def check_latents(name: str, latents: Tensor, spec: AttentionSpec) -> None:
@@ -380,7 +384,7 @@ def check_latents(name: str, latents: Tensor, spec: AttentionSpec) -> None:
     width = padded_features("kv_a_proj", spec)
     if (latents.shape[1], latents.shape[3]) != (1, width):
         shape = tuple(latents.shape)
-        raise Refusal(name, f"have shape (B, 1, S, {width})", {f"{name}.shape": shape})
+        raise InputError(name, f"have shape (B, 1, S, {width})", {f"{name}.shape": shape})
 
 
 def check_latent_heads(name: str, x: Tensor, spec: AttentionSpec, features: int) -> None:
@@ -388,7 +392,7 @@ def check_latent_heads(name: str, x: Tensor, spec: AttentionSpec, features: int)
     check_tiles(name, x)
     if (x.shape[1], x.shape[3]) != (spec.num_heads, features):
         shape = tuple(x.shape)
-        raise Refusal(
+        raise InputError(
             name, f"have shape (B, {spec.num_heads}, T, {features})", {f"{name}.shape": shape}
         )
 
@@ -398,7 +402,7 @@ def check_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_tiles(name, x)
         if (x.dtype == ttnn.float32) != (query.dtype == ttnn.float32):  # a cache may be narrower
-            raise WrongType(
+            raise InputTypeError(
                 name,
                 "be float32 if query is",
                 {f"{name}.dtype": x.dtype, "query.dtype": query.dtype},
@@ -424,7 +428,7 @@ def check_heads_of_spec(query: Tensor, num_heads: int, spec: AttentionSpec | Bar
     if num_heads != spec.num_heads or not (query.shape[3] in widths or is_absorbed):
         shape = f"({spec.num_heads}, {spec.head_dim} or padded)"
         rule = f"have the heads of the spec, (N, H) = {shape}"
-        raise Refusal("query", rule, {"query.shape": tuple(query.shape)})
+        raise InputError("query", rule, {"query.shape": tuple(query.shape)})
 
 
 def check_bias(bias: np.ndarray | Tensor, scores_shape: tuple[int, ...], query: Tensor) -> None:
@@ -438,7 +442,7 @@ def check_bias(bias: np.ndarray | Tensor, scores_shape: tuple[int, ...], query: 
         # bfloat16.
         is_finer = (bias.dtype, query.dtype) == (ttnn.bfloat16, ttnn.bfloat8_b)
         if bias.dtype != query.dtype and not is_finer:
-            raise WrongType(
+            raise InputTypeError(
                 "bias",
                 "have the dtype of query",
                 {"bias.dtype": bias.dtype, "query.dtype": query.dtype},
@@ -449,7 +453,7 @@ def check_bias(bias: np.ndarray | Tensor, scores_shape: tuple[int, ...], query: 
 def check_grid(relative_bias: GridBias, scores_shape: tuple[int, ...]) -> None:
     """Refuse scores (B, N, T, S) of more tokens than the grid of the relative bias has."""
     if max(scores_shape[2:]) > relative_bias.num_tokens:
-        raise Refusal(
+        raise InputError(
             "tokens",
             f"be at most the {relative_bias.num_tokens} of the grid",
             {"(T, S)": scores_shape[2:]},
@@ -465,7 +469,7 @@ def check_gate(gate: Tensor, context: Tensor) -> None:
     num_heads = context.shape[1]
     num_features = context.shape[1] * context.shape[3]
     if gate.shape[-1] not in (num_heads, num_features):
-        raise Refusal(
+        raise InputError(
             "gate",
             f"have {num_features} or {num_heads} features",
             {"gate.shape": tuple(gate.shape)},
@@ -475,7 +479,7 @@ def check_gate(gate: Tensor, context: Tensor) -> None:
 def check_is_cache(cache: object, kind: type) -> None:
     """Refuse anything but a cache of that type."""
     if not isinstance(cache, kind):
-        raise WrongType("cache", f"be a {kind.__name__}", type(cache).__name__, hint=NEW_CACHE)
+        raise InputTypeError("cache", f"be a {kind.__name__}", type(cache).__name__, hint=NEW_CACHE)
     check_not_written_over(cache)
 
 
@@ -484,4 +488,4 @@ def check_not_written_over(cache: Any) -> None:
     if not cache.is_written_over:
         return
     rule = "be the one that the last step returned: that step has written into its storage"
-    raise Refusal("cache", rule, "the one before the step", hint=WRITTEN_OVER)
+    raise InputError("cache", rule, "the one before the step", hint=WRITTEN_OVER)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import ttnn
 
-from mha_spec import Refusal, WrongType
+from mha_spec import InputError, InputTypeError
 from mha_tt.arrays import as_dtype
 from mha_tt.checks import check_dtype, check_on_device
 from ttnn_mock.hooks import observers, readers
@@ -146,7 +146,7 @@ def open_mesh(shape: Sequence[int]) -> Iterator[ttnn.MeshDevice]:
             for.
     """
     if len(shape) != 2:
-        raise Refusal("shape", "be rows and columns", shape=tuple(shape))
+        raise InputError("shape", "be rows and columns", shape=tuple(shape))
     with ExitStack() as stack:
         with _opening(f"a mesh of {tuple(shape)}"):
             ttnn.set_fabric_config(ttnn.FabricConfig.FABRIC_1D)  # only before a mesh is opened
@@ -248,9 +248,9 @@ def upload(
     check_dtype("dtype", dtype)
     array = np.asarray(array)
     if array.ndim < 1:
-        raise Refusal("array", "have at least 1 axis", shape=array.shape)
+        raise InputError("array", "have at least 1 axis", shape=array.shape)
     if array.dtype.kind not in "fb" and array.dtype.name != "bfloat16":
-        raise WrongType("array", "be floating point or boolean", dtype=array.dtype)
+        raise InputTypeError("array", "be floating point or boolean", dtype=array.dtype)
     # ttnn supports neither float16 nor read-only arrays, and float64 aborts the process. Tiling
     # here uses `pad_value`.
     array = np.array(array, dtype=np.float32, order="C")
@@ -349,7 +349,7 @@ def read_back(tensor: ttnn.Tensor) -> np.ndarray:
     )
     for chip, other in enumerate(others, 1):
         if not np.array_equal(first, other, equal_nan=True):
-            raise Refusal(
+            raise InputError(
                 "tensor",
                 "be the same on all chips to be read as one",
                 f"another value on chip {chip} and shape={tuple(tensor.shape)}",

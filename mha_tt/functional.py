@@ -14,7 +14,7 @@ import ttnn
 from jaxtyping import Bool, Float, Int
 from ttnn import Tensor
 
-from mha_spec import AttentionSpec, Refusal
+from mha_spec import AttentionSpec, InputError
 from mha_tt.checks import check_weights
 from mha_tt.features.rope import Rotation
 from mha_tt.kernels import Kernel, fused
@@ -65,7 +65,9 @@ def multi_head_attention(
     """
     check_weights(weights, spec)
     if dropout_keep is not None and not training:
-        raise Refusal("dropout_keep", "come with training=True", "dropout_keep and training=False")
+        raise InputError(
+            "dropout_keep", "come with training=True", "dropout_keep and training=False"
+        )
     output, attn_weights = attention_layer(
         FunctionalLayer(weights, spec, kernel, training, dropout_keep, seed, compute_kernel_config),
         query,

@@ -9,7 +9,7 @@ import ttnn
 from jaxtyping import Float
 from ttnn import Tensor
 
-from mha_spec import Refusal
+from mha_spec import InputError
 from mha_spec.rules import check_head_groups
 from mha_tt.checks import check_count, check_tiles
 from mha_tt.device import zeros
@@ -26,7 +26,9 @@ def split_heads(x: Float[Tensor, "B T NH"], num_heads: int) -> Float[Tensor, "B 
     check_count("num_heads", num_heads)
     width = x.shape[2]
     if width % num_heads:
-        raise Refusal("the width", "be a multiple of num_heads", width=width, num_heads=num_heads)
+        raise InputError(
+            "the width", "be a multiple of num_heads", width=width, num_heads=num_heads
+        )
     return split_checked(x, num_heads)
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import ttnn
 
-from mha_spec import AttentionSpec, Rope, WrongType
+from mha_spec import AttentionSpec, InputTypeError, Rope
 
 TILE = 32
 """Rows and columns of a tile, the unit of storage and computation."""
@@ -62,7 +62,7 @@ def head_slots(head_dim: int, *, rope: Rope | None = None) -> np.ndarray:
     if rope is None:
         return np.arange(head_dim)
     if not isinstance(rope, Rope):
-        raise WrongType("rope", "be a Rope or None", rope=rope)
+        raise InputTypeError("rope", "be a Rope or None", rope=rope)
     rotated = rope.rotated_features(head_dim)
     features = np.arange(rotated.start, rotated.stop)
     if rope.pairs == "interleaved":

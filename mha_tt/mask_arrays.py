@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Bool, Int
 
-from mha_spec import Refusal
+from mha_spec import InputError
 from mha_tt.checks import check_count, check_lengths
 
 
@@ -76,7 +76,7 @@ def create_causal_mask_with_cache(
     check_count("seq_len_k", seq_len_k)
     check_count("cache_len", cache_len, minimum=0)
     if seq_len_k != cache_len + seq_len_q:
-        raise Refusal(
+        raise InputError(
             "seq_len_k",
             "be cache_len + seq_len_q",
             seq_len_k=seq_len_k,

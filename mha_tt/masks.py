@@ -12,7 +12,7 @@ import ttnn
 from jaxtyping import Bool, Float, Int
 from ttnn import Tensor
 
-from mha_spec import AttentionSpec, Refusal, WrongType
+from mha_spec import AttentionSpec, InputError, InputTypeError
 from mha_spec.heads import BareHeads
 from mha_spec.rules import as_boolean
 from mha_spec.span import Span, span_of
@@ -98,7 +98,7 @@ class DeviceMask:
             ValueError: if the mask has more than 4 axes.
         """
         if not isinstance(mask, np.ndarray):
-            raise WrongType("mask", "be a NumPy array", type(mask).__name__)
+            raise InputTypeError("mask", "be a NumPy array", type(mask).__name__)
         check_broadcasts("mask", mask.shape, mask.shape)
         self.mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
         self.device = device
@@ -401,7 +401,7 @@ def _check_segments(
     keys.
     """
     if len(segments) != 2:
-        raise Refusal(
+        raise InputError(
             "segment_ids",
             "be ids or a pair of them, of queries and of keys",
             f"{len(segments)} in a tuple",

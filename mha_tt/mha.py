@@ -19,7 +19,7 @@ import ttnn
 from jaxtyping import Bool, Float, Int
 from ttnn import Tensor
 
-from mha_spec import AttentionSpec, Refusal, WrongType
+from mha_spec import AttentionSpec, InputError, InputTypeError
 from mha_spec.attention import check_spec, spec_from
 from mha_tt import stages
 from mha_tt.axes import with_one_batch_axis
@@ -292,14 +292,14 @@ class AttentionLayer:
         check_tiles(name, x)
         check_input_dtype(name, x, self.dtype)
         if self._drops and self.heads is not None:
-            raise Refusal(
+            raise InputError(
                 "the module",
                 "not drop at random where its heads are divided (eval() switches that off), "
                 "since what each chip would drop is not known",
                 heads=self.heads,
             )
         if self._drops and self.dtype != ttnn.bfloat16:
-            raise WrongType(
+            raise InputTypeError(
                 "the module",
                 "be bfloat16 to drop at random in training (eval() switches that off)",
                 dtype=self.dtype,

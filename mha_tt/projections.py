@@ -11,7 +11,7 @@ import ttnn
 from jaxtyping import Float, Int
 from ttnn import Tensor
 
-from mha_spec import AttentionSpec, Refusal
+from mha_spec import AttentionSpec, InputError
 from mha_spec.attention import check_spec
 from mha_tt.arrays import as_dtype, at_least_float32
 from mha_tt.checks import check_features, check_gate
@@ -159,7 +159,7 @@ def _unpack_qkv(packed: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Te
     """
     width = sum(padded_width(f"{part}_proj", spec) for part in "qkv")
     if packed.shape[-1] != width:
-        raise Refusal(
+        raise InputError(
             "qkv_proj",
             f"return the {width} features of all q, k and v",
             f"{packed.shape[-1]} features",

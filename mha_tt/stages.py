@@ -17,7 +17,7 @@ import ttnn
 from jaxtyping import Bool, Float, Int
 from ttnn import Tensor
 
-from mha_spec import AttentionSpec, GridBias, Refusal, WrongType
+from mha_spec import AttentionSpec, GridBias, InputError, InputTypeError
 from mha_spec.heads import BareHeads
 from mha_spec.rules import as_rate
 from mha_tt.arrays import as_dtype, at_least_float32, nan_where
@@ -213,7 +213,7 @@ def drop(name: str, x: Tensor, rate: float, seed: int) -> Tensor:
     if not rate:
         return x
     if x.dtype != ttnn.bfloat16:
-        raise WrongType(
+        raise InputTypeError(
             name, "be bfloat16 to be dropped at random (ttnn has no other)", dtype=x.dtype
         )
     return ttnn.experimental.dropout(x, probability=rate, scale=1.0 / (1.0 - rate), seed=seed)
@@ -270,11 +270,11 @@ def scaled_dot_product_attention(
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """
     if kernel is not None and need_weights:
-        raise Refusal(
+        raise InputError(
             "need_weights", "be False with a kernel, which stores no weights", need_weights=True
         )
     if kernel is not None and compute_kernel_config is not None:
-        raise Refusal(
+        raise InputError(
             "compute_kernel_config",
             "be None with a kernel, which has its own arithmetic",
             "a configuration",

@@ -8,7 +8,7 @@ import numpy as np
 import ttnn
 from ttnn import Tensor
 
-from mha_spec import AttentionSpec, Refusal
+from mha_spec import AttentionSpec, InputError
 from mha_spec.attention import check_spec
 from mha_spec.features.relative_products import SIDES
 from mha_tt.checks import check_dtype, check_finite, check_projected, check_weights
@@ -76,7 +76,7 @@ def upload_weights(
     check_dtype("dtype", dtype)
     shapes = {name: np.shape(weight) for name, weight in weights.items()}
     if shapes != spec.weight_shapes:
-        raise Refusal("weights", f"have the names and shapes {spec.weight_shapes}", str(shapes))
+        raise InputError("weights", f"have the names and shapes {spec.weight_shapes}", str(shapes))
     check_finite(weights)
     if heads is None:
         size = 1

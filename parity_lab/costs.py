@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal, NamedTuple, get_args
 
-from mha_spec import AttentionSpec, Refusal
+from mha_spec import AttentionSpec, InputError
 from mha_spec.attention import check_spec
 from mha_spec.rules import as_count
 
@@ -99,11 +99,11 @@ def cost_of(spec: AttentionSpec, plan: Plan, devices: int, *, batch: int, tokens
     """
     check_spec(spec)
     if plan not in PLANS:
-        raise Refusal("plan", f"be one of {', '.join(PLANS)}", plan=plan)
+        raise InputError("plan", f"be one of {', '.join(PLANS)}", plan=plan)
     for name, count in {"devices": devices, "batch": batch, "tokens": tokens, "itemsize": itemsize}.items():
         as_count(name, count)
     if what := why_not(spec, plan, devices, batch=batch, tokens=tokens):
-        raise Refusal("devices", f"divide the dimension of {plan}", f"{what} and devices={devices}")
+        raise InputError("devices", f"divide the dimension of {plan}", f"{what} and devices={devices}")
     shapes = {name: prod(shape) for name, shape in spec.weight_shapes.items()}
     of_keys = sum(count for name, count in shapes.items() if name.startswith(("k_proj", "v_proj")))
     numbers = sum(shapes.values())

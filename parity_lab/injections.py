@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mha_spec import LinearScaling, ProportionalScaling, Refusal, Rope, YarnScaling
+from mha_spec import InputError, LinearScaling, ProportionalScaling, Rope, YarnScaling
 from parity.backends import BACKENDS, load_backend
 from parity.backends.port import Port
 from parity.core.case import Case
@@ -381,7 +381,7 @@ def bug_to_inject(name: str, case: Case) -> Bug:
         ValueError: if there is no such bug.
     """
     if name not in bugs_to_inject(case):
-        raise Refusal("bug", f"be a bug that can be injected into {case.name}", bug=name)
+        raise InputError("bug", f"be a bug that can be injected into {case.name}", bug=name)
     return bugs_to_inject(case)[name]
 
 

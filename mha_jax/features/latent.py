@@ -19,7 +19,7 @@ from mha_jax.features.temperature import apply_temperature
 from mha_jax.heads import split_heads
 from mha_jax.parallel.sharding import broadcast_like
 from mha_jax.weights import Project
-from mha_spec import AttentionSpec, Latent, WrongType
+from mha_spec import AttentionSpec, InputTypeError, Latent
 from mha_spec.attention import check_latent
 
 
@@ -199,7 +199,7 @@ def init_latent_cache(
     for name, size in {"capacity": capacity, "kv_rank": kv_rank, "rope_dim": rope_dim}.items():
         check_count(name, size)
     if not jnp.issubdtype(dtype, jnp.floating):
-        raise WrongType("dtype", "be floating point", dtype=dtype)
+        raise InputTypeError("dtype", "be floating point", dtype=dtype)
     return LatentCache(
         latents=jnp.zeros((batch_size, 1, capacity, kv_rank + rope_dim), dtype),
         lengths=jnp.zeros(batch_size, jnp.int32),

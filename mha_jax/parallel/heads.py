@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from mha_jax.cache import Cache, CacheT
 from mha_jax.mha import AttentionLayer
 from mha_jax.parallel.tokens import ContextParallel
-from mha_spec import AttentionSpec, Refusal, WrongType
+from mha_spec import AttentionSpec, InputError, InputTypeError
 from mha_spec.features.relative_products import SIDES
 from mha_spec.shares import axis_of_heads
 
@@ -84,7 +84,7 @@ def shard(
     Source: Megatron-LM, arXiv:1909.08053, section 3; ZeRO, arXiv:1910.02054, section 5.
     """
     if not isinstance(layer, AttentionLayer):
-        raise WrongType("layer", "be an attention module of mha_jax", type(layer).__name__)
+        raise InputTypeError("layer", "be an attention module of mha_jax", type(layer).__name__)
     for name, axis in (("heads", heads), ("features", features), ("tokens", tokens)):
         if axis is not None:
             check_axis(name, axis, mesh)
@@ -145,19 +145,19 @@ def shard_cache(
             evenly.
     """
     if not isinstance(cache, Cache):
-        raise WrongType("cache", "be one of mha_jax", type(cache).__name__)
+        raise InputTypeError("cache", "be one of mha_jax", type(cache).__name__)
     for name, axis in (("batch", batch), ("heads", heads), ("slots", slots)):
         if axis is not None:
             check_axis(name, axis, mesh)
     batch_size, num_heads = next(iter(cache.slots.values())).shape[:2]
     if batch is not None and batch_size % mesh.shape[batch]:
-        raise Refusal(
+        raise InputError(
             "the batch size",
             f"be a multiple of the devices along {batch}",
             f"{batch_size} and {mesh.shape[batch]}",
         )
     if slots is not None and cache.capacity % mesh.shape[slots]:
-        raise Refusal(
+        raise InputError(
             "capacity",
             f"be a multiple of the devices along {slots}",
             f"{cache.capacity} and {mesh.shape[slots]}",
@@ -186,7 +186,7 @@ def _held(layer: AttentionLayer, name: str) -> nnx.Param[Any]:
     for part in name.replace("_proj.weight", "_proj.kernel").split("."):
         held = getattr(held, part, None)
     if not isinstance(held, nnx.Param):
-        raise Refusal("layer", f"hold {name} itself to be divided", type(held).__name__)
+        raise InputError("layer", f"hold {name} itself to be divided", type(held).__name__)
     return held
 
 
@@ -234,7 +234,7 @@ def _placed(x: Any, placement: NamedSharding) -> Any:
 def check_axis(name: str, axis: object, mesh: Mesh) -> None:
     """Refuse anything but the name of a mesh dimension."""
     if axis not in mesh.axis_names:
-        raise Refusal(
+        raise InputError(
             name, "name a dimension of the mesh", {name: axis, "mesh.axis_names": mesh.axis_names}
         )
 
@@ -247,7 +247,7 @@ def check_sharded_features(
     """
     for axis, count in zip(partition, shape, strict=False):
         if axis is not None and axis == features and count % mesh.shape[features]:
-            raise Refusal(
+            raise InputError(
                 f"the features of {name}",
                 f"be a multiple of the devices along {features}",
                 f"{count} and {mesh.shape[features]}",
@@ -257,17 +257,17 @@ def check_sharded_features(
 def check_divides(spec: AttentionSpec, size: int) -> None:
     """Refuse a layer whose heads cannot be divided over `size` devices."""
     if spec.num_heads % size:
-        raise Refusal(
+        raise InputError(
             "num_heads", "be a multiple of the devices", num_heads=spec.num_heads, size=size
         )
     if spec.shared_kv and size > 1:
-        raise Refusal(
+        raise InputError(
             "shared_kv",
             "be False to be divided, since the keys are those of another layer",
             shared_kv=True,
         )
     if spec.fused_qkv and size > 1:
-        raise Refusal(
+        raise InputError(
             "fused_qkv",
             "be False to be divided, since columns of qkv_proj are those of all q, then k, then v",
             fused_qkv=True,

@@ -37,7 +37,7 @@ from mha_jax.parallel.sharding import (
     with_auto_axes,
 )
 from mha_jax.scores import Scores
-from mha_spec import Refusal
+from mha_spec import InputError
 from mha_spec.heads import BareHeads
 
 
@@ -64,11 +64,11 @@ class ContextParallel:
         for name in mask.fields_beyond(
             "mask", "is_causal", "key_padding_lengths", "span", "q_offset"
         ):
-            raise Refusal(name, "be None where tokens are divided", {"axis": axis})
+            raise InputError(name, "be None where tokens are divided", {"axis": axis})
         products = scores.spec.relative_products
         if products is not None:
             rule = "be None where tokens are divided"
-            raise Refusal("relative_products", rule, relative_products=products)
+            raise InputError("relative_products", rule, relative_products=products)
         passes_keys = self.passes_keys or _cannot_share(key, axis)
         attend = with_auto_axes(head_sharding)(
             replace(self, axis=axis, passes_keys=passes_keys)._attend
@@ -120,7 +120,7 @@ def token_axis(query: Array, key: Array, mask: Mask, axis: Any = None) -> str | 
     if axis is None:
         return None
     if axis not in mesh.axis_names:
-        raise Refusal(
+        raise InputError(
             "tokens",
             "be divided along one dimension of the mesh that queries lie on",
             {"axis": axis, "mesh.axis_names": mesh.axis_names},
@@ -132,7 +132,9 @@ def token_axis(query: Array, key: Array, mask: Mask, axis: Any = None) -> str | 
     )
     for name, count in divided.items():
         if count % size and not is_manual:
-            raise Refusal(name, f"be a multiple of the devices along {axis}", f"{count} and {size}")
+            raise InputError(
+                name, f"be a multiple of the devices along {axis}", f"{count} and {size}"
+            )
     if size > 1:
         return axis
     return None

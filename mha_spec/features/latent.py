@@ -7,9 +7,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mha_spec.errors import InputError
 from mha_spec.features.norm import Norm
 from mha_spec.record import Record
-from mha_spec.refusal import Refusal
 from mha_spec.rules import as_count, as_factor
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Latent(Record):
         for name in ("q_factor", "kv_factor"):
             object.__setattr__(self, name, as_factor(name, getattr(self, name)))
         if self.q_rank is None and self.q_factor != 1.0:
-            raise Refusal("q_factor", "be 1 without q_rank", q_factor=self.q_factor)
+            raise InputError("q_factor", "be 1 without q_rank", q_factor=self.q_factor)
 
     @property
     def width(self) -> int:
@@ -85,7 +85,7 @@ def check_latent_rope(latent: Latent, rope: Rope | None) -> None:
         ValueError: if it rotates other features.
     """
     if rope is not None and (rope.rotary_dim, rope.rotated) != (latent.rope_dim, "last"):
-        raise Refusal(
+        raise InputError(
             "rope",
             "rotate the last rope_dim features with latent "
             f"(rotary_dim={latent.rope_dim}, rotated='last')",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from mha_spec.errors import InputError, InputTypeError
 from mha_spec.record import Record
-from mha_spec.refusal import Refusal, WrongType
 from mha_spec.rules import as_boolean, as_factor, as_one_of
 
 
@@ -52,10 +52,10 @@ class Norm(Record):
         object.__setattr__(self, "eps", as_factor("eps", self.eps))
         for name in ("per_head", "bias"):
             if getattr(self, name) and self.weight is None:
-                raise Refusal(name, "come with a weight", {name: True, "weight": None})
+                raise InputError(name, "come with a weight", {name: True, "weight": None})
         for name in ("per_head", "after_rope"):  # a norm over the width has one weight per feature
             if getattr(self, name) and self.over == "width":
-                raise Refusal(name, "come with over='head'", {name: True, "over": "width"})
+                raise InputError(name, "come with over='head'", {name: True, "over": "width"})
 
     @property
     def initial_weight(self) -> float:
@@ -83,4 +83,4 @@ def check_norm(norm: object) -> None:
         TypeError: if it is anything else.
     """
     if not isinstance(norm, Norm):
-        raise WrongType("norm", "be a Norm", norm=norm)
+        raise InputTypeError("norm", "be a Norm", norm=norm)

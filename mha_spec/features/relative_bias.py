@@ -8,8 +8,8 @@ from typing import ClassVar
 
 import numpy as np
 
+from mha_spec.errors import InputError
 from mha_spec.record import Record
-from mha_spec.refusal import Refusal
 from mha_spec.rules import as_boolean, as_count
 
 
@@ -49,11 +49,13 @@ class RelativeBias(Record):
             self, "num_buckets", as_count("num_buckets", self.num_buckets, 2 * num_directions)
         )
         if self.num_buckets % num_directions:
-            raise Refusal("num_buckets", "be even if bidirectional", num_buckets=self.num_buckets)
+            raise InputError(
+                "num_buckets", "be even if bidirectional", num_buckets=self.num_buckets
+            )
         object.__setattr__(self, "max_distance", as_count("max_distance", self.max_distance))
         num_exact = self.num_buckets // num_directions // 2
         if self.max_distance <= num_exact:
-            raise Refusal(
+            raise InputError(
                 "max_distance",
                 f"be above the {num_exact} distances that have a bucket each",
                 max_distance=self.max_distance,

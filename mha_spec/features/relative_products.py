@@ -9,8 +9,8 @@ from typing import ClassVar
 
 import numpy as np
 
+from mha_spec.errors import InputError
 from mha_spec.record import Record
-from mha_spec.refusal import Refusal
 from mha_spec.rules import as_boolean, as_count
 
 SIDES = {"relative_keys": "of_queries", "relative_queries": "of_keys"}
@@ -62,22 +62,24 @@ class RelativeProducts(Record):
         for name in ("of_queries", "of_keys", "per_head"):
             object.__setattr__(self, name, as_boolean(name, getattr(self, name)))
         if not (self.of_queries or self.of_keys):
-            raise Refusal("of_queries or of_keys", "be True", of_queries=False, of_keys=False)
+            raise InputError("of_queries or of_keys", "be True", of_queries=False, of_keys=False)
         exact = self.num_exact
         most = self.max_distance
         if (exact is None) != (most is None):
-            raise Refusal("max_distance", "come with num_exact", num_exact=exact, max_distance=most)
+            raise InputError(
+                "max_distance", "come with num_exact", num_exact=exact, max_distance=most
+            )
         if exact is None or most is None:
             return
         object.__setattr__(self, "num_exact", as_count("num_exact", exact, 2))
         object.__setattr__(self, "max_distance", as_count("max_distance", most))
         if most < exact + 2:
-            raise Refusal(
+            raise InputError(
                 "max_distance", "be at least num_exact + 2", max_distance=most, num_exact=exact
             )
         for name in ("num_before", "num_after"):
             if getattr(self, name) > 2 * exact:
-                raise Refusal(
+                raise InputError(
                     name, "be at most 2 * num_exact", {name: getattr(self, name)}, num_exact=exact
                 )
 

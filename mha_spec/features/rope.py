@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from mha_spec.errors import InputError, InputTypeError
 from mha_spec.features.scaling import (
     DynamicScaling,
     LongRopeScaling,
@@ -16,7 +17,6 @@ from mha_spec.features.scaling import (
     powers,
 )
 from mha_spec.record import Record
-from mha_spec.refusal import Refusal, WrongType
 from mha_spec.rules import as_count, as_factor, as_one_of
 
 CHOICES = {
@@ -75,15 +75,17 @@ class Rope(Record):
     def __post_init__(self) -> None:
         object.__setattr__(self, "theta", as_factor("theta", self.theta))
         if self.scaling is not None and not isinstance(self.scaling, Scaling):
-            raise WrongType("scaling", "be a scaling of mha_spec or None", scaling=self.scaling)
+            raise InputTypeError(
+                "scaling", "be a scaling of mha_spec or None", scaling=self.scaling
+            )
         for name, choices in CHOICES.items():
             as_one_of(name, getattr(self, name), choices)
         if self.rotary_dim is not None:
             object.__setattr__(self, "rotary_dim", as_count("rotary_dim", self.rotary_dim))
             if self.rotary_dim % 2:
-                raise Refusal("rotary_dim", "be even", rotary_dim=self.rotary_dim)
+                raise InputError("rotary_dim", "be even", rotary_dim=self.rotary_dim)
             if isinstance(self.scaling, ProportionalScaling):
-                raise Refusal(
+                raise InputError(
                     "rotary_dim",
                     "be left out with ProportionalScaling, "
                     "whose frequencies are those of the whole head",
@@ -103,11 +105,13 @@ class Rope(Record):
 
     def _check_sections(self) -> None:
         if isinstance(self.sections, (str, bytes)) or not np.iterable(self.sections):
-            raise WrongType("sections", "be integers, one for each axis", sections=self.sections)
+            raise InputTypeError(
+                "sections", "be integers, one for each axis", sections=self.sections
+            )
         sections = tuple(as_count("sections", section) for section in self.sections)
         object.__setattr__(self, "sections", sections)
         if len(sections) < 2:
-            raise Refusal("sections", "be two or more", sections=sections)
+            raise InputError("sections", "be two or more", sections=sections)
 
     def _check_section_frequencies(self) -> None:
         if self.sections is None or (
@@ -117,13 +121,13 @@ class Rope(Record):
                 rule = "be given"
             else:
                 rule = "be equal"
-            raise Refusal(
+            raise InputError(
                 "sections",
                 f"{rule} with {self.section_frequencies} frequencies",
                 sections=self.sections,
             )
         if self.scaling is not None:
-            raise Refusal(
+            raise InputError(
                 "scaling",
                 f"be None with {self.section_frequencies} frequencies",
                 scaling=self.scaling,
@@ -221,9 +225,9 @@ def check_rotated(head_dim: int, rope: Rope) -> None:
     """Refuse heads that cannot be rotated."""
     as_count("head_dim", head_dim)
     if rope.rotary_dim is None and head_dim % 2:
-        raise Refusal("head_dim", "be even for RoPE", head_dim=head_dim)
+        raise InputError("head_dim", "be even for RoPE", head_dim=head_dim)
     if rope.rotary_dim is not None and rope.rotary_dim > head_dim:
-        raise Refusal(
+        raise InputError(
             "rotary_dim", "be at most head_dim", rotary_dim=rope.rotary_dim, head_dim=head_dim
         )
     count = head_dim if rope.rotary_dim is None else rope.rotary_dim
@@ -232,11 +236,13 @@ def check_rotated(head_dim: int, rope: Rope) -> None:
     if rope.sections is None:
         return
     if sum(rope.sections) != count // 2:
-        raise Refusal("sections", f"be {count // 2} rotated pairs in all", sections=rope.sections)
+        raise InputError(
+            "sections", f"be {count // 2} rotated pairs in all", sections=rope.sections
+        )
     axes = _axes(count // 2, rope.sections, rope.section_order)
     available = tuple(axes.count(axis) for axis in range(len(rope.sections)))
     if available != rope.sections:
-        raise Refusal(
+        raise InputError(
             "interleaved sections",
             f"fit {count // 2} pairs",
             f"sections={rope.sections}, which would have {available}",
@@ -250,7 +256,7 @@ def check_rope(rope: object) -> None:
         TypeError: if it is anything else.
     """
     if not isinstance(rope, Rope):
-        raise WrongType("rope", "be a Rope", rope=rope)
+        raise InputTypeError("rope", "be a Rope", rope=rope)
 
 
 def position_shapes(batch_size: int, seq_len: int, rope: Rope | None) -> str:

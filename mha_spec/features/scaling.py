@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from mha_spec.errors import InputError, InputTypeError
 from mha_spec.record import Record
-from mha_spec.refusal import Refusal, WrongType
 from mha_spec.rules import LARGEST_FACTOR, LEAST_FACTOR, as_boolean, as_count, as_factor
 
 MOST_TOKENS = 2**31
@@ -64,7 +64,7 @@ class Scaling(Record):
                 range of float32.
         """
         if not LEAST_FACTOR <= self.amplitude() <= LARGEST_FACTOR:
-            raise Refusal(
+            raise InputError(
                 "scaling", "keep the factor of cosines within the range of float32", scaling=self
             )
         largest = max(self.divisors(), default=1.0)
@@ -76,7 +76,7 @@ class Scaling(Record):
             self._refuse_range(theta)
 
     def _refuse_range(self, theta: float) -> NoReturn:
-        raise Refusal(
+        raise InputError(
             "scaling", "keep frequencies within the range of float32", scaling=self, theta=theta
         )
 
@@ -152,7 +152,7 @@ class DynamicScaling(Scaling):
 
     def check(self, theta: float, features: int) -> None:
         if features < 4:
-            raise Refusal("rotated features", "be at least 4 with DynamicScaling", str(features))
+            raise InputError("rotated features", "be at least 4 with DynamicScaling", str(features))
         super().check(theta, features)
         if self.base(theta, features, max(MOST_TOKENS, self.original_length)) > LARGEST_FACTOR:
             self._refuse_range(theta)
@@ -188,7 +188,7 @@ class Llama3Scaling(Scaling):
             self._set(**{name: as_factor(name, getattr(self, name))})
         self._set(original_length=as_count("original_length", self.original_length))
         if self.high_freq_factor <= self.low_freq_factor:
-            raise Refusal(
+            raise InputError(
                 "high_freq_factor",
                 "be above low_freq_factor",
                 high_freq_factor=self.high_freq_factor,
@@ -268,21 +268,21 @@ class YarnScaling(Scaling):
         self._set(original_length=as_count("original_length", self.original_length))
         self._set(truncate=as_boolean("truncate", self.truncate))
         if self.beta_fast <= self.beta_slow:
-            raise Refusal(
+            raise InputError(
                 "beta_fast",
                 "be above beta_slow",
                 beta_fast=self.beta_fast,
                 beta_slow=self.beta_slow,
             )
         if (self.mscale is None) != (self.mscale_all_dim is None):
-            raise Refusal(
+            raise InputError(
                 "mscale and mscale_all_dim",
                 "be given together",
                 mscale=self.mscale,
                 mscale_all_dim=self.mscale_all_dim,
             )
         if self.mscale is not None and self.attention_factor is not None:
-            raise Refusal(
+            raise InputError(
                 "attention_factor",
                 "be left out with mscale",
                 attention_factor=self.attention_factor,
@@ -343,7 +343,7 @@ class YarnScaling(Scaling):
 
     def check(self, theta: float, features: int) -> None:
         if theta <= 1.0:
-            raise Refusal("theta", "be above 1 with YarnScaling", theta=theta)
+            raise InputError("theta", "be above 1 with YarnScaling", theta=theta)
         super().check(theta, features)
 
 
@@ -381,10 +381,12 @@ class LongRopeScaling(Scaling):
             if isinstance(getattr(self, name), (str, bytes)) or not np.iterable(
                 getattr(self, name)
             ):
-                raise WrongType(name, "be numbers, one for each pair", {name: getattr(self, name)})
+                raise InputTypeError(
+                    name, "be numbers, one for each pair", {name: getattr(self, name)}
+                )
             self._set(**{name: tuple(as_factor(name, factor) for factor in getattr(self, name))})
         if len(self.short_factors) != len(self.long_factors):
-            raise Refusal(
+            raise InputError(
                 "short_factors",
                 "be as many as long_factors",
                 f"{len(self.short_factors)} and {len(self.long_factors)}",
@@ -413,7 +415,7 @@ class LongRopeScaling(Scaling):
 
     def check(self, theta: float, features: int) -> None:
         if len(self.short_factors) != features // 2:
-            raise Refusal(
+            raise InputError(
                 "short_factors and long_factors",
                 f"be one for each of {features // 2} rotated pairs",
                 str(len(self.short_factors)),
@@ -447,7 +449,7 @@ class ProportionalScaling(Scaling):
             fraction=as_factor("fraction", self.fraction), factor=as_factor("factor", self.factor)
         )
         if self.fraction > 1.0:
-            raise Refusal("fraction", "be at most 1", fraction=self.fraction)
+            raise InputError("fraction", "be at most 1", fraction=self.fraction)
 
     def divisors(self) -> tuple[float, ...]:
         return (self.factor,)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mha_spec.errors import InputTypeError
 from mha_spec.record import Record
-from mha_spec.refusal import WrongType
 from mha_spec.rules import as_count, as_factor
 
 
@@ -46,4 +46,4 @@ def check_temperature(temperature: object) -> None:
         TypeError: if it is anything else.
     """
     if not isinstance(temperature, Temperature):
-        raise WrongType("temperature", "be a Temperature", temperature=temperature)
+        raise InputTypeError("temperature", "be a Temperature", temperature=temperature)

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mha_spec import AttentionSpec, Latent, WrongType
+from mha_spec import AttentionSpec, InputTypeError, Latent
 from mha_spec.attention import check_latent
 from mha_torch.arrays import at_least_float32
 from mha_torch.cache import Cache, append_checked, check_cache, check_room, mark_written_over
@@ -211,7 +211,7 @@ def init_latent_cache(
     for name, size in {"capacity": capacity, "kv_rank": kv_rank, "rope_dim": rope_dim}.items():
         check_count(name, size)
     if not dtype.is_floating_point:
-        raise WrongType("dtype", "be floating point", dtype=dtype)
+        raise InputTypeError("dtype", "be floating point", dtype=dtype)
     return LatentCache(
         latents=torch.zeros(
             (batch_size, 1, capacity, kv_rank + rope_dim), dtype=dtype, device=device

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from mha_spec import Refusal, RelativeBias
+from mha_spec import InputError, RelativeBias
 from mha_torch.arrays import at_least_float32, values_at_hand, without_autocast
 from mha_torch.features.alibi import alibi_bias
 from mha_torch.features.relative_bias import relative_position_bias
@@ -326,7 +326,7 @@ def check_context_parallel(
         return
     if positions is None and scores.spec.has_positions:
         rule = "be a buffer of context_parallel: a process has a part of the tokens"
-        raise Refusal("positions", rule, positions=None)
+        raise InputError("positions", rule, positions=None)
     named = {
         "need_weights": need_weights or None,
         "mask": mask.mask,
@@ -341,7 +341,7 @@ def check_context_parallel(
     }
     unsupported = [name for name, value in named.items() if value is not None]
     if unsupported:
-        raise Refusal(
+        raise InputError(
             unsupported[0],
             "be None under context_parallel, whose ring knows causality only",
             hint="mha_torch.parallel.shard(layer, mesh, tokens=…) takes lengths, windows, chunks, "

@@ -22,7 +22,7 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel, parallelize_module
 
-from mha_spec import AttentionSpec, Refusal, WrongType
+from mha_spec import AttentionSpec, InputError, InputTypeError
 from mha_spec.shares import OF_QUERIES, axis_of_heads, local_heads
 from mha_torch.arrays import is_distributed
 from mha_torch.features.latent_mha import hooks_of
@@ -72,13 +72,15 @@ def shard(
     Source: Megatron-LM, arXiv:1909.08053, section 3; Ring Attention, arXiv:2310.01889.
     """
     if not isinstance(layer, AttentionLayer):
-        raise WrongType("layer", "be an attention module of mha_torch", type(layer).__name__)
+        raise InputTypeError("layer", "be an attention module of mha_torch", type(layer).__name__)
     names = mesh.mesh_dim_names or ()
     for name, dimension in (("heads", heads), ("tokens", tokens)):
         if dimension is not None and dimension not in names:
-            raise Refusal(name, "name a dimension of the mesh", {name: dimension, "names": names})
+            raise InputError(
+                name, "name a dimension of the mesh", {name: dimension, "names": names}
+            )
     if heads is None and tokens is None:
-        raise Refusal("heads or tokens", "name a dimension of the mesh", "neither")
+        raise InputError("heads or tokens", "name a dimension of the mesh", "neither")
     if tokens is not None:
         check_divides_tokens(layer)
     if heads is not None:
@@ -102,7 +104,7 @@ def _divide_tokens(layer: AttentionLayer, kernel: RingAttention) -> None:
             x = named.get("query", named.get("x"))
         if named.get("need_weights"):
             rule = "be False where tokens are divided, which stores no weights"
-            raise Refusal("need_weights", rule, need_weights=True)
+            raise InputError("need_weights", rule, need_weights=True)
         check_ring_supports(Mask(named.get("mask")), layer.scores(named.get("bias")))
         if isinstance(x, Tensor) and layer.spec.has_positions and named.get("positions") is None:
             places = kernel.positions(x.shape[-2], x.device)
@@ -137,7 +139,7 @@ def plan(layer: AttentionLayer) -> dict[str, ParallelStyle]:
             outputs have dropout. When called, if a norm over the width was left out of the plan.
     """
     if not isinstance(layer, AttentionLayer):
-        raise WrongType("layer", "be an attention module of mha_torch", type(layer).__name__)
+        raise InputTypeError("layer", "be an attention module of mha_torch", type(layer).__name__)
     spec = layer.spec
     styles = dict[str, ParallelStyle]({"": _Layer()})
     for name in spec.projections:
@@ -234,7 +236,7 @@ def _as_sharded_norm(module: nn.Module) -> ShardedNorm:
         NormLayer.forward,
         ShardedNorm.forward,
     ):
-        raise WrongType("a norm", "be that of its layer to be divided", type(module).__name__)
+        raise InputTypeError("a norm", "be that of its layer to be divided", type(module).__name__)
     module.__class__ = ShardedNorm
     return cast(ShardedNorm, module)
 
@@ -259,9 +261,11 @@ class _Layer(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, AttentionLayer):
-            raise WrongType("layer", "be an attention module of mha_torch", type(module).__name__)
+            raise InputTypeError(
+                "layer", "be an attention module of mha_torch", type(module).__name__
+            )
         if any(is_distributed(weight) for weight in module.parameters()):
-            raise Refusal(
+            raise InputError(
                 "layer",
                 "be divided by heads once, before it is by anything else, "
                 'and by its own style, "", first',
@@ -311,7 +315,9 @@ class _Linear(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, nn.Linear):
-            raise WrongType("a projection", "be an nn.Linear to be divided", type(module).__name__)
+            raise InputTypeError(
+                "a projection", "be an nn.Linear to be divided", type(module).__name__
+            )
         for name in ("weight", "bias"):
             _distribute(module, name, device_mesh, self.placement, self.src_data_rank)
 
@@ -436,20 +442,20 @@ def check_divides(spec: AttentionSpec, size: int) -> None:
     if size == 1:
         return
     if spec.num_heads % size:
-        raise Refusal(
+        raise InputError(
             "num_heads",
             "be a multiple of the number of processes",
             num_heads=spec.num_heads,
             size=size,
         )
     if spec.shared_kv:
-        raise Refusal(
+        raise InputError(
             "shared_kv",
             "be False to be divided, since the keys are those of another layer",
             shared_kv=True,
         )
     if spec.fused_qkv:
-        raise Refusal(
+        raise InputError(
             "fused_qkv",
             "be False to be divided, since rows of qkv_proj are those of all q, then k, then v",
             fused_qkv=True,
@@ -457,14 +463,14 @@ def check_divides(spec: AttentionSpec, size: int) -> None:
         )
     for name, norm in spec.norms.items():
         if name not in OF_QUERIES and norm.per_head and spec.num_kv_heads % size:
-            raise Refusal(
+            raise InputError(
                 name,
                 "not be per_head where processes share key/value heads",
                 num_kv_heads=spec.num_kv_heads,
                 size=size,
             )
     if spec.output_dropout and spec.out_proj:
-        raise Refusal(
+        raise InputError(
             "output_dropout",
             "be 0 to be divided, since each process would drop other outputs",
             output_dropout=spec.output_dropout,
@@ -474,17 +480,17 @@ def check_divides(spec: AttentionSpec, size: int) -> None:
 def check_divides_tokens(layer: AttentionLayer) -> None:
     """Refuse a layer whose tokens cannot be divided."""
     if hasattr(layer, "init_cache"):
-        raise Refusal(
+        raise InputError(
             "layer", "be one without a cache for its tokens to be divided", type(layer).__name__
         )
     if layer.spec.shared_kv:
-        raise Refusal(
+        raise InputError(
             "shared_kv",
             "be False to be divided, since the keys are those of another layer",
             shared_kv=True,
         )
     if layer.spec.rope is not None and layer.spec.rope.depends_on_length:
-        raise Refusal(
+        raise InputError(
             "rope",
             "not depend on the last position of a call for tokens to be divided",
             rope=layer.spec.rope,

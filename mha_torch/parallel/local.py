@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from mha_spec import Refusal
+from mha_spec import InputError
 from mha_torch.arrays import is_distributed
 from mha_torch.features.norms import NormLayer, apply_norm, apply_norm_by_mean
 
@@ -60,7 +60,7 @@ class WidthShard:
     def local(self, weight: Float[Tensor, " width"]) -> Float[Tensor, " width"]:
         """Return the features of local heads of a distributed weight."""
         if not is_distributed(weight):
-            raise Refusal(
+            raise InputError(
                 "a norm over the width",
                 "be divided with its layer by mha_torch.parallel.plan",
                 "not",

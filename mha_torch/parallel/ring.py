@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mha_spec import AttentionSpec, GridBias, Refusal
+from mha_spec import AttentionSpec, GridBias, InputError
 from mha_spec.heads import BareHeads
 from mha_torch.arrays import at_least_float32, zero_where
 from mha_torch.checks import check_lengths
@@ -561,7 +561,7 @@ def check_parts(query: Tensor, key: Tensor, tokens: RingAttention) -> None:
     for index, what in enumerate(("sequences", "queries", "keys")):
         counts = [int(counts_of_rank[rank][index]) for rank in range(tokens.num_parts)]
         if len({*counts}) > 1:
-            raise Refusal(
+            raise InputError(
                 what, "be as many on each process where tokens are divided", {what: counts}
             )
 
@@ -572,7 +572,7 @@ def check_ring_supports(mask: Mask, scores: Scores) -> None:
     named = {name: getattr(mask, name) for name in unknown} | {"bias": scores.bias}
     for name, value in named.items():
         if value is not None:
-            raise Refusal(
+            raise InputError(
                 name,
                 "be None where tokens are divided; "
                 "causality, lengths, windows and chunks hold for whole sequences",
@@ -582,16 +582,16 @@ def check_ring_supports(mask: Mask, scores: Scores) -> None:
             )
     spec = scores.spec
     if isinstance(spec.relative_bias, GridBias):
-        raise Refusal(
+        raise InputError(
             "relative_bias",
             "be one of distances where tokens are divided",
             relative_bias=spec.relative_bias,
         )
     if spec.relative_products is not None:
         rule = "be None where tokens are divided"
-        raise Refusal("relative_products", rule, relative_products=spec.relative_products)
+        raise InputError("relative_products", rule, relative_products=spec.relative_products)
     if scores.dropout or scores.dropout_keep is not None:
-        raise Refusal(
+        raise InputError(
             "dropout",
             "be 0 where tokens are divided (eval() switches it off)",
             dropout=scores.dropout,

@@ -14,7 +14,7 @@ import ttnn
 from jaxtyping import Float, Int
 from ttnn import Tensor
 
-from mha_spec import Refusal, WrongType
+from mha_spec import InputError, InputTypeError
 from mha_tt.cache import KVCache
 from mha_tt.checks import check_count, check_lengths, check_not_written_over
 from mha_tt.device import upload_integers, zeros
@@ -64,7 +64,7 @@ class PagedKVCache(KVCache):
         check_lengths("indices", indices, None, len(self.lengths) - 1)
         indices = np.asarray(indices, int)
         if sorted(indices) != list(range(len(self.lengths))):
-            raise Refusal(
+            raise InputError(
                 "indices",
                 f"name each of the {len(self.lengths)} sequences once, for a cache in pages",
                 indices=indices.tolist(),
@@ -120,9 +120,11 @@ def paged(cache: KVCache, page_size: int) -> PagedKVCache:
     """
     check_count("page_size", page_size)
     if page_size % TILE:
-        raise Refusal("page_size", f"be whole tiles of {TILE} slots", page_size=page_size)
+        raise InputError("page_size", f"be whole tiles of {TILE} slots", page_size=page_size)
     if cache.keys.dtype == ttnn.float32:
-        raise WrongType("dtype", "be bfloat16 or bfloat8_b for a cache in pages", "dtype=float32")
+        raise InputTypeError(
+            "dtype", "be bfloat16 or bfloat8_b for a cache in pages", "dtype=float32"
+        )
     check_count("batch_size", len(cache.lengths))
     pages = in_order(len(cache.lengths), round_up(cache.capacity, page_size) // page_size)
     device = cache.keys.device()

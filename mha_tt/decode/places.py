@@ -13,7 +13,7 @@ import ttnn
 from jaxtyping import Float, Int
 from ttnn import Tensor
 
-from mha_spec import AttentionSpec, Refusal
+from mha_spec import AttentionSpec, InputError
 from mha_tt.arrays import as_dtype
 from mha_tt.device import accurate_config, upload, upload_rows, zeros
 from mha_tt.features.rope import Rotation, cos_and_sin, rotated_head
@@ -100,7 +100,7 @@ class RotaryTable:
     def __init__(self, spec: AttentionSpec, capacity: int, *, device: ttnn.MeshDevice) -> None:
         """Upload the table of a layer with RoPE for caches of this capacity."""
         if spec.rope is None:
-            raise Refusal("rope", "be given for a table of rotations", f"rope=None in {spec}")
+            raise InputError("rope", "be given for a table of rotations", f"rope=None in {spec}")
         self._made_for = (spec.rope, rotated_head(spec), capacity)
         head_dim, width = rotated_head(spec)
         cos, sin = cos_and_sin(

@@ -15,7 +15,7 @@ import ttnn
 from jaxtyping import Float, Int
 from ttnn import Tensor
 
-from mha_spec import AttentionSpec, Latent, Refusal
+from mha_spec import AttentionSpec, InputError, Latent
 from mha_spec.attention import check_latent
 from mha_tt.arrays import as_dtype, at_least_float32
 from mha_tt.cache import (
@@ -189,7 +189,7 @@ def weights_of_heads(kv_b: Float[Tensor, "kv_rank N*(H+Hv)"], spec: AttentionSpe
     check_tiles("kv_b", kv_b)
     expected = (padded_width("kv_a_norm", spec), padded_width("kv_b_proj", spec))
     if tuple(kv_b.shape) != expected:
-        raise Refusal("kv_b", f"have shape {expected}", {"kv_b.shape": tuple(kv_b.shape)})
+        raise InputError("kv_b", f"have shape {expected}", {"kv_b.shape": tuple(kv_b.shape)})
     heads = split_heads(ttnn.reshape(kv_b, (1, *tuple(kv_b.shape))), spec.num_heads)
     return HeadWeights(heads[:, :, :, :own_features], heads[:, :, :, own_features:])
 

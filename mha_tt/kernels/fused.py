@@ -18,7 +18,7 @@ import ttnn
 from jaxtyping import Float, Int
 from ttnn import Tensor
 
-from mha_spec import AttentionSpec, Refusal, WrongType
+from mha_spec import AttentionSpec, InputError, InputTypeError
 from mha_spec.heads import BareHeads
 from mha_spec.rules import check_head_groups
 from mha_tt import stages
@@ -187,7 +187,7 @@ def attend_to_cache(
     check_floating("query", query, rank=4)
     _check_supported(query)
     if not step_supports(query.shape[3]):
-        raise Refusal(
+        raise InputError(
             "heads",
             f"have at most {STEP_FEATURES} features in a step, or a multiple of that",
             {"query.shape": tuple(query.shape)},
@@ -196,7 +196,7 @@ def attend_to_cache(
     rules = BareHeads(query.shape[3]) if spec is None else spec
     check_heads_of_spec(query, query.shape[2], rules)
     if not supports(query, Scores(rules)):
-        raise Refusal(
+        raise InputError(
             "spec", "have no soft cap, and no biases or products by distance, in a step", spec=spec
         )
     learned = {} if learned is None else learned
@@ -351,11 +351,11 @@ def may_zero_rows(config: ttnn.DeviceComputeKernelConfig) -> bool:
 
 def _check_supported(query: Tensor) -> None:
     if query.dtype == ttnn.float32:
-        raise WrongType(
+        raise InputTypeError(
             "query", "be bfloat16 or bfloat8_b on the fused path", "query.dtype=float32"
         )
     if query.shape[3] % TILE:
-        raise Refusal(
+        raise InputError(
             "heads", f"have whole tiles of {TILE} features", {"query.shape": tuple(query.shape)}
         )
 
@@ -436,11 +436,11 @@ def check_cached_step(
     for name, x in (("keys", keys), ("values", values)):
         check_floating(name, x, rank=4)
         if x.dtype == ttnn.float32:
-            raise WrongType(
+            raise InputTypeError(
                 name, "be bfloat16 or bfloat8_b on the fused path", f"{name}.dtype=float32"
             )
     if tuple(values.shape) != tuple(keys.shape):
-        raise Refusal(
+        raise InputError(
             "values",
             "have the shape of keys",
             {"values.shape": tuple(values.shape), "keys.shape": tuple(keys.shape)},
@@ -451,18 +451,18 @@ def check_cached_step(
         batch_size = page_table.shape[0]
         capacity = page_table.shape[1] * keys.shape[2]
     if (query.shape[0], query.shape[1], query.shape[3]) != (1, batch_size, keys.shape[3]):
-        raise Refusal(
+        raise InputError(
             "query",
             "have shape (1, B, N, H) with the batch size and features of the cache",
             {"query.shape": tuple(query.shape), "keys.shape": tuple(keys.shape)},
         )
     check_head_groups(query.shape[2], keys.shape[1])
     if keys.shape[2] % 32:
-        raise Refusal("keys", "have whole tiles of 32 slots", {"keys.shape": tuple(keys.shape)})
+        raise InputError("keys", "have whole tiles of 32 slots", {"keys.shape": tuple(keys.shape)})
     if not isinstance(last_positions, Tensor):
         check_lengths("last_positions", last_positions, batch_size, capacity - 1)
     elif last_positions.dtype != ttnn.int32 or tuple(last_positions.shape) != (batch_size,):
-        raise Refusal(
+        raise InputError(
             "last_positions",
             f"be int32 of shape (B,) = ({batch_size},) on the device",
             f"{last_positions.dtype} of shape {tuple(last_positions.shape)}",

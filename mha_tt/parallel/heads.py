@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import ttnn
 
-from mha_spec import Refusal, WrongType
+from mha_spec import InputError, InputTypeError
 from mha_tt.device import has_values
 from mha_tt.parallel.local import check_divides, local_spec
 
@@ -49,16 +49,18 @@ def shard(layer: AttentionLayer, mesh: ttnn.MeshDevice, *, heads: int) -> Attent
     from mha_tt.weights import download_weights, upload_weights
 
     if not isinstance(layer, AttentionLayer):
-        raise WrongType("layer", "be an attention module of mha_tt", type(layer).__name__)
+        raise InputTypeError("layer", "be an attention module of mha_tt", type(layer).__name__)
     if not isinstance(heads, int) or isinstance(heads, bool):
-        raise WrongType("heads", "be the number of a dimension of the mesh", heads=heads)
+        raise InputTypeError("heads", "be the number of a dimension of the mesh", heads=heads)
     shape = tuple(mesh.shape)
     if not 0 <= heads < len(shape):
-        raise Refusal("heads", "be the number of a dimension of the mesh", heads=heads, shape=shape)
+        raise InputError(
+            "heads", "be the number of a dimension of the mesh", heads=heads, shape=shape
+        )
     if layer.device != mesh:
-        raise Refusal("mesh", "be the device of the layer", "another")
+        raise InputError("mesh", "be the device of the layer", "another")
     if layer.heads is not None:
-        raise Refusal(
+        raise InputError(
             "layer", "be divided by heads once", f"one that is, along dimension {layer.heads}"
         )
     check_divides(layer.full_spec, shape[heads])

@@ -9,7 +9,7 @@ import numpy as np
 import ttnn
 from ttnn import Tensor
 
-from mha_spec import AttentionSpec, Refusal
+from mha_spec import AttentionSpec, InputError
 from mha_spec.shares import OF_KEYS, OUT_BIAS, axis_of_heads, local_heads
 
 
@@ -105,26 +105,26 @@ def check_divides(spec: AttentionSpec, size: int) -> None:
     if size == 1:
         return
     if spec.num_heads % size:
-        raise Refusal(
+        raise InputError(
             "num_heads",
             "be a multiple of the chips",
             f"num_heads={spec.num_heads} and {size} chips",
         )
     if spec.shared_kv:
-        raise Refusal(
+        raise InputError(
             "shared_kv",
             "be False to be divided, since the keys are those of another layer",
             shared_kv=True,
         )
     for name, norm in spec.wide_norms.items():
-        raise Refusal(
+        raise InputError(
             name,
             "be over='head' to be divided, "
             "since that over the width of all heads needs a sum over chips",
             {name: norm},
         )
     if spec.alibi is not None:
-        raise Refusal(
+        raise InputError(
             "alibi",
             "be None to be divided, "
             "since all chips run one program, and the slopes of their heads differ",

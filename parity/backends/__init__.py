@@ -77,9 +77,9 @@ def why_missing(name: str) -> str | None:
         ValueError: if no backend has this name.
     """
     if name not in BACKENDS:
-        from mha_spec import Refusal
+        from mha_spec import InputError
 
-        raise Refusal("backend", f"be one of {list(BACKENDS)}", backend=name)
+        raise InputError("backend", f"be one of {list(BACKENDS)}", backend=name)
     from importlib.util import find_spec
 
     backend = BACKENDS[name]
@@ -112,9 +112,9 @@ def load_divided(name: str) -> Divided:
     if reason := why_missing(name):
         raise ModuleNotFoundError(reason)
     if not BACKENDS[name].divided:
-        from mha_spec import Refusal
+        from mha_spec import InputError
 
-        raise Refusal("mesh", "be of a backend that runs on several devices", backend=name)
+        raise InputError("mesh", "be of a backend that runs on several devices", backend=name)
     return cast("Divided", importlib.import_module(f"{__name__}.{BACKENDS[name].divided}"))
 
 

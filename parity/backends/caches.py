@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mha_spec import Refusal, WrongType
+from mha_spec import InputError, InputTypeError
 from parity.backends import BACKENDS, backend_of, load_backend
 from parity.core.weights import FORMAT, is_floating, load_tensors, save_tensors
 
@@ -31,7 +31,7 @@ def save_cache(path: str | os.PathLike[str], cache: Any) -> None:
     """
     framework = backend_of(cache)
     if framework is None or "KVCache" not in {kind.__name__ for kind in type(cache).__mro__}:
-        raise WrongType("cache", "be a KVCache of mha_jax or mha_torch", type(cache).__name__)
+        raise InputTypeError("cache", "be a KVCache of mha_jax or mha_torch", type(cache).__name__)
     _check_framework(framework)
     backend = load_backend(framework)
     tensors = {}
@@ -58,19 +58,19 @@ def load_cache(path: str | os.PathLike[str], framework: str) -> Any:
     backend = load_backend(framework)
     tensors, metadata = load_tensors(path)
     if metadata.get("kind") != "cache" or metadata.get("format") != FORMAT or tensors.keys() != set(PARTS):
-        raise Refusal(path, f"be a cache in format {FORMAT}", f"{sorted(tensors)} and metadata {metadata}")
+        raise InputError(path, f"be a cache in format {FORMAT}", f"{sorted(tensors)} and metadata {metadata}")
     _check(str(path), tensors)
     arrays = {part: backend.from_numpy(tensors[part]) for part in PARTS}
     if (kept := backend.to_numpy(arrays["keys"]).dtype) != tensors["keys"].dtype:
-        raise Refusal("JAX", f"have jax_enable_x64 to hold {tensors['keys'].dtype}", f"{kept} from {path}")
+        raise InputError("JAX", f"have jax_enable_x64 to hold {tensors['keys'].dtype}", f"{kept} from {path}")
     return backend.SIBLING.KVCache(**arrays)
 
 
 def _check_framework(framework: str) -> None:
     if framework in BACKENDS and (reason := BACKENDS[framework].why_no_cache_files):
-        raise Refusal("framework", f"be {' or '.join(FRAMEWORKS)}", f"framework={framework!r}: {reason}")
+        raise InputError("framework", f"be {' or '.join(FRAMEWORKS)}", f"framework={framework!r}: {reason}")
     if framework not in FRAMEWORKS:
-        raise Refusal("framework", f"be one of {list(FRAMEWORKS)}", framework=framework)
+        raise InputError("framework", f"be one of {list(FRAMEWORKS)}", framework=framework)
 
 
 def _check(name: str, tensors: dict[str, np.ndarray]) -> None:
@@ -78,9 +78,11 @@ def _check(name: str, tensors: dict[str, np.ndarray]) -> None:
     keys, values, lengths = (tensors[part] for part in PARTS)
     if keys.ndim != 4 or values.ndim != 4 or values.shape[:3] != keys.shape[:3] or lengths.shape != keys.shape[:1]:
         shapes = {part: tensor.shape for part, tensor in tensors.items()}
-        raise Refusal(name, "have keys (B, K, capacity, H), values (B, K, capacity, Hv) and lengths (B,)", str(shapes))
+        raise InputError(
+            name, "have keys (B, K, capacity, H), values (B, K, capacity, Hv) and lengths (B,)", str(shapes)
+        )
     if not is_floating(keys.dtype) or values.dtype != keys.dtype or lengths.dtype != np.int32:
         dtypes = {part: tensor.dtype.name for part, tensor in tensors.items()}
-        raise Refusal(name, "have keys and values of one floating-point dtype and int32 lengths", str(dtypes))
+        raise InputError(name, "have keys and values of one floating-point dtype and int32 lengths", str(dtypes))
     if ((lengths < 0) | (lengths > keys.shape[2])).any():
-        raise Refusal(name, f"have lengths between 0 and its capacity {keys.shape[2]}", str(lengths.tolist()))
+        raise InputError(name, f"have lengths between 0 and its capacity {keys.shape[2]}", str(lengths.tolist()))

@@ -21,7 +21,7 @@ from jaxtyping import Array
 import mha_jax
 import mha_jax.plain
 from mha_jax.kernels.fused import FusedAttention
-from mha_spec import AttentionSpec, WrongType
+from mha_spec import AttentionSpec, InputTypeError
 from parity.backends.port import Shapes, kind_of, kind_of_tutorial, never_skipped, nothing_replayed
 from parity.core.problem import Problem
 from parity.core.weights import Weights, check_held, check_weights, pack_qkv, unpack_qkv, weight_shapes
@@ -54,7 +54,7 @@ def load_into(module: Any, weights: Mapping[str, np.ndarray]) -> Any:
     (dtype,) = {weight.dtype for weight in weights.values()}  # checked to be one; before JAX can narrow it
     held = getattr(module, next(iter(spec.projections))).kernel.dtype
     if dtype != held:
-        raise WrongType("weights", "have the dtype of the module", f"{dtype} and {held}")
+        raise InputTypeError("weights", "have the dtype of the module", f"{dtype} and {held}")
     held = nnx.to_pure_dict(nnx.state(module, nnx.Param))
     nnx.update(module, jax.tree.map(_placed_as, to_params(weights, spec), held))
     return module

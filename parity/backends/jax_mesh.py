@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from mha_jax import parallel
-from mha_spec import AttentionSpec, Refusal
+from mha_spec import AttentionSpec, InputError
 from parity.backends import jax as port
 from parity.backends.record import OnMesh, trace_on_mesh
 from parity.core.case import Case
@@ -39,7 +39,7 @@ def make_devices(count: int) -> None:
 def check_devices(plan: MeshPlan) -> None:
     """Refuse a mesh of more devices than there are."""
     if plan.size > (count := jax.device_count()):
-        raise Refusal(
+        raise InputError(
             "mesh",
             "have no more devices than JAX",
             f"{plan} and {count}",

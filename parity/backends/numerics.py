@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
-from mha_spec import Refusal
+from mha_spec import InputError
 from parity.backends import load_backend, why_missing
 from parity.core.packages import installed
 
@@ -45,7 +45,7 @@ def on_device(device: str) -> AbstractContextManager[None]:
     try:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:  # torch without CUDA raises AssertionError
-        raise Refusal("device", "be one that torch has here", f"{device}: {str(error).splitlines()[0]}") from None
+        raise InputError("device", "be one that torch has here", f"{device}: {str(error).splitlines()[0]}") from None
     from parity.backends import torch as port
 
     return port.on_device(device)

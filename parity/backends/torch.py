@@ -12,7 +12,7 @@ from torch import Tensor
 
 import mha_torch
 import mha_torch.plain
-from mha_spec import AttentionSpec, WrongType
+from mha_spec import AttentionSpec, InputTypeError
 from mha_torch.arrays import is_distributed
 from parity.backends.port import FilledModule, Shapes, kind_of, kind_of_tutorial, never_skipped, nothing_replayed
 from parity.core.arrays import to_numpy, to_torch
@@ -49,7 +49,7 @@ def load_into(module: Any, weights: Mapping[str, np.ndarray]) -> Any:
     check_held(parameters, spec)
     for name, tensor in tensors.items():
         if tensor.dtype != parameters[name].dtype:
-            raise WrongType(
+            raise InputTypeError(
                 "weights", "have the dtype of the module", f"{tensor.dtype} and {parameters[name].dtype} for {name}"
             )
     with torch.no_grad():

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 import mha_torch
-from mha_spec import AttentionSpec, GridBias, Refusal
+from mha_spec import AttentionSpec, GridBias, InputError
 from mha_torch import parallel
 from mha_torch.arrays import is_distributed
 from mha_torch.parallel.heads import check_divides
@@ -53,7 +53,7 @@ def make_devices(count: int) -> None:
 def check_devices(plan: MeshPlan) -> None:
     """Refuse a mesh of more devices than allowed processes."""
     if plan.size > _allowed:
-        raise Refusal(
+        raise InputError(
             "mesh",
             "have no more devices than torch has processes",
             f"{plan} and {_allowed}",
@@ -67,7 +67,7 @@ def why_skipped(case: Case, dtype: str, plan: MeshPlan) -> str | None:
         return reason
     try:
         check_divides(case.spec, plan.tensor)
-    except Refusal as refusal:
+    except InputError as refusal:
         return f"{refusal.argument} must {refusal.rule}"
     if plan.sequence == 1:
         return None
@@ -174,7 +174,7 @@ class _TorchParts(Shapes):
             whole[:, heads] = part
         for rank, (heads, part) in enumerate(held):
             if not torch.equal(whole[:, heads].nan_to_num(), part.nan_to_num()):
-                raise Refusal("key/value heads that processes share", "be alike", f"others on process {rank}")
+                raise InputError("key/value heads that processes share", "be alike", f"others on process {rank}")
         return whole
 
     @property

@@ -18,7 +18,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from mha_spec import Refusal, WrongType
+from mha_spec import InputError, InputTypeError
 
 os.environ.setdefault("LOGURU_LEVEL", "WARNING")  # ttnn logs its whole configuration on import
 import ttnn  # pyright: ignore[reportMissingImports]  (it lies in the other environment)
@@ -110,7 +110,7 @@ def load_into(module: Any, weights: Mapping[str, np.ndarray]) -> Any:
     expected = np.dtype(np.float32 if module.weight_dtype == ttnn.float32 else ml_dtypes.bfloat16)
     for name, weight in weights.items():
         if weight.dtype != expected:
-            raise WrongType("weights", f"be {expected} for the module", {f"{name}.dtype": weight.dtype})
+            raise InputTypeError("weights", f"be {expected} for the module", {f"{name}.dtype": weight.dtype})
     module.load_weights(weights)
     return module
 
@@ -183,7 +183,7 @@ class Padded(Shapes):
         heads = padded[..., slots]
         is_lost = ~np.isfinite(heads).any(axis=-1)  # of a NaN token, which kernels may make infinite
         if np.delete(padded, slots, axis=-1)[~is_lost].any():
-            raise Refusal("features that pad a head", "be 0", f"others in {padded.shape}")
+            raise InputError("features that pad a head", "be 0", f"others in {padded.shape}")
         return heads
 
     @property
@@ -207,7 +207,7 @@ class Padded(Shapes):
         for name in self.cache_parts[:-1]:
             slots = self.to_numpy(name, getattr(cache, name))
             if slots[:, :, cache.capacity :].any():
-                raise Refusal("slots beyond the capacity", "be 0", f"others in the {name}")
+                raise InputError("slots beyond the capacity", "be 0", f"others in the {name}")
             held[name] = slots[:, :, : cache.capacity]
         return {**held, "lengths": cache.lengths}
 

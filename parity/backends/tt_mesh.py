@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mha_spec import Refusal
+from mha_spec import InputError
 
 os.environ.setdefault("LOGURU_LEVEL", "WARNING")  # ttnn logs its whole configuration on import
 import ttnn  # pyright: ignore[reportMissingImports]  (it lies in the other environment)
@@ -50,11 +50,11 @@ def make_devices(count: int) -> None:
 def check_devices(plan: MeshPlan) -> None:
     """Open a mesh that divides only heads and fits the board."""
     if plan.size > plan.tensor:
-        raise Refusal("mesh", "divide only tensor with tt, whose chips can only divide heads", str(plan))
+        raise InputError("mesh", "divide only tensor with tt, whose chips can only divide heads", str(plan))
     if (count := port.num_chips()) % plan.tensor:
         others = ", ".join(f"{board} has {math.prod(shape)}" for board, shape in MESHES.items())
         hint = f"MHA_TT_MOCK selects another: {others}" if mha_tt.target() == "mock" else ""
-        raise Refusal("mesh", "divide the chips of the board", f"{plan} and {count} chips", hint=hint)
+        raise InputError("mesh", "divide the chips of the board", f"{plan} and {count} chips", hint=hint)
     port.open_device((count // plan.tensor, plan.tensor))
 
 
@@ -65,7 +65,7 @@ def why_skipped(case: Case, dtype: str, plan: MeshPlan) -> str | None:
         return reason
     try:
         check_divides(case.spec, plan.tensor)
-    except Refusal as refusal:
+    except InputError as refusal:
         return f"{refusal.argument} must {refusal.rule}"
     if case.random_mask and plan.tensor > 1:
         return "a mask per head would differ between chips, which run one program"
@@ -165,7 +165,7 @@ class _TtOnMesh(OnMesh):
             whole[(*before, own)] = parts[chip]
         for own, chip in held:
             if not np.array_equal(whole[(*before, own)], parts[chip], equal_nan=True):
-                raise Refusal("heads that chips share", "be alike", f"others on chip {chip}")
+                raise InputError("heads that chips share", "be alike", f"others on chip {chip}")
         return whole
 
     @contextmanager

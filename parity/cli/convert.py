@@ -18,7 +18,7 @@ from parity.cli.options import name_list
 from parity.text import some_of
 
 if TYPE_CHECKING:
-    from parity.conversion.layouts.losses import Lossy as LossyType
+    from parity.conversion.layouts.losses import LossyError as LossyType
 
 MOST_GIB = 2**20  # of a shard: a pebibyte
 
@@ -107,7 +107,7 @@ def run(options: argparse.Namespace) -> Result:
     """Convert, and print the result for the tensors."""
     from parity.conversion.convert import convert_file
     from parity.conversion.inspect import count_tensors
-    from parity.conversion.layouts.losses import Lossy
+    from parity.conversion.layouts.losses import LossyError
     from parity.identification.folders import is_unknown, observe_folder, observed_file
     from parity.reporting.console import console, progress_bar
     from parity.reporting.conversion import print_conversion
@@ -144,7 +144,7 @@ def run(options: argparse.Namespace) -> Result:
                 on_tensor=on_tensor,
                 **layer_options(options),
             )
-        except Lossy as lossy:
+        except LossyError as lossy:
             lossy.command = _accepting(options.words, lossy)
             raise
     print_conversion(converted, options.to, console())

@@ -274,13 +274,13 @@ def _run_command(options: argparse.Namespace) -> int:
 
 
 def _run_and_write(options: argparse.Namespace) -> int:
-    from mha_spec import Refusal
+    from mha_spec import InputError
     from parity.core.user_code import user_code
 
     try:
         with user_code(f"code that mha-parity {options.command} ran"):  # which sys.exit(0) ends without a result
             status, content = COMMANDS[options.command].run(options)
-    except Refusal as refused:
+    except InputError as refused:
         raise in_flags(refused, options) from None
     if options.json is not None:
         from parity.reporting.json import write_json

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from parity.text import in_line
 
 if TYPE_CHECKING:
-    from mha_spec import Refusal
+    from mha_spec import InputError
 
 MAX_LINE = 2000  # characters of a message
 
@@ -65,11 +65,11 @@ def is_writable(stream: TextIO | None) -> bool:
     return True
 
 
-def refusal(argument: str, rule: str, got: Mapping[str, Any] | str = "", /, **values: Any) -> Refusal:
+def refusal(argument: str, rule: str, got: Mapping[str, Any] | str = "", /, **values: Any) -> InputError:
     """Return a refusal of an argument of a command line; its class is imported late, because help must be fast."""
-    from mha_spec import Refusal
+    from mha_spec import InputError
 
-    return Refusal(argument, rule, got, **values)
+    return InputError(argument, rule, got, **values)
 
 
 def no_framework() -> str:

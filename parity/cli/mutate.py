@@ -11,7 +11,7 @@ from parity.cli.messages import refusal
 from parity.cli.options import add_declarations, check_range, matching, name_list
 
 if TYPE_CHECKING:
-    from mha_spec import Refusal
+    from mha_spec import InputError
 
 PAGE = Page(
     "report which known bugs your tests miss",
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> Result:
     return 0 if all(outcome.is_caught for outcome in outcomes) else 1, found
 
 
-def _nothing(options: argparse.Namespace, left_out: Mapping[str, str]) -> Refusal:
+def _nothing(options: argparse.Namespace, left_out: Mapping[str, str]) -> InputError:
     """Return the error if none of the requested bugs can be injected."""
     flags = [f"--{name}" for name in ("only", "skip") if getattr(options, name)]
     reasons = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:3])

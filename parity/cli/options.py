@@ -13,7 +13,7 @@ from parity.cli.messages import refusal
 from parity.text import did_you_mean, some_of
 
 if TYPE_CHECKING:
-    from mha_spec import Refusal
+    from mha_spec import InputError
 
 HEADS = ("num_heads", "num_kv_heads", "head_dim")
 
@@ -40,7 +40,7 @@ def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def in_flags(refused: Refusal, options: argparse.Namespace) -> Refusal:
+def in_flags(refused: InputError, options: argparse.Namespace) -> InputError:
     """Return a refusal of a function's argument as one of the option for it: `--to-prefix` for `to_prefix`."""
     names = {**{name: name for name in ARGUMENTS}, **OTHER_ARGUMENTS}
     flags = {name: flag_of(option) for name, option in names.items() if hasattr(options, option)}

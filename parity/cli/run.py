@@ -210,7 +210,7 @@ def _check_weight_options(options: argparse.Namespace) -> None:
 
 def _run_model(options: argparse.Namespace, told: dict[str, Any]) -> Report:
     """Run the layers of a model."""
-    from mha_spec import Refusal
+    from mha_spec import InputError
     from parity.identification.folders import is_unknown
     from parity.reporting.console import progress_bar
     from parity.running.models import run_model
@@ -231,7 +231,7 @@ def _run_model(options: argparse.Namespace, told: dict[str, Any]) -> Report:
                 **told,
                 **layer_options(options),
             )
-        except Refusal as error:
+        except InputError as error:
             if options.against is None and is_unknown(options.model):
                 error.hint = "; ".join(filter(None, [error.hint, "--against transformers observes its layers"]))
             raise

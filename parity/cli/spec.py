@@ -80,7 +80,7 @@ def _observe(options: argparse.Namespace) -> Result:
 
 def _read(options: argparse.Namespace) -> Result:
     """Print the specifications of the layers of a configuration."""
-    from mha_spec import Refusal
+    from mha_spec import InputError
     from parity.models.config import read_config
     from parity.models.specs import known_parts, part_of, specs_of, unknown_parts
     from parity.reporting.console import console
@@ -90,7 +90,7 @@ def _read(options: argparse.Namespace) -> Result:
     names = (list(known_parts(config)) or [""]) if options.part is None else [options.part]
     try:
         layers = {name: specs_of(config, part=name or None) for name in names}
-    except Refusal as error:
+    except InputError as error:
         error.hint = "; ".join(filter(None, [error.hint, "--live observes a model that runs"]))
         raise
     unread = unknown_parts(config) if options.part is None else {}

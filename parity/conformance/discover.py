@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mha_spec import Refusal, WrongType
+from mha_spec import InputError, InputTypeError
 from mha_spec.rules import as_count, as_one_of
 from parity.conformance.calls import Failed, Refused, fresh_copies, run
 from parity.conformance.functional import (
@@ -55,7 +55,7 @@ def load_callable(target: str) -> Any:
     """
     found = _load(target, "the subject", "callable")
     if not callable(found):
-        raise Refusal("the subject", "be callable", f"{type(found).__name__} for {target!r}")
+        raise InputError("the subject", "be callable", f"{type(found).__name__} for {target!r}")
     return found
 
 
@@ -72,16 +72,16 @@ def load_params(target: str) -> Any:
             with user_code(target):
                 found = found()
         except Exception as error:  # a user's function may raise anything
-            raise Refusal("params", "need no arguments", f"{type(error).__name__}: {error}") from error
+            raise InputError("params", "need no arguments", f"{type(error).__name__}: {error}") from error
     if not any(True for _ in arrays_in(found)):
-        raise Refusal("params", "be a mapping or another tree of arrays", f"{type(found).__name__} for {target!r}")
+        raise InputError("params", "be a mapping or another tree of arrays", f"{type(found).__name__} for {target!r}")
     return found
 
 
 def _load(target: str, argument: str, kind: str) -> Any:
     module_name, _, attribute = target.partition(":")
     if not module_name or not attribute:
-        raise Refusal(argument, f"be given as pkg.module:{kind}", repr(target))
+        raise InputError(argument, f"be given as pkg.module:{kind}", repr(target))
     folder = str(FilePath.cwd())
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -95,7 +95,7 @@ def _load(target: str, argument: str, kind: str) -> Any:
     for name in attribute.split("."):
         if not hasattr(found, name):
             names = [each for each in dir(found) if not each.startswith("_")]
-            raise Refusal(target, "name an attribute of its module", f"no {name!r}", hint=did_you_mean(name, names))
+            raise InputError(target, "name an attribute of its module", f"no {name!r}", hint=did_you_mean(name, names))
         found = getattr(found, name)
     return found
 
@@ -149,7 +149,7 @@ def subject_of(
     library = library_of(target)
     framework = framework or framework_of(target)
     if framework not in FRAMEWORKS:
-        raise Refusal("framework", "be declared as torch, jax or ttnn if it cannot be detected", framework=name)
+        raise InputError("framework", "be declared as torch, jax or ttnn if it cannot be detected", framework=name)
     parameters = parameters_of(target)
     roles = roles_of(name, parameters, mask_name=mask_name, causal_name=causal_name)
     if library:
@@ -180,13 +180,13 @@ def subject_of(
     if isinstance(target, WithParams):  # its weights show the width of a layer, unless it accepts split heads
         try:
             return _with_width(subject, [d_model] if d_model else _widths(target, library))
-        except Refusal:
+        except InputError:
             if d_model or "value" not in subject.takes:
                 raise
             return _with_axes(subject)
     try:
         return _with_axes(subject)
-    except Refusal as error:
+    except InputError as error:
         check_has_weights(target, error.argument, str(error.got))
         if d_model is None:
             error.remedy = {"d_model": "E"}
@@ -200,18 +200,18 @@ def made(target: Any, name: str, params: Any = None) -> Any:
         return with_params(target, params, name)
     if linen_module(target):
         rule = "be given: a module of flax.linen has no weights of its own"
-        raise WrongType("params", rule, type(target).__name__, remedy={"params": "pkg.module:NAME"})
+        raise InputTypeError("params", rule, type(target).__name__, remedy={"params": "pkg.module:NAME"})
     parameters = parameters_of(target)
     if inspect.isclass(target):
         if missing := required(parameters or {}):
-            raise WrongType("a class", "need no arguments", f"{name}({', '.join(missing)})")
+            raise InputTypeError("a class", "need no arguments", f"{name}({', '.join(missing)})")
         with user_code(name):
             return target()
     if parameters is not None and not parameters and inspect.isroutine(target):
         with user_code(name):
             made = target()
         if not callable(made):
-            raise WrongType("a factory", "return a callable", f"{type(made).__name__} from {name}")
+            raise InputTypeError("a factory", "return a callable", f"{type(made).__name__} from {name}")
         return made
     return target
 
@@ -266,7 +266,7 @@ def _with_width(subject: Subject, widths: Sequence[int]) -> Subject:
             return found
         errors.append(error)
     got = f"{subject.name}{f' with {widths[0]}: {errors[0]}' if errors else ''}"
-    raise Refusal("d_model", "be declared if no width of its parameters works", got)
+    raise InputError("d_model", "be declared if no width of its parameters works", got)
 
 
 def _error_as_layer(subject: Subject) -> Refused | Failed | None:
@@ -391,11 +391,13 @@ def _with_axes(subject: Subject) -> Subject:
         after = run(as_given, path, (query, key, value)).output
     except (Refused, Failed) as error:
         if _error_as_layer(subject):
-            raise Refusal(subject.name, f"accept split heads {heads} or (B, T, E) = {x.shape}", str(error)) from error
+            raise InputError(
+                subject.name, f"accept split heads {heads} or (B, T, E) = {x.shape}", str(error)
+            ) from error
         return subject
     changed = np.abs(after - before).max(axis=-1)[0] > 1e-6
     if changed[1].sum() > 1 and not np.delete(changed, 1, axis=0).any():
         return as_given
     if changed[:, 2].sum() > 1 and not np.delete(changed, 2, axis=1).any():
         return replace(subject, axes="BTNH")
-    raise Refusal("axes", "be declared if they cannot be detected", subject.name)
+    raise InputError("axes", "be declared if they cannot be detected", subject.name)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mha_spec import AttentionSpec, Refusal
+from mha_spec import AttentionSpec, InputError
 from parity.conformance.answers import Answer, Finding, Kind, Question
 from parity.conformance.calls import Failed, Refused, Result, run
 from parity.conformance.rules import merge, of_error
@@ -36,7 +36,7 @@ class Examination:
             run(subject, self.base, self.inputs())
         except (Refused, Failed) as error:
             shapes = describe_shapes(self.inputs())
-            raise Refusal(subject.name, f"attend over inputs of shapes {shapes}", str(error)) from error
+            raise InputError(subject.name, f"attend over inputs of shapes {shapes}", str(error)) from error
         self.weights_refusal: Refused | None = None
         if "need_weights" in subject.takes:
             try:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
-from mha_spec import Refusal
+from mha_spec import InputError
 from parity.conformance.answers import Conformance
 from parity.conformance.calls import Failed, Refused
 from parity.conformance.discover import framework_of, made, subject_of
@@ -46,7 +46,7 @@ def examine(
         if question not in QUESTIONS:
             meant = get_close_matches(question, QUESTIONS, 1)
             hint = f"did you mean {meant[0]!r}?" if meant else ""
-            raise Refusal("a question", f"be one of {', '.join(QUESTIONS)}", question=question, hint=hint)
+            raise InputError("a question", f"be one of {', '.join(QUESTIONS)}", question=question, hint=hint)
     if isinstance(target, Subject):
         framework = target.framework
     else:
@@ -56,7 +56,7 @@ def examine(
     known = TTNN_DTYPES if framework == "ttnn" else DTYPES
     if unknown := [dtype for dtype in dtypes or () if dtype not in known]:
         of = " for ttnn" if framework == "ttnn" else ""
-        raise Refusal("a dtype", f"be one of {', '.join(known)}{of}", ", ".join(unknown))
+        raise InputError("a dtype", f"be one of {', '.join(known)}{of}", ", ".join(unknown))
     with _surroundings(framework):
         subject = target if isinstance(target, Subject) else subject_of(target, **declared)
         found = _answers(subject, questions, dtypes or subject.dtypes)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mha_spec import Refusal, WrongType
+from mha_spec import InputError, InputTypeError
 from parity.conformance.signatures import Parameters, library_of, parameters_of, required, role_names
 from parity.conformance.subjects import BATCH, HEAD_DIM, NUM_HEADS
 from parity.core.user_code import user_code
@@ -83,7 +83,7 @@ def with_params(target: Any, params: Any, name: str) -> WithParams:
         TypeError: if the target is a module that holds its weights, or a class.
     """
     if not any(True for _ in arrays_in(params)):
-        raise Refusal("params", "be a mapping or another tree of arrays", type(params).__name__)
+        raise InputError("params", "be a mapping or another tree of arrays", type(params).__name__)
     if module := linen_module(target):
 
         def apply(variables: Any, *args: Any, **named: Any) -> Any:
@@ -95,12 +95,12 @@ def with_params(target: Any, params: Any, name: str) -> WithParams:
         signature = inspect.signature(type(module).__call__)
         return WithParams(apply, params if is_whole else {"params": params}, "self", signature)
     if inspect.isclass(target):
-        raise WrongType("params", "belong to a function that accepts them", f"the class {name}")
+        raise InputTypeError("params", "belong to a function that accepts them", f"the class {name}")
     parameters = parameters_of(target)
     if parameters is None:
-        raise Refusal("params", "belong to a function with inspectable parameters", name)
+        raise InputError("params", "belong to a function with inspectable parameters", name)
     if len(required(parameters)) < 2:
-        raise Refusal("params", "belong to a function of weights and inputs", f"{name}({', '.join(parameters)})")
+        raise InputError("params", "belong to a function of weights and inputs", f"{name}({', '.join(parameters)})")
     found = weights_parameter(target, parameters) or next(iter(parameters))
     return WithParams(target, params, found, inspect.Signature(list(parameters.values())))
 
@@ -137,7 +137,7 @@ def check_has_weights(target: Any, name: str, why: str = "") -> None:
     parameters = parameters_of(target) or {}
     if (found := weights_parameter(target, parameters)) and found in required(parameters):
         rule = f"be passed: {name} receives its weights as {found}"
-        raise Refusal("params", rule, why, remedy={"params": "pkg.module:NAME"})
+        raise InputError("params", rule, why, remedy={"params": "pkg.module:NAME"})
 
 
 def _looks_up_a_name(function: Callable[..., Any], names: Sequence[str], name: str) -> bool:

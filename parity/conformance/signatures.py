@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, Unpack, get_args, get_origin
 
-from mha_spec import Refusal
+from mha_spec import InputError
 
 ROLES = {
     "key": ("key_", "key", "keys", "k", "inputs_k", "key_states"),
@@ -155,7 +155,9 @@ def roles_of(
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in (parameters or {}).values())
     for role, wanted in declared.items():
         if wanted and parameters is not None and wanted not in parameters and not takes_any:
-            raise Refusal(role, f"be a parameter of {name}", {role: wanted}, hint=f"there are {', '.join(parameters)}")
+            raise InputError(
+                role, f"be a parameter of {name}", {role: wanted}, hint=f"there are {', '.join(parameters)}"
+            )
     roles = role_names(parameters or {}) | {role: wanted for role, wanted in declared.items() if wanted is not None}
     roles = {role: found for role, found in roles.items() if found}
     if mask_name is None and "mask" not in roles:
@@ -179,7 +181,7 @@ def _check_for_a_mask(name: str, parameters: Parameters | None, roles: Mapping[s
             and (parameter.default is not parameter.empty or parameter.kind is parameter.VAR_KEYWORD)
         ]
     if unknown:
-        raise Refusal(
+        raise InputError(
             "mask_name",
             f"be the parameter of {name} for the mask, or '' if there is none (--mask-name)",
             ", ".join(unknown),

@@ -10,11 +10,11 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from mha_spec import AttentionSpec, Refusal, WrongType
+from mha_spec import AttentionSpec, InputError, InputTypeError
 from parity.conversion.hints import CALLER, LayerHints, LayerKeywords
 from parity.conversion.layers import FileLayer, TensorCache, key_in_words, layers_under, open_layers
 from parity.conversion.layouts import Layout, find_layout, from_canonical, to_canonical
-from parity.conversion.layouts.detection import DoesNotFit, placements
+from parity.conversion.layouts.detection import LayoutMismatchError, placements
 from parity.conversion.layouts.layout import DROPPABLE, UNSAID, lost_in, unused_in, without
 from parity.conversion.layouts.losses import Written, check_losses, with_all_biases
 from parity.conversion.metadata import file_hints, metadata_of, sources, with_source
@@ -87,7 +87,7 @@ def load(
     with open_layers(path, layout, prefix=prefix, **keywords) as layers:
         if len(layers) != 1:
             some = " to ".join(layers[index].label for index in (0, -1))
-            raise Refusal("prefix", "be that of one layer", f"one of {len(layers)} in {path}: {some}")
+            raise InputError("prefix", "be that of one layer", f"one of {len(layers)} in {path}: {some}")
         return layers[0].load()
 
 
@@ -102,7 +102,7 @@ def save(
     """Write canonical weights to a file, in a layout. `parity.foreign.save` also accepts modules."""
     target = find_layout(layout)
     if spec is None:
-        raise WrongType(
+        raise InputTypeError(
             "spec", "be passed with weights by name", spec=None, hint="`parity.spec_of` returns that of a module"
         )
     laid_out = {join(prefix, name): array for name, array in from_canonical(weights, spec, target).items()}
@@ -172,13 +172,13 @@ def convert_file(
     with open_checkpoint(source_path) as file:
         known, cache = file_hints(file, LayerHints.by(CALLER, **keywords)), TensorCache(file)
         if unknown := sorted(set(drop) - {*DROPPABLE} - known.attention_keys):
-            raise Refusal("drop", f"consist of names from {', '.join(DROPPABLE)}", drop=", ".join(unknown))
+            raise InputError("drop", f"consist of names from {', '.join(DROPPABLE)}", drop=", ".join(unknown))
         found = sources(file, known, prefix, source, "source")
         known = known.without_unsaid(file.infos, [layout for _, layout in found]) if UNSAID in drop else known
         if to_prefix is not None and len(found) > 1:
-            raise Refusal("prefix", f"be one of {', '.join((of for of, _ in found))} with to_prefix", "none")
+            raise InputError("prefix", f"be one of {', '.join((of for of, _ in found))} with to_prefix", "none")
         if keep_rest and any(ENTRY.fullmatch(of) for of, _ in found):
-            raise Refusal("prefix", "be that of a whole stack if the rest is kept", prefix=prefix)
+            raise InputError("prefix", "be that of a whole stack if the rest is kept", prefix=prefix)
         groups = [layers_under(cache, of, layout, known) for of, layout in found]
         to_write = [_to_write(layer) for group in groups for layer in group]
         check_losses(to_write, target_layout, drop, fill_bias=fill_bias)
@@ -207,7 +207,7 @@ def convert_file(
             options = {"max_shard_bytes": max_shard_bytes, "overwrite": force, "source": source_path}
             written_to = write_tensors(target_path, infos, read, metadata, **options, dry_run=dry_run)
         elif max_shard_bytes is not None:
-            raise Refusal("max_shard_bytes", "be left out with ranks", ranks=ranks)
+            raise InputError("max_shard_bytes", "be left out with ranks", ranks=ranks)
         else:
             planned = target_path, target_layout, ranks, plan.specs, infos
             written_to = write_ranks(*planned, read, metadata, dry_run=dry_run)
@@ -242,12 +242,12 @@ def convert_file(
 def _file_in(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
     """Return the file to write: in an existing folder, its weights file, unless it has other weights already."""
     if not Path(path).suffix and not os.path.exists(path):
-        raise Refusal(path, "have a suffix such as .safetensors, or be an existing folder")
+        raise InputError(path, "have a suffix such as .safetensors, or be an existing folder")
     if not os.path.isdir(path) or Path(path).suffix in SUFFIXES:
         return path
     name = "model.safetensors"
     if others := sorted(each for each in os.listdir(path) if Path(each).suffix in SUFFIXES and each != name):
-        raise Refusal("a folder to write into", "hold no other weights", f"{others[0]} in {os.fspath(path)}")
+        raise InputError("a folder to write into", "hold no other weights", f"{others[0]} in {os.fspath(path)}")
     return Path(path) / name
 
 
@@ -270,7 +270,7 @@ def _written(layer: FileLayer, target: Layout, drop: Collection[str]) -> Attenti
     spec = without(layer.spec, [name for name in lost_in(target, layer.spec) if name in drop])
     try:
         placements(spec, target)
-    except DoesNotFit:
+    except LayoutMismatchError:
         return with_all_biases(spec)
     return spec
 
@@ -282,7 +282,7 @@ def _targets(layers: list[FileLayer], prefix: str, to_prefix: str) -> tuple[dict
     is_stack = kinds == {True} and not ENTRY.fullmatch(prefix)
     takes_apart, stacks_up = is_stack and to_places == places + 1, kinds == {False} and (places, to_places) == (1, 0)
     if len(kinds) > 1 or not (to_places == places or takes_apart or stacks_up):
-        raise Refusal(
+        raise InputError(
             "to_prefix",
             "have as many {i} as the source, one more to split a stack, or none to stack numbered layers",
             to_prefix=to_prefix,
@@ -300,7 +300,7 @@ def _targets(layers: list[FileLayer], prefix: str, to_prefix: str) -> tuple[dict
         group.sort(key=lambda layer: int(layer.numbers[0]))
         numbers = [int(layer.numbers[0]) for layer in group]
         if numbers != list(range(len(group))):
-            raise Refusal("layers", "be numbered from 0 without gaps to be stacked", layers=numbers)
+            raise InputError("layers", "be numbered from 0 without gaps to be stacked", layers=numbers)
         if len({(*layer.to_spec.weight_shapes.items(), layer.dtype) for layer in group}) > 1:
-            raise Refusal("layers", f"have one shape and dtype to be stacked, but those of {prefix} differ")
+            raise InputError("layers", f"have one shape and dtype to be stacked, but those of {prefix} differ")
     return targets, stacks_up or (is_stack and not takes_apart)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict
 
-from mha_spec import AttentionSpec, Refusal, Rope
+from mha_spec import AttentionSpec, InputError, Rope
 
 COUNTS = ("num_heads", "num_kv_heads", "head_dim")
 
@@ -124,13 +124,13 @@ def _with_hints(spec: AttentionSpec, hints: LayerHints, label: str, *, may_rotat
     """Return a layer with the RoPE of hints, if any; reject it if its heads or its rotation differ from theirs."""
     if wrong := hints.contradicted_by(spec):
         got, expected = (", ".join(f"{name}={of[name]}" for name in wrong) for of in (hints.counts, spec.values()))
-        raise Refusal(wrong[0], f"match the file's metadata for {label}, {expected}", got)
+        raise InputError(wrong[0], f"match the file's metadata for {label}, {expected}", got)
     rope = hints.rope
     if rope is None:
         return spec
     is_other = not may_rotate if spec.rope is None else replace(spec.rope, theta=rope.theta) != rope
     if is_other:
-        raise Refusal("rope", f"not be given for {label}, which has {spec.rope or 'none'}", rope=rope)
+        raise InputError("rope", f"not be given for {label}, which has {spec.rope or 'none'}", rope=rope)
     return replace(spec, rope=rope)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from parity.conversion.hints import CALLER, LayerHints, LayerKeywords
 from parity.conversion.layers import TensorCache, key_in_words, layers_under
 from parity.conversion.layouts import LAYOUTS, Layout
-from parity.conversion.layouts.detection import DoesNotFit, HeadsDoNotFit
+from parity.conversion.layouts.detection import HeadsMismatchError, LayoutMismatchError
 from parity.conversion.metadata import FileHints, file_hints
 from parity.conversion.prefixes import numbered
 from parity.conversion.ranks import open_checkpoint
@@ -130,13 +130,13 @@ def _examine(file: TensorCache, prefix: str, layout: Layout, known: FileHints) -
         layers = layers_under(file, prefix, layout, known)
     except ValueError as error:
         of_model = known.model.layer_at(prefix)
-        if type(error) is DoesNotFit and (of_model is None or of_model.spec is None):
+        if type(error) is LayoutMismatchError and (of_model is None or of_model.spec is None):
             return None  # report the reason only for layers in the configuration
         words = str(error).removeprefix(f"{prefix or file.path}: ")
         unread = known.unread
         with suppress(ValueError):  # its configuration may itself be the reason
             unread = known.without_heads_of_model(prefix).unread
-        return _Examined(words, unread=unread, has_other_heads=isinstance(error, HeadsDoNotFit))
+        return _Examined(words, unread=unread, has_other_heads=isinstance(error, HeadsMismatchError))
     hints, spec = layers[0].hints, layers[0].spec
     words = f"{spec.num_heads} x {spec.head_dim}, key/value {spec.num_kv_heads}"
     words += f" ({hints.from_model})" if hints.from_model else ""

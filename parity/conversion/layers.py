@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
-from mha_spec import AttentionSpec, Refusal
+from mha_spec import AttentionSpec, InputError
 from parity.conversion.hints import CALLER, LayerHints, LayerKeywords, is_of_rope
 from parity.conversion.layouts import Layout
-from parity.conversion.layouts.detection import DoesNotFit, find_placement, find_spec, shorten, stack_size
+from parity.conversion.layouts.detection import LayoutMismatchError, find_placement, find_spec, shorten, stack_size
 from parity.conversion.layouts.layout import unused_in
 from parity.conversion.layouts.placement import Placement
 from parity.conversion.metadata import FileHints, file_hints, sources
@@ -246,7 +246,7 @@ class TensorCache:
             name, index = key
             tensor = self._file.read(name) if index is None else self._file.read_entry(name, index)
             if not is_finite(tensor):
-                raise Refusal(name, "be finite", "NaN or infinities")
+                raise InputError(name, "be finite", "NaN or infinities")
             self._cached[key] = tensor
         return self._cached[key]
 
@@ -276,7 +276,7 @@ def layers_under(file: TensorCache, prefix: str, layout: Layout, known: FileHint
     if "{i}" in begin:
         found = {concrete: held for concrete, held in found.items() if not known.is_other(concrete)} or found
     if not found:
-        raise _no_layer(Refusal, file, prefix, layout)
+        raise _no_layer(InputError, file, prefix, layout)
     layers = []
     for concrete, (numbers, own) in found.items():
         held = _with_shared(file, concrete, own, layout, known)
@@ -285,21 +285,21 @@ def layers_under(file: TensorCache, prefix: str, layout: Layout, known: FileHint
                 held = {short: name for short, name in held.items() if short not in unused_in(layout, told)}
             infos = {short: file.infos[name] for short, name in held.items()}
             entries, axis = _identify({short: info.shape for short, info in infos.items()}, concrete, layout, known)
-        except Refusal as error:
-            if isinstance(error, DoesNotFit):
+        except InputError as error:
+            if isinstance(error, LayoutMismatchError):
                 if not concrete and any(fitting_prefixes({name: x.shape for name, x in file.infos.items()}, layout)):
-                    raise _no_layer(DoesNotFit, file, prefix, layout) from None
+                    raise _no_layer(LayoutMismatchError, file, prefix, layout) from None
                 if any(map(QUANTISED.search, held)):
                     error.hint = "; ".join(filter(None, [error.hint, "quantized weights are read only from GGUF"]))
             raise error.within(concrete or str(file.path)) from None
         dtypes = sorted({info.dtype.name for info in infos.values()})
         if len(dtypes) > 1 or not is_floating(next(iter(infos.values())).dtype):
-            raise Refusal(concrete or file.path, "have one floating-point dtype", str(dtypes))
+            raise InputError(concrete or file.path, "have one floating-point dtype", str(dtypes))
         if entry:
             size = "no stack" if entries[0][0] is None else f"a stack of {len(entries)}"
             entries = [each for each in entries if each[0] == int(entry[2])]
             if not entries:
-                raise Refusal("prefix", f"be that of a layer in {file.path}", f"prefix={prefix!r} of {size}")
+                raise InputError("prefix", f"be that of a layer in {file.path}", f"prefix={prefix!r} of {size}")
         for index, hints, placement in entries:
             if hints.spec is not None:
                 label = concrete if index is None else f"{concrete}[{index}]"
@@ -337,7 +337,7 @@ def _check_values(layer: FileLayer) -> None:
     is_shared = any(tensor.is_shared for tensor in layer.placement.tensors)
     if is_shared != layer.model.keys_are_values:
         rule = "be made as keys are" if layer.model.keys_are_values else "have a projection of their own"
-        raise DoesNotFit("values", f"{rule}, by config.json", shorten(layer.sources), where=layer.label)
+        raise LayoutMismatchError("values", f"{rule}, by config.json", shorten(layer.sources), where=layer.label)
 
 
 def _with_shared(
@@ -367,7 +367,7 @@ def _identify(
     if hints.spec is not None:
         try:
             return [(None, hints, find_placement(shapes, hints.spec, layout))], 0
-        except DoesNotFit as error:
+        except LayoutMismatchError as error:
             wrong = error
     stacks: list[tuple[list[Entry], int]] = []
     for axis in range(layout.stack_axis + 1):
@@ -375,10 +375,12 @@ def _identify(
         if len(sizes) == 1 and sizes != {()} and known.at(f"{prefix}[0]").spec is not None:
             try:
                 stacks.append((_entries(_without(axis, shapes), sizes.pop()[0], prefix, layout, known), axis))
-            except DoesNotFit as error:
+            except LayoutMismatchError as error:
                 wrong = wrong or error
     if len(stacks) > 1:
-        raise DoesNotFit("the axis of a stack", "be plain", f"shapes that fit on {[axis for _, axis in stacks]}")
+        raise LayoutMismatchError(
+            "the axis of a stack", "be plain", f"shapes that fit on {[axis for _, axis in stacks]}"
+        )
     if stacks:
         return stacks[0]
     if wrong is not None:
@@ -405,18 +407,18 @@ def _entries(
 ) -> list[Entry]:
     """Find the layers of a stack; reject it if one is unknown or they are not all layers of the model."""
     if known.model.layer_at(f"{prefix}[{size}]") is not None:
-        raise DoesNotFit("a stack", "contain all layers of config.json", f"{size} of them")
+        raise LayoutMismatchError("a stack", "contain all layers of config.json", f"{size} of them")
     entries: list[Entry] = []
     for index in range(size):
         label = f"{prefix}[{index}]"
         hints = known.at(label)
         if hints.spec is None:
-            raise DoesNotFit("the model", f"have a layer {label}, and its configuration has none")
+            raise LayoutMismatchError("the model", f"have a layer {label}, and its configuration has none")
         entries.append((index, hints, find_placement(shapes, hints.spec, layout)))
     return entries
 
 
-def _no_layer(kind: type[Refusal], file: TensorCache, prefix: str, layout: Layout) -> Refusal:
+def _no_layer(kind: type[InputError], file: TensorCache, prefix: str, layout: Layout) -> InputError:
     """Make the error for a prefix without a layer; it lists the prefixes of layers."""
     fitting = fitting_prefixes({name: info.shape for name, info in file.infos.items()}, layout)
     hint = f"fits {layout.name}"

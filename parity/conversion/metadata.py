@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from mha_spec import AttentionSpec, Refusal
+from mha_spec import AttentionSpec, InputError
 from parity.conversion.hints import COUNTS, METADATA, HintSource, LayerHints, is_of_rope, merge
 from parity.conversion.layouts import LAYOUTS, Layout, find_layout
 from parity.conversion.layouts.layout import DROPPABLE, UNSAID
@@ -129,7 +129,7 @@ def file_hints(file: TensorFile, caller: LayerHints) -> FileHints:
     """
     spec = caller.spec
     if spec is not None and (given := [name for name in caller.given if name != "spec"]):
-        raise Refusal(", ".join(given), "not be combined with spec")
+        raise InputError(", ".join(given), "not be combined with spec")
     own = _own_specs(file)
     if not own:
         if spec is not None:
@@ -140,7 +140,7 @@ def file_hints(file: TensorFile, caller: LayerHints) -> FileHints:
     dropped, ignored = (tuple(map(str, names)) for names in (dropped, ignored))
     shared = _shared(file)
     if unknown := sorted({*dropped} - {*DROPPABLE} - {*unread}):
-        raise Refusal(file.path, f"list only {', '.join(DROPPABLE)} as dropped", ", ".join(unknown))
+        raise InputError(file.path, f"list only {', '.join(DROPPABLE)} as dropped", ", ".join(unknown))
     if spec is not None or caller.rope is not None:  # which restores dropped features
         dropped = tuple(name for name in dropped if name != "rope")
     if spec is not None:
@@ -175,7 +175,7 @@ def _read(file: TensorFile, name: str, kind: type[Held]) -> Held:
     """Return a list or dict from our file's metadata; empty if it is missing."""
     held = parse_json(file.metadata[name].encode()) if name in file.metadata else kind()
     if not isinstance(held, kind) or (isinstance(held, list) and not all(isinstance(each, str) for each in held)):
-        raise Refusal(file.path, f"hold a JSON {kind.__name__} as {name} in its metadata", f"{held!r:.80}")
+        raise InputError(file.path, f"hold a JSON {kind.__name__} as {name} in its metadata", f"{held!r:.80}")
     return held
 
 
@@ -184,7 +184,7 @@ def _shared(file: TensorFile) -> dict[str, dict[str, str]]:
     shared = _read(file, "shared", dict)
     for holders in shared.values():
         if not isinstance(holders, dict) or not all(isinstance(holder, str) for holder in holders.values()):
-            raise Refusal(file.path, "name a holder for each shared weight in its metadata", f"{shared!r:.80}")
+            raise InputError(file.path, "name a holder for each shared weight in its metadata", f"{shared!r:.80}")
     return shared
 
 
@@ -237,7 +237,7 @@ def sources(
         hint.append("shapes do not show the order of packed heads")
         hint += dict.fromkeys(f"{each.name} is {each.packing}" for each, _ in found if each.packing)
     hint += filter(None, [known.model.why_unknown])
-    raise Refusal(
+    raise InputError(
         what, f"be given for {file.path}, whose metadata do not have it", remedy=fitting, hint="; ".join(hint)
     )
 
@@ -253,7 +253,7 @@ def _prefixes_of(file: TensorFile, model: ModelHints) -> dict[str, str]:
         found.setdefault(numbered(prefix), layer.layout)
         if (first := places.setdefault(id(layer), prefix)) != prefix:
             remedy = [{"prefix": numbered(each)} for each in (first, prefix)]
-            raise Refusal("prefix", f"select the layers of {file.path} that config.json describes", remedy=remedy)
+            raise InputError("prefix", f"select the layers of {file.path} that config.json describes", remedy=remedy)
     return found
 
 

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mha_spec import Refusal, Rope
+from mha_spec import InputError, Rope
 from parity.conversion.hints import LayerHints, is_of_rope
 from parity.files import TensorFile
 from parity.models.config import Config, read_config
@@ -104,7 +104,7 @@ def model_hints(file: TensorFile, caller: LayerHints) -> ModelHints:
         return ModelHints(why_unknown="there is no config.json next to it")
     try:
         config = read_config(path)
-    except Refusal as error:  # truncated, or another kind of file: no hint can be trusted
+    except InputError as error:  # truncated, or another kind of file: no hint can be trusted
         error.hint = "correct it, or remove it"
         raise
     layers: dict[str, Sequence[ModelLayer]] = {}
@@ -118,7 +118,7 @@ def model_hints(file: TensorFile, caller: LayerHints) -> ModelHints:
             layers[name] = [each for each in held if not (each.spec and caller.contradicted_by(each.spec))]
         except ValueError as error:
             if not is_told:
-                raise Refusal(f"config.json next to {file.path}", f"be understood: {error}") from None
+                raise InputError(f"config.json next to {file.path}", f"be understood: {error}") from None
             why = f"it is not understood: {error}"
     plain = _in_config(config, known=layers)
     if not layers:
@@ -189,7 +189,7 @@ def _gguf_hints(file: TensorFile, *, is_told: bool) -> ModelHints:
     is_of_layers = any(own.get(key, "").startswith("a list") for key, _ in GGUF_KEYS.values())  # one value per layer
     is_whole = {"num_hidden_layers", "num_attention_heads"} <= config.keys() and not is_of_layers
     if family in GGUF_LAYOUTS and malformed:
-        raise Refusal(f"the values of {file.path}", "be numbers", str(malformed))
+        raise InputError(f"the values of {file.path}", "be numbers", str(malformed))
     if family not in GGUF_LAYOUTS or is_told or not is_whole or set(plain.unread) - {READ_OF_FAMILIES}:
         return ModelHints("GGUF", plain)
     config = {"num_key_value_heads": heads, "rope_theta": 10000.0, **config}  # llama.cpp's default
@@ -198,7 +198,7 @@ def _gguf_hints(file: TensorFile, *, is_told: bool) -> ModelHints:
     try:
         layers = specs_of({"model_type": family, **config})
     except ValueError as error:
-        raise Refusal(f"the values of {file.path}", f"be understood: {error}") from None
+        raise InputError(f"the values of {file.path}", f"be understood: {error}") from None
     layout = GGUF_LAYOUTS[family]
     return ModelHints("GGUF", parts={"": [replace(each, path=f"blk.{each.index}", layout=layout) for each in layers]})
 

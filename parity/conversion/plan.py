@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mha_spec import AttentionSpec, Refusal
+from mha_spec import AttentionSpec, InputError
 from parity.conversion.hints import COUNTS, METADATA
 from parity.conversion.layers import FileLayer, TensorCache
 from parity.conversion.layouts import Layout
@@ -191,7 +191,7 @@ class Plan:
 
     def _add(self, name: str, tensor: PlannedTensor) -> None:
         if name in self.tensors:
-            raise Refusal("names", f"differ in {self.path}", f"{name} twice")
+            raise InputError("names", f"differ in {self.path}", f"{name} twice")
         self.tensors[name] = tensor
 
     def _add_layers(self, prefixes: Iterable[str]) -> None:
@@ -242,7 +242,7 @@ class Plan:
                     continue  # the target has no holder, so the layer keeps its copy
                 if not same_array(layer.read(weight), held):
                     rule = f"equal {holder}, because layers in {self.layout.name} share one"
-                    raise Refusal(f"{weight} of {label}", rule, "a copy that differs")
+                    raise InputError(f"{weight} of {label}", rule, "a copy that differs")
                 self.held_elsewhere.add(join(label, str(self.layout.name_of(weight))))
         for holder, layer in makers.items():
             ((weight, _),) = [item for item in layer.shared.items() if item[1] == holder]

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from parity.conversion.hints import LayerHints
 from parity.conversion.layouts import Layout, find_spec
-from parity.conversion.layouts.detection import HeadsUnknown, stack_size
+from parity.conversion.layouts.detection import UnknownHeadsError, stack_size
 
 ENTRY = re.compile(r"(.*)\[(\d+)\]", re.DOTALL)
 """The label of one layer of a stack, such as `layers.self_attn[3]`."""
@@ -71,7 +71,7 @@ def _fits(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> bool:
     try:
         is_stacked = stack_size(shapes, layout) is not None
         find_spec({name: shape[is_stacked:] for name, shape in shapes.items()}, layout, LayerHints())
-    except HeadsUnknown:
+    except UnknownHeadsError:
         return True
     except ValueError:
         return False

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mha_spec import AttentionSpec, Refusal
+from mha_spec import AttentionSpec, InputError
 from mha_spec.rules import as_count
 from mha_spec.shares import OF_QUERIES, axis_of_heads
 from parity.conversion.layouts import LAYOUTS, Layout
@@ -85,18 +85,18 @@ def open_checkpoint(path: str | os.PathLike[str]) -> TensorFile:
             if any(Path(name).suffix in SUFFIXES and path / name not in own for name in os.listdir(path)):
                 continue  # an ordinary folder, which may have the same weights in two forms
             if strays := sorted({*path.glob(ranks.file.format(rank="*"))} - {*own}):
-                raise Refusal(path, f"have a file for each rank, {ranks.file}", str(strays[0]))
+                raise InputError(path, f"have a file for each rank, {ranks.file}", str(strays[0]))
             if files:
                 return _joined(path, layout, ranks, files)
         elif path.is_file() and (rank := _rank_of(path, ranks)) is not None:
             files = _files_in(path.absolute().parents[ranks.file.count("/")], ranks)
             if rank > 0 or len(files) > 1:
                 hint = f"pass the folder, which has {len(files)} files"
-                raise Refusal(path, "be read with the files of all ranks", f"rank {rank} alone", hint=hint)
+                raise InputError(path, "be read with the files of all ranks", f"rank {rank} alone", hint=hint)
     file = open_tensors(path)
     if (count := file.metadata.get(NUM_RANKS, "1")) != "1":
         file.close()
-        raise Refusal(path, f"be read with the files of all {count} ranks", "that of one")
+        raise InputError(path, f"be read with the files of all {count} ranks", "that of one")
     return file
 
 
@@ -119,17 +119,17 @@ def _files_in(folder: Path, ranks: Ranks) -> dict[int, Path]:
 def _joined(folder: Path, layout: Layout, ranks: Ranks, paths: Mapping[int, Path]) -> TensorFile:
     """Open the files of all ranks as one; reading a tensor joins it, with that tensor and one part in memory."""
     if missing := sorted({*range(max(paths))} - {*paths}):
-        raise Refusal(folder, f"have the files of all ranks, missing rank {missing[0]} of {max(paths) + 1}")
+        raise InputError(folder, f"have the files of all ranks, missing rank {missing[0]} of {max(paths) + 1}")
     count = len(paths)
     with ExitStack() as stack:
         files = [stack.enter_context(open_tensors(path)) for path in paths.values()]
         first = files[0]
         if (expected := first.metadata.get(NUM_RANKS, str(count))) != str(count):
-            raise Refusal(folder, f"have the files of all {expected} ranks", str(count))
+            raise InputError(folder, f"have the files of all {expected} ranks", str(count))
         for path, file in zip(paths.values(), files, strict=True):
             names = {**first.infos, **file.infos}
             if differing := [name for name in names if first.infos.get(name) != file.infos.get(name)]:
-                raise Refusal(path, "hold the tensors of rank 0, with equal shapes", f"others: {differing[0]}")
+                raise InputError(path, "hold the tensors of rank 0, with equal shapes", f"others: {differing[0]}")
         shapes = {name: info.shape for name, info in first.infos.items()}
         norms = _divided_norms(first, layout)
         divisions = {name: _division(name, shapes, layout, ranks, norms, count) for name in shapes}
@@ -158,16 +158,16 @@ def _join(
     """Join the parts of a tensor."""
     if division is None:
         hint = f"leaves out {name}, whose division over ranks is unknown"
-        raise Refusal(folder, "be read without its other tensors", remedy={"keep_rest": False}, hint=hint)
+        raise InputError(folder, "be read without its other tensors", remedy={"keep_rest": False}, hint=hint)
     whole = np.empty(info.shape, info.dtype)
     before = b""
     for rank, (file, place) in enumerate(zip(files, division.parts(whole, len(files)), strict=True)):
         part = file.read(name)
         if division.axis is None and rank and part.tobytes() != before:
-            raise Refusal(folder, "have the same values on all ranks", tensor=name, rank=rank)
+            raise InputError(folder, "have the same values on all ranks", tensor=name, rank=rank)
         if division.axis is not None and part.tobytes() == before and (part != part.flat[0]).any():
             hint = "key/value heads that ranks share are not joined"
-            raise Refusal(folder, "have each head on one rank", tensor=name, ranks=[rank - 1, rank], hint=hint)
+            raise InputError(folder, "have each head on one rank", tensor=name, ranks=[rank - 1, rank], hint=hint)
         place[...] = part.reshape(place.shape)
         before = part.tobytes()
     return whole
@@ -214,9 +214,9 @@ def write_ranks(
         division = _division(name, shapes, layout, ranks, norms)
         if division is None:
             hint = "leaves it out, because its division over ranks is unknown"
-            raise Refusal(name, "be left out of the files of ranks", remedy={"keep_rest": False}, hint=hint)
+            raise InputError(name, "be left out of the files of ranks", remedy={"keep_rest": False}, hint=hint)
         if division.axis is not None and shape[division.axis] % (division.blocks * count):
-            raise Refusal(name, "divide over the ranks", {f"{name}.shape": shape, "ranks": count})
+            raise InputError(name, "divide over the ranks", {f"{name}.shape": shape, "ranks": count})
         divisions[name] = division
     own = {name: (divisions[name].part(shape, count), dtype) for name, (shape, dtype) in infos.items()}
     metadata = {**metadata, NUM_RANKS: str(count), **({NORMS: json.dumps(norms)} if norms else {})}
@@ -249,14 +249,16 @@ def _check_ranks(layout: Layout, count: int, specs: Mapping[str, AttentionSpec])
     as_count("ranks", count)
     if layout.ranks is None:
         known = [each.name for each in LAYOUTS.values() if each.ranks is not None]
-        raise Refusal(
+        raise InputError(
             "ranks", f"be left out except for {', '.join(known)}", {"ranks": count, "layout.name": layout.name}
         )
     for label, spec in specs.items():
         if ENTRY.fullmatch(label):
-            raise Refusal("ranks", "be left out of stacked layers", ranks=count, label=label)
+            raise InputError("ranks", "be left out of stacked layers", ranks=count, label=label)
         if spec.num_kv_heads % count:
-            raise Refusal("ranks", f"divide num_kv_heads in {layout.name}", ranks=count, num_kv_heads=spec.num_kv_heads)
+            raise InputError(
+                "ranks", f"divide num_kv_heads in {layout.name}", ranks=count, num_kv_heads=spec.num_kv_heads
+            )
         shard_spec(spec, ShardPlan(count), 0, alone=False)
     return layout.ranks
 

@@ -76,7 +76,7 @@ FEWER_BITS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "rounded to float8 (e4m3)": _through("float8_e4m3fn"),
     "rounded to float8 (e5m2)": _through("float8_e5m2"),
 }
-"""Lossy conversions of float32, by description; values that are too large become the largest."""
+"""LossyError conversions of float32, by description; values that are too large become the largest."""
 
 
 def ways_to_fewer_bits(one: np.ndarray, other: np.ndarray) -> list[str]:

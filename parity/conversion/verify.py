@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mha_spec import AttentionSpec, Refusal, Rope
+from mha_spec import AttentionSpec, InputError, Rope
 from parity.core import reference
 from parity.core.arrays import to_numpy_by_name
 from parity.core.case import Case
@@ -86,7 +86,7 @@ def check_alike(spec: AttentionSpec, other_spec: AttentionSpec) -> AttentionSpec
         if differ == ["rope"] and rope is not None and None in (spec.rope, other_spec.rope):
             theta = f"--rope-theta {rope.theta:g}, or rope=Rope({rope.theta:g}),"
             words += f"; {theta if rope == Rope(rope.theta) else 'rope=Rope(…), from Python,'} sets it for the other"
-        raise Refusal("the layers", "have the same specification to be compared", words)
+        raise InputError("the layers", "have the same specification to be compared", words)
     return spec
 
 

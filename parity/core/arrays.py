@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
-from mha_spec import Refusal, WrongType
+from mha_spec import InputError, InputTypeError
 from parity.core.libraries import LIBRARIES
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def to_numpy(x: Any) -> np.ndarray:
     for package in packages & LIBRARIES.keys():
         return LIBRARIES[package]().to_numpy(x)
     if not hasattr(x, "__array__") or any(kind.__name__ == "Tracer" for kind in type(x).__mro__):
-        raise WrongType("an array", "be a NumPy, torch or JAX array with values", type(x).__name__)
+        raise InputTypeError("an array", "be a NumPy, torch or JAX array with values", type(x).__name__)
     return np.asarray(x)
 
 
@@ -85,7 +85,7 @@ def to_numpy_by_name(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
         ValueError: if two of them get the same name.
     """
     if not isinstance(arrays, Mapping):
-        raise WrongType("weights", "be a mapping of arrays by name", type(arrays).__name__)
+        raise InputTypeError("weights", "be a mapping of arrays by name", type(arrays).__name__)
     found: dict[str, np.ndarray] = {}
 
     def visit(name: str, node: Any) -> None:
@@ -94,11 +94,11 @@ def to_numpy_by_name(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
                 visit(f"{name}.{key}" if name else str(key), child)
             return
         if name in found:
-            raise Refusal("names", "differ after their levels are joined with dots", f"{name} twice")
+            raise InputError("names", "differ after their levels are joined with dots", f"{name} twice")
         try:
             found[name] = to_numpy(node)
         except TypeError:
-            raise WrongType(name, "be an array of NumPy, torch or JAX", type(node).__name__) from None
+            raise InputTypeError(name, "be an array of NumPy, torch or JAX", type(node).__name__) from None
 
     visit("", arrays)
     return found
@@ -127,14 +127,14 @@ def _array(what: str, value: Any) -> np.ndarray:
     try:
         return to_numpy(value)
     except TypeError:
-        raise WrongType(what, "be an array of NumPy, torch, JAX or TTNN", type(value).__name__) from None
+        raise InputTypeError(what, "be an array of NumPy, torch, JAX or TTNN", type(value).__name__) from None
 
 
 def _from_torch(x: torch.Tensor) -> np.ndarray:
     import torch
 
     if x.is_meta or x.layout != torch.strided or x.is_quantized:
-        raise WrongType("a tensor", "be dense and have values", f"one of {x.dtype} on {x.device} in {x.layout}")
+        raise InputTypeError("a tensor", "be dense and have values", f"one of {x.dtype} on {x.device} in {x.layout}")
     x = x.detach().cpu().resolve_conj().resolve_neg().contiguous().clone()  # the tensor may be modified in place
     name = str(x.dtype).removeprefix("torch.")
     if name in FOREIGN:

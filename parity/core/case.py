@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mha_spec import AttentionSpec, Refusal
+from mha_spec import AttentionSpec, InputError
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 """Dtypes of cases."""
@@ -95,7 +95,7 @@ class Case:
         )
         for name, rule, holds in rules:
             if not holds:
-                raise Refusal(name, rule, {name: getattr(self, name)})
+                raise InputError(name, rule, {name: getattr(self, name)})
 
     @property
     def is_cached(self) -> bool:

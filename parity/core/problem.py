@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mha_spec import AttentionSpec, Refusal, WrongType
+from mha_spec import AttentionSpec, InputError, InputTypeError
 from parity import pretrained
 from parity.core.arrays import to_numpy_by_name
 from parity.core.case import DTYPES, Case
@@ -149,9 +149,9 @@ def make_problem(
 
         case = case_named(case)
     if not isinstance(case, Case):
-        raise WrongType("case", "be a parity.Case or the name of one", type(case).__name__)
+        raise InputTypeError("case", "be a parity.Case or the name of one", type(case).__name__)
     if dtype not in DTYPES:
-        raise Refusal("dtype", f"be one of {list(DTYPES)}", dtype=dtype)
+        raise InputError("dtype", f"be one of {list(DTYPES)}", dtype=dtype)
     spec = case.spec
     seed = [zlib.crc32(case.name.encode())]
     rng = np.random.default_rng(seed)

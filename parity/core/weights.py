@@ -16,7 +16,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from mha_spec import AttentionSpec, Refusal, WrongType
+from mha_spec import AttentionSpec, InputError, InputTypeError
 from mha_spec.features.relative_products import SIDES
 from parity.core.arrays import to_numpy_by_name
 from parity.files.reading import SUFFIXES, open_file
@@ -106,20 +106,20 @@ def check_weights(weights: Mapping[str, Any], spec: AttentionSpec) -> Weights:
     weights, shapes = to_numpy_by_name(weights), weight_shapes(spec)
     missing, unexpected = sorted(shapes.keys() - weights.keys()), sorted(weights.keys() - shapes.keys())
     if missing or unexpected:
-        raise Refusal("weights", "have exactly the names of the spec", missing=missing, unexpected=unexpected)
+        raise InputError("weights", "have exactly the names of the spec", missing=missing, unexpected=unexpected)
     dtypes = set()
     for name, shape in shapes.items():
         weight = weights[name]
         if not is_floating(weight.dtype):
-            raise WrongType(name, "be a floating-point array", {f"{name}.dtype": weight.dtype})
+            raise InputTypeError(name, "be a floating-point array", {f"{name}.dtype": weight.dtype})
         if weight.shape != shape:
             hint = "; it looks transposed" if weight.shape == shape[::-1] else ""
-            raise Refusal(name, f"have shape {shape}", f"{name}.shape={weight.shape}{hint}")
+            raise InputError(name, f"have shape {shape}", f"{name}.shape={weight.shape}{hint}")
         if not is_finite(weight):
-            raise Refusal(name, "be finite", f"{np.count_nonzero(~np.isfinite(weight))} NaN or infinities")
+            raise InputError(name, "be finite", f"{np.count_nonzero(~np.isfinite(weight))} NaN or infinities")
         dtypes.add(weight.dtype.name)
     if len(dtypes) > 1:
-        raise WrongType("weights", "have one dtype", str(sorted(dtypes)))
+        raise InputTypeError("weights", "have one dtype", str(sorted(dtypes)))
     return weights
 
 
@@ -134,7 +134,7 @@ def check_held(names: Iterable[str], spec: AttentionSpec) -> None:
     if missing or unexpected:
         wrapped = "a projection that is wrapped, as by LoRA, must be merged first" if missing and unexpected else ""
         rule = "have exactly the weights of its spec"
-        raise Refusal("module", rule, missing=missing, unexpected=unexpected, hint=wrapped)
+        raise InputError("module", rule, missing=missing, unexpected=unexpected, hint=wrapped)
 
 
 def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
@@ -157,7 +157,7 @@ def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Any], metad
     tensors = to_numpy_by_name(tensors)
     kind = SUFFIXES.get(Path(path).suffix.lower(), "safetensors")
     if kind != "safetensors":
-        raise Refusal(path, "end in .safetensors, the only format written here", f"that of {kind}")
+        raise InputError(path, "end in .safetensors, the only format written here", f"that of {kind}")
     refuse_other_file(path, kind)
 
     def verify(written: Path) -> None:
@@ -205,7 +205,7 @@ def load_weights(path: str | os.PathLike[str]) -> tuple[Weights, AttentionSpec]:
     spec = read_spec(path, metadata)
     if (unread := metadata.get("unread", "{}")) != "{}":
         hint = "parity.load reads the rest and reports these"
-        raise Refusal(path, "describe its whole layer in its spec", unread=unread, hint=hint)
+        raise InputError(path, "describe its whole layer in its spec", unread=unread, hint=hint)
     check_weights(tensors, spec)
     return tensors, spec
 
@@ -217,7 +217,7 @@ def read_spec(path: str | os.PathLike[str], metadata: Mapping[str, str]) -> Atte
         ValueError: if there is none, or the file has another format.
     """
     if metadata.get("format") != FORMAT or "spec" not in metadata:
-        raise Refusal(
+        raise InputError(
             path,
             f"hold a spec in format {FORMAT} in its metadata",
             format=metadata.get("format"),
@@ -227,7 +227,7 @@ def read_spec(path: str | os.PathLike[str], metadata: Mapping[str, str]) -> Atte
     try:
         return AttentionSpec.from_json(metadata["spec"])
     except (TypeError, ValueError, RecursionError) as error:
-        raise Refusal(path, f"hold a valid spec: {error}") from None
+        raise InputError(path, f"hold a valid spec: {error}") from None
 
 
 def pack_qkv(weights: Mapping[str, np.ndarray]) -> Weights:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mha_spec import AttentionSpec, Refusal, WrongType
+from mha_spec import AttentionSpec, InputError, InputTypeError
 from parity.backends import backend_of, load_backend
 from parity.core import reference
 from parity.core.case import Case
@@ -33,7 +33,7 @@ def attention_of(module: Any, *inputs: Any, **keywords: Any) -> np.ndarray:
     backend = backend_of(module)
     call = getattr(module, "forward", module)
     if backend is None or "need_weights" not in inspect.signature(call).parameters:
-        raise WrongType("module", "be a MultiHeadAttention of ours", type(module).__name__)
+        raise InputTypeError("module", "be a MultiHeadAttention of ours", type(module).__name__)
     _, attn_weights = module(*inputs, **{**keywords, "need_weights": True})
     return load_backend(backend).to_numpy(attn_weights)
 
@@ -54,10 +54,10 @@ def attention_in(trace: Trace, stage: str | None = None) -> tuple[str, np.ndarra
     )  # those of the module come first
     if not stages:
         why = trace.error or trace.skipped or "no stage attn_weights"
-        raise Refusal("the trace", "have attention weights", why)
+        raise InputError("the trace", "have attention weights", why)
     chosen = stages[-1] if stage is None else stage
     if chosen not in stages:
-        raise Refusal("stage", f"be one of {', '.join(stages)}", stage=chosen)
+        raise InputError("stage", f"be one of {', '.join(stages)}", stage=chosen)
     return chosen, trace.accumulated[chosen]
 
 
@@ -83,17 +83,17 @@ def attention_for(
         ValueError: if shapes do not fit the layer, or a value is not finite.
     """
     if spec.shared_kv:
-        raise Refusal("shared_kv", "be False for an input of tokens alone", shared_kv=True)
+        raise InputError("shared_kv", "be False for an input of tokens alone", shared_kv=True)
     inputs = {"query": _input("query", query, spec.d_in)}
     if key is not None:
         inputs["key"] = _input("key", key, spec.d_kv)
         if spec.rope is not None:
-            raise Refusal("key", "be absent for a layer with RoPE", rope=spec.rope)
+            raise InputError("key", "be absent for a layer with RoPE", rope=spec.rope)
     elif spec.d_kv != spec.d_in:
-        raise Refusal("key", "be given where d_kv is not d_in", d_kv=spec.d_kv, d_in=spec.d_in)
+        raise InputError("key", "be given where d_kv is not d_in", d_kv=spec.d_kv, d_in=spec.d_in)
     (batch, seq_len, _), seq_len_k = inputs["query"].shape, None if key is None else inputs["key"].shape[1]
     if key is not None and inputs["key"].shape[0] != batch:
-        raise Refusal("key", "have as many sequences as query", f"{inputs['key'].shape[0]} and {batch}")
+        raise InputError("key", "have as many sequences as query", f"{inputs['key'].shape[0]} and {batch}")
     case = Case("input", spec, "an input of the user", batch, seq_len, seq_len_k, is_causal)
     wide = {name: weight.astype(np.float64) for name, weight in weights.items()}
     return run_steps(reference.steps(Problem(case, "float64", wide, inputs), "float64"))["attn_weights"]
@@ -119,14 +119,14 @@ def read_array(path: str | os.PathLike[str]) -> np.ndarray:
         with open(path, "rb") as file:
             return np.lib.format.read_array(file, allow_pickle=False)
     except (ValueError, EOFError):
-        raise Refusal(path, "hold one array as numpy.save writes it") from None
+        raise InputError(path, "hold one array as numpy.save writes it") from None
 
 
 def _input(name: str, x: np.ndarray, width: int) -> np.ndarray:
     if not is_floating(x.dtype):
-        raise WrongType(name, "be an array of floating-point numbers", {f"{name}.dtype": x.dtype})
+        raise InputTypeError(name, "be an array of floating-point numbers", {f"{name}.dtype": x.dtype})
     if x.ndim not in (2, 3) or x.shape[-1] != width or not x.size:
-        raise Refusal(name, f"have shape (B, tokens, {width}) or (tokens, {width})", {name: x.shape})
+        raise InputError(name, f"have shape (B, tokens, {width}) or (tokens, {width})", {name: x.shape})
     if not is_finite(x):
-        raise Refusal(name, "be finite", f"{np.count_nonzero(~np.isfinite(x))} NaN or infinities")
+        raise InputError(name, "be finite", f"{np.count_nonzero(~np.isfinite(x))} NaN or infinities")
     return x.reshape((1,) * (3 - x.ndim) + x.shape).astype(np.float64)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mha_spec import Refusal
+from mha_spec import InputError
 from parity.backends import FRAMEWORKS, load_backend
 from parity.core.arrays import arithmetic_of, stages_of
 from parity.core.blas import single_threaded
@@ -74,7 +74,7 @@ def diagnose(
     """
     if arithmetic not in (None, *ARITHMETICS, *UNFUSED):
         known = [*ARITHMETICS, *UNFUSED]
-        raise Refusal("arithmetic", f"be one of {known}", arithmetic=arithmetic)
+        raise InputError("arithmetic", f"be one of {known}", arithmetic=arithmetic)
     arithmetic = arithmetic or arithmetic_of(observed)
     stages = stages_of("observed", observed, "output")
     reference = Reference(problem, stages=frozenset(stages))
@@ -212,7 +212,7 @@ def _whole_views(stages: Mapping[str, np.ndarray], right: WholeReplay) -> list[_
     choice, *other_choices = (each for each in choices_for(right.problem.dtype, stages) if not each.in_reference)
     found = read(stages, right.with_choice(choice))
     if not found:
-        raise Refusal("observed", "have stages of the problem", str(sorted(stages)))
+        raise InputError("observed", "have stages of the problem", str(sorted(stages)))
     agreed = _borne_out(found)
     for other in other_choices:
         if len(agreed) == len(found) or not _may_be_a_choice(found, agreed, right.with_choice(choice)):
@@ -279,7 +279,7 @@ def _of_problem(stages: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """
     names = [name for name in stages if stage_named(name).kind in STAGES and not stage_named(name).is_gradient]
     if not names:
-        raise Refusal("observed", "have stages of the problem", str(sorted(stages)))
+        raise InputError("observed", "have stages of the problem", str(sorted(stages)))
     return {name: stages[name] for name in names}
 
 
@@ -328,7 +328,7 @@ def _read_stages(stages: Mapping[str, np.ndarray], first: Replay) -> Diagnosis |
         if right is not None:
             return right.diagnosis("convention" if right.conventions else "none")
     if not views:
-        raise Refusal("observed", "have stages of the problem", str(sorted(stages)))
+        raise InputError("observed", "have stages of the problem", str(sorted(stages)))
     lacking = next((view for view in views if not view.wrong), None)
     if lacking is not None:  # the comparable stages agree, but one has an unexpected shape or dtype
         return lacking.diagnosis("unknown")
@@ -520,18 +520,20 @@ def observe(function: Callable[..., Any], problem: Problem, framework: str) -> d
             with user_code(function):
                 given = function(*arrays)
         except Exception as error:  # any exception of the function
-            raise Refusal("the function", "take the inputs", f"{type(error).__name__}: {error}") from error
+            raise InputError("the function", "take the inputs", f"{type(error).__name__}: {error}") from error
         if isinstance(given, tuple) and len(given) == 2:
             given = {name: x for name, x in zip(("output", "attn_weights"), given, strict=True) if x is not None}
         elif not isinstance(given, Mapping):
             given = {"output": given}
         if not given or not all(map(_is_array, given.values())):
             kinds = ", ".join(f"{name}: {type(x).__name__}" for name, x in given.items()) or "nothing"
-            raise Refusal("the function", "give an array, (output, attention weights), or arrays by stage", str(kinds))
+            raise InputError(
+                "the function", "give an array, (output, attention weights), or arrays by stage", str(kinds)
+            )
         found = {name: np.array(x) for name, x in stages_of("the function's", given, "output").items()}
     if unknown := sorted(found.keys() - STAGES.keys()):
         names = ", ".join(name for name in STAGES if "." not in name)
-        raise Refusal("stages", f"be named as in STAGES, {names}", str(unknown))
+        raise InputError("stages", f"be named as in STAGES, {names}", str(unknown))
     return found
 
 

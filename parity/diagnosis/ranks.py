@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mha_spec import Refusal
+from mha_spec import InputError
 from parity.core.arrays import stages_of
 from parity.core.compare import SAME_PRECISION, Comparison, Label, compare
 from parity.core.problem import Problem
@@ -110,19 +110,19 @@ def diagnose_ranks(
             be divided in this way.
     """
     if (tensor > 1) == (tokens > 1):
-        raise Refusal("either tensor or tokens", "be above 1", tensor=tensor, tokens=tokens)
+        raise InputError("either tensor or tokens", "be above 1", tensor=tensor, tokens=tokens)
     if len(observed) != max(tensor, tokens):
-        raise Refusal("observed", "be of each rank", f"{len(observed)} of {max(tensor, tokens)}")
+        raise InputError("observed", "be of each rank", f"{len(observed)} of {max(tensor, tokens)}")
     if problem.case.is_cached or (tokens > 1 and problem.case.seq_len % tokens):
         got = (
             f"case {problem.case.name} with {'a cache' if problem.case.is_cached else f'{problem.case.seq_len} tokens'}"
         )
-        raise Refusal("problem", f"have no cache, and tokens that {tokens} ranks divide", str(got))
+        raise InputError("problem", f"have no cache, and tokens that {tokens} ranks divide", str(got))
     given = [stages_of("observed", stages, "output") for stages in observed]
     with_gradients = tokens > 1 and any("grad.query" in stages for stages in given)
     for rank, stages in enumerate(given):
         if not stages.keys() & {*JUDGED, "grad.query"}:
-            raise Refusal("observed", "have stages of every rank", f"{sorted(stages)} of rank {rank}")
+            raise InputError("observed", "have stages of every rank", f"{sorted(stages)} of rank {rank}")
     right = _RankStages(problem, ShardPlan(tensor), tokens, with_gradients=with_gradients)
     wrong = {rank: found for rank, stages in enumerate(given) if (found := right.first_wrong(stages, rank)) is not None}
     if not wrong:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mha_spec import Refusal
+from mha_spec import InputError
 from parity.core.compare import norms_of, unit_of_rounding
 from parity.core.records import JsonRecord
 from parity.diagnosis.tapped import OF_KEYS, Sequences, sequences_by_prompt
@@ -135,7 +135,7 @@ def judge_taps(one: Tapped, other: Tapped) -> TapDifference:
     """
     pairs, alone = _pairs(one, other)
     if not pairs:
-        raise Refusal("taps", "have layers in common that both called", "none")
+        raise InputError("taps", "have layers in common that both called", "none")
     dtypes = {each.calls[0].values["input"].dtype.name for pair in pairs for each in pair}
     unit = max(map(unit_of_rounding, dtypes))
     same, left_out = _same_tokens(*pairs[0], GROWTH * unit)
@@ -193,7 +193,7 @@ def _difference(one: TappedLayer, other: TappedLayer, unit: float, same: dict[Wh
                 found = _squares(a.tokens(name, places_a), b.tokens(name, places_b))
                 squares.setdefault(name, []).append(found)
     if not count:
-        raise Refusal("taps", "have tokens at the same positions", f"none of {one.name}")
+        raise InputError("taps", "have tokens at the same positions", f"none of {one.name}")
     errors = {name: _share(found) for name, found in squares.items()}
     allowed = GROWTH * max(*(errors.get(name, 0.0) for name in GIVEN), unit)
     grows = tuple(name for name in errors if name not in GIVEN and errors[name] > (0.0 if name == "mask" else allowed))
@@ -233,7 +233,7 @@ def _common(one: TappedLayer, other: TappedLayer) -> Iterator[tuple[Which, _Row,
             {int(row): _Row(each, place) for each in found for place, row in enumerate(each.rows)} for found in both
         )
         if rows.keys() != others.keys():
-            raise Refusal("taps", "have batches of one size", f"{len(rows)} and {len(others)}")
+            raise InputError("taps", "have batches of one size", f"{len(rows)} and {len(others)}")
         for number, a in rows.items():
             b = others[number]
             _, places_a, places_b = np.intersect1d(a.places, b.places, return_indices=True)

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from mha_spec import AttentionSpec, DynamicScaling, LongRopeScaling, Refusal
+from mha_spec import AttentionSpec, DynamicScaling, InputError, LongRopeScaling
 from parity.core.case import Case
 from parity.core.problem import Problem
 from parity.core.trace import Reference
@@ -238,7 +238,7 @@ def sequences_of(layer: TappedLayer) -> list[Sequences]:
         ValueError: if a call does not follow the one before it, or nothing can be compared.
     """
     if not any("input" in call.values and "output" in call.values for call in layer.calls):
-        raise Refusal(layer.name, "be called while it is tapped", f"{len(layer.calls)} calls with an output")
+        raise InputError(layer.name, "be called while it is tapped", f"{len(layer.calls)} calls with an output")
     return [each for of_prompt in sequences_by_prompt(layer) for each in of_prompt]
 
 
@@ -256,23 +256,23 @@ def _runs(layer: TappedLayer) -> list[list[TappedCall]]:
     runs: list[list[TappedCall]] = []
     for call in layer.calls:
         if call.past is None:
-            raise Refusal(layer.name, "record how many tokens its cache holds")
+            raise InputError(layer.name, "record how many tokens its cache holds")
         if not call.past:
             runs.append([])
         elif not runs:
-            raise Refusal(layer.name, "be tapped from the first token on", f"a cache of {call.past} tokens")
+            raise InputError(layer.name, "be tapped from the first token on", f"a cache of {call.past} tokens")
         runs[-1].append(call)
     for calls in runs:
         for before, after in pairwise(calls):
             expected = (before.past or 0) + before.values["input"].shape[1]
             if after.past != expected or len(after.values["input"]) != len(before.values["input"]):
-                raise Refusal(
+                raise InputError(
                     layer.name,
                     "be called with one token after the other",
                     f"a cache of {after.past} tokens after {expected}",
                 )
             if "key_input" in after.values:
-                raise Refusal(layer.name, "attend to one sequence from the first token on", "another one")
+                raise InputError(layer.name, "attend to one sequence from the first token on", "another one")
     return runs
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mha_spec import AttentionSpec, Refusal, WrongType
+from mha_spec import AttentionSpec, InputError, InputTypeError
 from parity.core.compare import Comparison, Label, first_difference
 from parity.core.problem import Problem
 from parity.core.records import JsonRecord
@@ -238,10 +238,10 @@ def _specs_of_layers(specs: Specs | PlainSpecs, layers: Sequence[TappedLayer]) -
     if isinstance(specs, Mapping):
         for spec in specs.values():
             if spec is not None and not isinstance(spec, AttentionSpec):
-                raise WrongType("specs", rule, type(spec).__name__)
+                raise InputTypeError("specs", rule, type(spec).__name__)
         return specs
     if isinstance(specs, (str, AttentionSpec)) or not isinstance(specs, Sequence):
-        raise WrongType("specs", rule, type(specs).__name__)
+        raise InputTypeError("specs", rule, type(specs).__name__)
     of_models, plain = list[ModelLayer](), list[AttentionSpec | None]()
     for spec in specs:
         if isinstance(spec, ModelLayer):
@@ -249,11 +249,11 @@ def _specs_of_layers(specs: Specs | PlainSpecs, layers: Sequence[TappedLayer]) -
         elif spec is None or isinstance(spec, AttentionSpec):
             plain.append(spec)
         else:
-            raise WrongType("specs", rule, type(spec).__name__)
+            raise InputTypeError("specs", rule, type(spec).__name__)
     if not plain:
         return of_models
     if of_models:
-        raise WrongType("specs", rule, "some of both")
+        raise InputTypeError("specs", rule, "some of both")
     return dict(zip(_indices("specs", len(plain), layers), plain, strict=True))
 
 
@@ -266,11 +266,11 @@ def _weights_of_layers(weights: LayerWeights | PlainWeights, layers: Sequence[Ta
     """
     rule = "be the weights of each layer, by index, by name, or one mapping for each tapped layer"
     if isinstance(weights, str) or not isinstance(weights, (Mapping, Sequence)):
-        raise WrongType("weights", rule, type(weights).__name__)
+        raise InputTypeError("weights", rule, type(weights).__name__)
     of_layers = list(weights.values()) if isinstance(weights, Mapping) else list(weights)
     for each in of_layers:
         if not isinstance(each, Mapping):
-            raise WrongType("weights", rule, f"one that is {type(each).__name__}")
+            raise InputTypeError("weights", rule, f"one that is {type(each).__name__}")
     if isinstance(weights, Mapping):
         return weights
     return dict(zip(_indices("weights", len(of_layers), layers), of_layers, strict=True))
@@ -284,9 +284,11 @@ def _indices(what: str, count: int, layers: Sequence[TappedLayer]) -> list[int]:
     """
     indices = [layer.index for layer in layers]
     if count != len(indices):
-        raise Refusal(what, f"be a list of {len(indices)}, one for each tapped layer, or by index", f"{count} of them")
+        raise InputError(
+            what, f"be a list of {len(indices)}, one for each tapped layer, or by index", f"{count} of them"
+        )
     if len(set(indices)) < len(indices):
-        raise Refusal(what, "be passed by the names of modules, because layers share an index", str(indices))
+        raise InputError(what, "be passed by the names of modules, because layers share an index", str(indices))
     return indices
 
 

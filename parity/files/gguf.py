@@ -14,7 +14,7 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from mha_spec import Refusal
+from mha_spec import InputError
 from parity.files.tensor_file import DTYPES, Cursor, FileOffset, Shape, TensorFile, TensorInfo, library
 
 # fmt: off
@@ -66,7 +66,7 @@ def _value(cursor: Cursor, kind: int) -> str:
     if kind in _SCALARS:
         return str(cursor.unpack(_SCALARS[kind]))
     if kind != _LIST:
-        raise Refusal("values", "have a known type", f"type {kind}")
+        raise InputError("values", "have a known type", f"type {kind}")
     kind, count = cursor.unpack("<I"), cursor.unpack("<Q")
     if kind in _SCALARS:
         cursor.skip(count * struct.calcsize(_SCALARS[kind]))
@@ -95,7 +95,7 @@ class _Entry(NamedTuple):
             info = TensorInfo.of(self.shape, np.dtype(np.float32))
             values, length = BLOCKS[self.kind]
             if not self.shape or self.shape[-1] % values:
-                raise Refusal(f"rows of {self.kind}", f"be whole blocks of {values}", {f"{name}.shape": self.shape})
+                raise InputError(f"rows of {self.kind}", f"be whole blocks of {values}", {f"{name}.shape": self.shape})
             return info, info.nbytes // 4 // values * length
         room = max(0, room)
         return TensorInfo(self.shape, np.dtype([(self.kind, "V1")]), room), room
@@ -107,25 +107,25 @@ def open_gguf(path: Path, file: BinaryIO) -> TensorFile:
     cursor.skip(4)  # GGUF
     version = cursor.unpack("<I")
     if version not in (2, 3):
-        raise Refusal(path, "be of version 2 or 3 of GGUF and little-endian", f"version {version}")
+        raise InputError(path, "be of version 2 or 3 of GGUF and little-endian", f"version {version}")
     num_tensors, num_values = cursor.unpack("<Q"), cursor.unpack("<Q")
     metadata: dict[str, str] = {}
     for _ in range(num_values):
         key = _text(cursor)
         if key in metadata:
-            raise Refusal("names", "differ", f"{key} twice")
+            raise InputError("names", "differ", f"{key} twice")
         metadata[key] = _value(cursor, cursor.unpack("<I"))
     entries: dict[str, _Entry] = {}
     for _ in range(num_tensors):
         name, num_dims = _text(cursor), cursor.unpack("<I")
         if name in entries or num_dims > MAX_DIMS:
-            raise Refusal("each tensor", f"occur once, with at most {MAX_DIMS} axes", tensor=name)
+            raise InputError("each tensor", f"occur once, with at most {MAX_DIMS} axes", tensor=name)
         shape = tuple(cursor.unpack("<Q") for _ in range(num_dims))[::-1]
         kind, offset = cursor.unpack("<I"), cursor.unpack("<Q")
         entries[name] = _Entry(shape, (TYPES[kind] if kind < len(TYPES) else None) or f"type {kind}", offset)
     alignment = int(metadata.get("general.alignment", "32"))
     if alignment <= 0 or alignment & (alignment - 1):
-        raise Refusal("the alignment", "be a power of two", str(alignment))
+        raise InputError("the alignment", "be a power of two", str(alignment))
     data = -(-cursor.tell() // alignment) * alignment
     entries = {name: entry._replace(offset=data + entry.offset) for name, entry in entries.items()}
     infos = dict.fromkeys(entries, TensorInfo((), np.dtype(bool), 0))  # in the order of the file
@@ -133,7 +133,7 @@ def open_gguf(path: Path, file: BinaryIO) -> TensorFile:
     for name, entry in sorted(entries.items(), key=lambda item: item[1].offset, reverse=True):
         infos[name], nbytes = entry.measure(name, end - entry.offset)
         if entry.offset + nbytes > end:  # it must end before the next one begins
-            raise Refusal("tensors", "lie in the file, one after the other", tensor=name)
+            raise InputError("tensors", "lie in the file, one after the other", tensor=name)
         end = entry.offset
 
     def fetch(name: str) -> np.ndarray:
@@ -147,7 +147,7 @@ def open_gguf(path: Path, file: BinaryIO) -> TensorFile:
 def _dequantised(path: Path, file: BinaryIO, name: str, entry: _Entry) -> np.ndarray:
     """Dequantize a tensor to float32, bit for bit like the `gguf` package."""
     if entry.kind not in BLOCKS:
-        raise Refusal(name, f"be of one of {sorted([*PLAIN, *BLOCKS])} to be read", {name: entry.kind})
+        raise InputError(name, f"be of one of {sorted([*PLAIN, *BLOCKS])} to be read", {name: entry.kind})
     gguf = library(path, "gguf")
     values, length = BLOCKS[entry.kind]
     array = np.empty(entry.shape, np.float32)

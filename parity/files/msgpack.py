@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from mha_spec import Refusal
+from mha_spec import InputError
 from parity.files.tensor_file import (
     DTYPES,
     MAX_DEPTH,
@@ -104,7 +104,7 @@ def open_msgpack(path: Path, file: BinaryIO) -> TensorFile:
     cursor = Cursor(file)
     tree = _Walker(cursor, library(path, "msgpack").Unpacker).node()
     if not isinstance(tree, dict) or cursor.tell() != cursor.size:
-        raise Refusal(path, "be one dict in msgpack and nothing more, but it is not")
+        raise InputError(path, "be one dict in msgpack and nothing more, but it is not")
     metadata = text_by_name(tree.pop(METADATA, None))
     leaves = flatten(tree)
     arrays = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, _Array)}
@@ -142,7 +142,7 @@ class _Walker:
     def node(self, depth: int = 0) -> Any:
         """Read the next value; None unless its type is Flax's array."""
         if depth > MAX_DEPTH or next(self.count) > MAX_ENTRIES:
-            raise Refusal("dicts", f"have at most {MAX_DEPTH} levels and {MAX_ENTRIES} entries", "more")
+            raise InputError("dicts", f"have at most {MAX_DEPTH} levels and {MAX_ENTRIES} entries", "more")
         (first,) = self.cursor.take(1)
         if first in _EXTENSIONS:
             return self.array(self.cursor.unpack(_EXTENSIONS[first]), depth + 1)
@@ -154,7 +154,7 @@ class _Walker:
             for _ in range(self.next("read_map_header")):
                 key = self.node(depth + 1)
                 if not isinstance(key, (str, int)) or key in entries:
-                    raise Refusal("each entry", "have a unique name", repr(key))
+                    raise InputError("each entry", "have a unique name", repr(key))
                 entries[key] = self.node(depth + 1)
             return _joined(entries) if CHUNKED in entries else entries
         if 0x90 <= first <= 0x9F or first in (0xDC, 0xDD):
@@ -168,16 +168,16 @@ class _Walker:
             self.cursor.skip(length)
             return None
         if self.next("read_array_header") != 3:
-            raise Refusal("an array", "be a shape, a dtype and bytes, but one is not")
+            raise InputError("an array", "be a shape, a dtype and bytes, but one is not")
         shape, dtype = self.node(depth), self.node(depth)
         if not isinstance(dtype, str) or dtype not in DTYPES:
-            raise Refusal("an array", f"hold one of {sorted(DTYPES)}", str(dtype))
+            raise InputError("an array", f"hold one of {sorted(DTYPES)}", str(dtype))
         info = TensorInfo.of(shape, DTYPES[dtype])
         (first,) = self.cursor.take(1)
         nbytes = self.cursor.unpack(_BYTES[first]) if first in _BYTES else -1
         place = FileOffset(self.cursor.file, self.cursor.tell())
         if nbytes != info.nbytes or place.offset + nbytes != end:
-            raise Refusal("an array", f"have {info.nbytes} bytes, as its shape says, but one does not")
+            raise InputError("an array", f"have {info.nbytes} bytes, as its shape says, but one does not")
         self.cursor.skip(nbytes)
         return _Array(info, [(place, nbytes)])
 
@@ -189,5 +189,5 @@ def _joined(entries: dict[Any, Any]) -> _Array:
     if {chunk.info.dtype for chunk in chunks} != {info.dtype} or sum(
         chunk.info.nbytes for chunk in chunks
     ) != info.nbytes:
-        raise Refusal("the chunks of an array", f"have one dtype, and {info.nbytes} bytes together, but they do not")
+        raise InputError("the chunks of an array", f"have one dtype, and {info.nbytes} bytes together, but they do not")
     return _Array(info, [piece for chunk in chunks for piece in chunk.pieces])

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mha_spec import Refusal
+from mha_spec import InputError
 from parity.files.small import read_json
 from parity.files.tensor_file import (
     DTYPES,
@@ -33,7 +33,7 @@ def write_orbax(path: Path, tensors: Tensors) -> None:
     ocp = library(path, "orbax.checkpoint")
     empty = [name for name, info in tensors.infos.items() if not info.nbytes]
     if empty:
-        raise Refusal("tensors", "not be empty in an orbax checkpoint", tensors=empty[0])
+        raise InputError("tensors", "not be empty in an orbax checkpoint", tensors=empty[0])
     tree = _filled(nest(tensors.infos), tensors)
     try:
         with ocp.PyTreeCheckpointer() as checkpointer:
@@ -61,9 +61,9 @@ def open_orbax(path: Path) -> TensorFile:
         if type(leaf) is not ocp.metadata.ArrayMetadata:
             continue  # text or a Python number
         if ".." in name.split("/"):  # some checkpoints have one folder per array
-            raise Refusal("names", "not lead out of the folder", names=name)
+            raise InputError("names", "not lead out of the folder", names=name)
         if np.dtype(leaf.dtype).name not in DTYPES:
-            raise Refusal(name, f"hold one of {sorted(DTYPES)}", {name: leaf.dtype})
+            raise InputError(name, f"hold one of {sorted(DTYPES)}", {name: leaf.dtype})
         infos[name] = TensorInfo.of(leaf.shape, DTYPES[np.dtype(leaf.dtype).name])
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     check_inflation(sum(info.nbytes for info in infos.values()), size)
@@ -86,7 +86,7 @@ def _arrays_in(path: Path) -> Path:
     inside = sorted(folder for folder in path.iterdir() if (folder / "_METADATA").exists())
     if len(inside) != 1:
         names = [folder.name for folder in inside]
-        raise Refusal(path, "hold one orbax checkpoint of arrays", str(names), hint="name one of its folders")
+        raise InputError(path, "hold one orbax checkpoint of arrays", str(names), hint="name one of its folders")
     return inside[0]
 
 

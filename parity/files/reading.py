@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from mha_spec import Refusal
+from mha_spec import InputError
 from parity.files.gguf import open_gguf
 from parity.files.msgpack import open_msgpack
 from parity.files.orbax import MARKS, open_orbax
@@ -99,7 +99,9 @@ def _kind(path: Path, begin: bytes) -> str:
         return suffix
     if begin[:1] and (0x81 <= begin[0] <= 0x8F or begin[0] in (0xDE, 0xDF)):  # a dict
         return "msgpack"
-    raise Refusal(path, f"be a file of tensors ({', '.join(sorted(OPENERS))})", f"one that begins with {begin[:8]!r}")
+    raise InputError(
+        path, f"be a file of tensors ({', '.join(sorted(OPENERS))})", f"one that begins with {begin[:8]!r}"
+    )
 
 
 # ---- Shards and folders ----------------------------------------------------------------------------------------------
@@ -112,14 +114,14 @@ def _open_folder(path: Path) -> TensorFile:
         files = [name for name in names if re.fullmatch(whole, name, re.IGNORECASE)]
         beside = [name for name in indexes if name.removesuffix(INDEX) in files]
         if len(indexes) > 1 or beside:
-            raise Refusal(path, "hold one checkpoint", str(sorted({*indexes, *files})), hint="name one of them")
+            raise InputError(path, "hold one checkpoint", str(sorted({*indexes, *files})), hint="name one of them")
         if indexes:
             return _open_index(path / indexes[0])
         if files:
             return _open_shards(path, path, files)
     if any(mark in names for mark in MARKS) or path.suffix.lower() == ".orbax":
         return open_orbax(path)
-    raise Refusal(path, "hold safetensors files, torch shards or an orbax checkpoint", str(names[:10]))
+    raise InputError(path, "hold safetensors files, torch shards or an orbax checkpoint", str(names[:10]))
 
 
 def shards_in(path: Path) -> list[str]:
@@ -137,10 +139,10 @@ def _read_index(path: Path) -> dict[str, Any]:
     index = read_json(path, MAX_INDEX)
     shard_of = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(shard_of, dict) or not shard_of or shard_of != text_by_name(shard_of):
-        raise Refusal(path, "have a weight_map from the names of tensors to those of files, but it has none")
+        raise InputError(path, "have a weight_map from the names of tensors to those of files, but it has none")
     for shard in shard_of.values():
         if shard in ("", ".", "..") or any(character in shard for character in "/\\\0"):
-            raise Refusal(path, "list shards in its own folder", repr(shard))
+            raise InputError(path, "list shards in its own folder", repr(shard))
     return index
 
 
@@ -160,7 +162,7 @@ def _open_shards(path: Path, folder: Path, names: list[str], index: Mapping[str,
         numbers = range(1, int(match[3]) + 1) if match else ()
         all_of = (f"{match[1]}-{i:05}-of-{match[3]}{match[4]}" for i in numbers if match)
         if missing := next((each for each in all_of if each not in names), None):
-            raise Refusal(path, f"have all {len(numbers)} shards", missing=missing)
+            raise InputError(path, f"have all {len(numbers)} shards", missing=missing)
     infos: dict[str, TensorInfo] = {}
     places: dict[str, FileOffset] = {}
     shard_of: dict[str, TensorFile] = {}
@@ -169,7 +171,7 @@ def _open_shards(path: Path, folder: Path, names: list[str], index: Mapping[str,
         shards = [stack.enter_context(open_file(folder / name)) for name in names]
         for shard in shards:
             if twice := infos.keys() & shard.infos.keys():
-                raise Refusal(path, "have each tensor once", tensor=min(twice), shards=names)
+                raise InputError(path, "have each tensor once", tensor=min(twice), shards=names)
             infos |= shard.infos
             shard_of |= dict.fromkeys(shard.infos, shard)
             places |= shard.places
@@ -180,7 +182,7 @@ def _open_shards(path: Path, folder: Path, names: list[str], index: Mapping[str,
         ignored += [f"{key} in the metadata of each shard" for key in lost]
         if index is not None:
             if unknown := sorted(infos.keys() ^ index["weight_map"].keys()):
-                raise Refusal(path, "list just the tensors of its shards", tensor=unknown[0])
+                raise InputError(path, "list just the tensors of its shards", tensor=unknown[0])
             entries = index["metadata"] if isinstance(index.get("metadata"), dict) else {}
             entries = {key: entry for key, entry in entries.items() if key != "total_size"}  # `infos` determine it
             metadata |= {key: x if isinstance(x, str) else json.dumps(x) for key, x in entries.items()}

@@ -12,7 +12,7 @@ import numpy as np
 import safetensors
 from safetensors import safe_open
 
-from mha_spec import Refusal
+from mha_spec import InputError
 from parity.files.tensor_file import DTYPES, FileOffset, TensorFile, TensorInfo, Tensors, parse_json
 
 NAMES = {
@@ -52,7 +52,7 @@ def header(infos: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> tupl
         begin, end = end, end + infos[name].nbytes
         code = CODES.get(infos[name].dtype.name)
         if code is None:
-            raise Refusal(name, f"be of one of {sorted(CODES)} in a safetensors file", {name: infos[name].dtype})
+            raise InputError(name, f"be of one of {sorted(CODES)} in a safetensors file", {name: infos[name].dtype})
         entries[name] = {"dtype": code, "shape": infos[name].shape, "data_offsets": [begin, end]}
     text = json.dumps(entries, sort_keys=True, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # keeps the arrays aligned
@@ -90,7 +90,7 @@ def open_safetensors(path: Path, file: BinaryIO) -> TensorFile:
         with safe_open(path, "numpy"):
             pass
     except safetensors.SafetensorError as error:
-        raise Refusal(path, "be a whole safetensors file", f"{path.stat().st_size} bytes: {error}") from None
+        raise InputError(path, "be a whole safetensors file", f"{path.stat().st_size} bytes: {error}") from None
     (length,) = struct.unpack("<Q", file.read(8))
     entries = parse_json(file.read(length))
     metadata = entries.pop("__metadata__", None) or {}
@@ -98,7 +98,7 @@ def open_safetensors(path: Path, file: BinaryIO) -> TensorFile:
     places: dict[str, FileOffset] = {}
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
         if entry["dtype"] not in NAMES:
-            raise Refusal(path, f"hold one of {sorted(NAMES)}", f"{entry['dtype']} for {name}")
+            raise InputError(path, f"hold one of {sorted(NAMES)}", f"{entry['dtype']} for {name}")
         infos[name] = TensorInfo.of(entry["shape"], DTYPES[NAMES[entry["dtype"]]])
         places[name] = FileOffset(file, 8 + length + entry["data_offsets"][0])
     return TensorFile(path, "safetensors", infos, metadata, places)

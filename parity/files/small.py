@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from mha_spec import Refusal
+from mha_spec import InputError
 from parity.files.tensor_file import parse_json
 
 LARGEST = 1 << 24
@@ -36,7 +36,7 @@ def check_is_file(path: str | os.PathLike[str], mode: int) -> None:
         mode: its `st_mode`.
     """
     if not stat.S_ISREG(mode):
-        raise Refusal(path, "be a file", KINDS.get(stat.S_IFMT(mode), "something else"))
+        raise InputError(path, "be a file", KINDS.get(stat.S_IFMT(mode), "something else"))
 
 
 def read_small(path: str | os.PathLike[str], most: int = LARGEST) -> bytes:
@@ -57,7 +57,7 @@ def read_small(path: str | os.PathLike[str], most: int = LARGEST) -> bytes:
         # Files of /proc have a size of 0 and any content.
         content = file.read(most + 1)
     if len(content) > most:
-        raise Refusal(path, f"be a file of at most {most} bytes")
+        raise InputError(path, f"be a file of at most {most} bytes")
     return content
 
 
@@ -70,7 +70,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
     try:
         return read_small(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise Refusal(path, "be text in UTF-8", f"byte {error.start}") from None
+        raise InputError(path, "be text in UTF-8", f"byte {error.start}") from None
 
 
 def read_json(path: str | os.PathLike[str], most: int = LARGEST) -> Any:
@@ -83,11 +83,11 @@ def read_json(path: str | os.PathLike[str], most: int = LARGEST) -> Any:
     try:
         return parse_json(content)
     except UnicodeDecodeError:
-        raise Refusal(path, "be JSON", "bytes that are not text") from None
-    except Refusal as error:
+        raise InputError(path, "be JSON", "bytes that are not text") from None
+    except InputError as error:
         raise error.within(os.fspath(path)) from None
     except ValueError as error:
-        raise Refusal(path, "be JSON", str(error)) from None
+        raise InputError(path, "be JSON", str(error)) from None
 
 
 def check_small_files(folder: str | os.PathLike[str]) -> None:

@@ -22,7 +22,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from mha_spec import Refusal
+from mha_spec import InputError
 from parity.files.reading import INDEX, shards_in
 
 try:
@@ -90,7 +90,7 @@ def check_target(
     stale = {name for name in shards if is_shard_of(path, name) and _exists(folder / name)}
     for place in there:
         if place != index and place.name not in stale:
-            raise Refusal(place, f"be listed in {index} to be replaced, but it is not")
+            raise InputError(place, f"be listed in {index} to be replaced, but it is not")
     for name in sorted(stale):
         _refuse_others(folder / name, folder / name, kind)
     return sorted(stale - set(names))
@@ -132,13 +132,13 @@ def _refuse_source(path: Path, targets: Iterable[Path], folder: Path, source: Pa
     """Refuse to write onto the source, under any name, or into it if it is a folder."""
     if source.is_dir():
         if any(place.exists() and place.samefile(source) for place in (*targets, folder, *folder.absolute().parents)):
-            raise Refusal("the target", "be outside the folder that is read", path=path, source=source)
+            raise InputError("the target", "be outside the folder that is read", path=path, source=source)
         return
     read = [source, *(source.parent / name for name in (shards_in(source) if source.name.endswith(INDEX) else ()))]
     around = Path(os.path.realpath(source)).parents
     for target in (target for target in targets if target.exists()):
         if any(place.exists() and target.samefile(place) for place in (*read, *around)):
-            raise Refusal("the target", "be a file other than the source", path=path, source=source)
+            raise InputError("the target", "be a file other than the source", path=path, source=source)
 
 
 def _refuse_others(path: Path, place: Path, kind: str) -> None:
@@ -149,17 +149,17 @@ def _refuse_others(path: Path, place: Path, kind: str) -> None:
         return
     if kind == "orbax":
         if not stat.S_ISDIR(mode):
-            raise Refusal(path, "be a folder or not exist yet, but it is something else")
+            raise InputError(path, "be a folder or not exist yet, but it is something else")
         others = _others_in(place)
         if others:
-            raise Refusal(path, "be an orbax checkpoint and nothing else to be replaced", f"{others} there")
+            raise InputError(path, "be an orbax checkpoint and nothing else to be replaced", f"{others} there")
         return
     if not stat.S_ISREG(mode):
-        raise Refusal(path, "be a file or not exist yet, but it is something else")
+        raise InputError(path, "be a file or not exist yet, but it is something else")
     with place.open("rb") as file:
         begin = file.read(16)
     if begin and not _begins(kind, begin):
-        raise Refusal(path, f"be a {kind} file to be replaced", f"one that begins with {begin[:8]!r}")
+        raise InputError(path, f"be a {kind} file to be replaced", f"one that begins with {begin[:8]!r}")
 
 
 def refuse_other_file(path: str | os.PathLike[str], kind: str) -> None:
@@ -215,7 +215,7 @@ def check_writable(path: str | os.PathLike[str], name: str, shown: str = "") -> 
         elif not os.access(path, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
-        raise Refusal(name, "be a path that can be written to", f"{shown or path}: {error.strerror}") from None
+        raise InputError(name, "be a path that can be written to", f"{shown or path}: {error.strerror}") from None
 
 
 # ---- Scratch ---------------------------------------------------------------------------------------------------------
@@ -451,7 +451,7 @@ def write_files(files: Mapping[Path, bytes], *, overwrite: bool = True) -> None:
         target = Path(os.path.realpath(path))  # the target of a link, not the link
         check_place(path)
         if target in targets:
-            raise Refusal(path, "be another file than the others to write", str(targets[target]))
+            raise InputError(path, "be another file than the others to write", str(targets[target]))
         targets[target] = path
     _check_free(files, overwrite=overwrite)
     with ExitStack() as stack:
@@ -484,7 +484,7 @@ def _check_free(paths: Iterable[Path], *, overwrite: bool) -> None:
         if not overwrite:
             raise FileExistsError(f"{path} exists; pass --force to replace it")
         if path.exists() and not path.is_file():
-            raise Refusal(path, "be a file or not exist yet, but it is something else")
+            raise InputError(path, "be a file or not exist yet, but it is something else")
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, NamedTuple, NoReturn
 import ml_dtypes
 import numpy as np
 
-from mha_spec import Refusal
+from mha_spec import InputError
 from parity.text import in_line
 
 Shape = tuple[int, ...]
@@ -45,7 +45,7 @@ class TensorInfo(NamedTuple):
     def of(cls, shape: Any, dtype: np.dtype) -> TensorInfo:
         """Describe an array; its shape is validated."""
         if not isinstance(shape, (tuple, list)) or not all(type(size) is int and size >= 0 for size in shape):
-            raise Refusal("a shape", "consist of integers >= 0", str(shape))
+            raise InputError("a shape", "consist of integers >= 0", str(shape))
         return cls(tuple(shape), dtype, math.prod(shape) * dtype.itemsize)
 
 
@@ -61,12 +61,12 @@ class FileOffset(NamedTuple):
         while count < len(buffer):
             read = os.preadv(self.file.fileno(), [buffer[count:]], self.offset + count)
             if not read:
-                raise Refusal(f"{len(buffer)} bytes", "be there", str(count))
+                raise InputError(f"{len(buffer)} bytes", "be there", str(count))
             count += read
 
 
 def _closed(name: str) -> NoReturn:
-    raise Refusal(name, "be read before the file is closed")
+    raise InputError(name, "be read before the file is closed")
 
 
 @dataclass
@@ -126,7 +126,7 @@ class TensorFile:
             else:
                 array = self.fetch(name)
             if (array.shape, array.dtype) != info[:2]:
-                raise Refusal(name, f"be {info.dtype}{info.shape}", f"{array.dtype}{array.shape}")
+                raise InputError(name, f"be {info.dtype}{info.shape}", f"{array.dtype}{array.shape}")
         return array
 
     def read_entry(self, name: str, index: int) -> np.ndarray:
@@ -166,7 +166,7 @@ class TensorFile:
 
     def _info(self, name: str) -> TensorInfo:
         if name not in self.infos:
-            raise Refusal("name", f"be a tensor in {self.path}", name=name)
+            raise InputError("name", f"be a tensor in {self.path}", name=name)
         return self.infos[name]
 
     def sha256(self) -> str:
@@ -187,10 +187,10 @@ class TensorFile:
         """
         expected = self.metadata.get("sha256")
         if expected is None:
-            raise Refusal(self.path, "have a sha256 in its metadata", str(sorted(self.metadata)))
+            raise InputError(self.path, "have a sha256 in its metadata", str(sorted(self.metadata)))
         found = self.sha256()
         if found != expected:
-            raise Refusal(
+            raise InputError(
                 self.path, "be unchanged since it was written", f"sha256={found} and {expected} in its metadata"
             )
 
@@ -302,7 +302,7 @@ class Tensors:
         tensor = self.source(name)
         tensor = tensor if isinstance(tensor, FileTensor) else np.asarray(tensor, order="C")
         if tensor.shape != info.shape or tensor.dtype != info.dtype:
-            raise Refusal(
+            raise InputError(
                 name, f"be read as described in infos, {info.dtype}{info.shape}", f"{tensor.dtype}{tensor.shape}"
             )
         return tensor
@@ -346,7 +346,7 @@ class Cursor:
     def _within(self, count: int) -> int:
         left = self.size - self.tell()
         if count > left:
-            raise Refusal(f"{count} more bytes", "be there", str(left))
+            raise InputError(f"{count} more bytes", "be there", str(left))
         return count
 
 
@@ -366,7 +366,7 @@ def flatten(tree: Any) -> dict[str, Any]:
 
     def visit(names: tuple[str, ...], node: Any) -> None:
         if len(names) > MAX_DEPTH or next(visits) > MAX_ENTRIES:
-            raise Refusal("names", f"have at most {MAX_DEPTH} levels, and be at most {MAX_ENTRIES}", "more")
+            raise InputError("names", f"have at most {MAX_DEPTH} levels, and be at most {MAX_ENTRIES}", "more")
         if isinstance(node, Mapping):
             if names and list(node) == ["value"] and not isinstance(node["value"], (Mapping, list, tuple)):
                 visit(names, node["value"])
@@ -377,7 +377,7 @@ def flatten(tree: Any) -> dict[str, Any]:
         else:
             name = ".".join(names)
             if name in leaves:
-                raise Refusal("names", "differ after their levels are joined with dots", f"{name} twice")
+                raise InputError("names", "differ after their levels are joined with dots", f"{name} twice")
             leaves[name] = node
             return
         for key, child in children:
@@ -430,13 +430,13 @@ def in_one_line(path: Path, kind: str) -> Iterator[None]:
         yield
     except (ImportError, FileNotFoundError, PermissionError):
         raise
-    except Refusal as error:
+    except InputError as error:
         raise (error if str(path) in str(error) else error.within(str(path))) from None
     except Exception as error:
         text = in_line(str(error).strip().partition("\n")[0] or type(error).__name__)
         if isinstance(error, OSError):
             raise OSError(text if str(path) in text else f"{path}: {text}") from None
-        raise Refusal(path, f"be a whole {kind} file", text) from None
+        raise InputError(path, f"be a whole {kind} file", text) from None
 
 
 def check_names(names: Iterable[str], metadata: Mapping[str, str]) -> None:
@@ -447,9 +447,9 @@ def check_names(names: Iterable[str], metadata: Mapping[str, str]) -> None:
     """
     for name in names:
         if not name.isprintable():
-            raise Refusal("names", "be printable", names=name)
+            raise InputError("names", "be printable", names=name)
         if len(name) > MAX_NAME:
-            raise Refusal("names", f"have at most {MAX_NAME} characters", str(len(name)))
+            raise InputError("names", f"have at most {MAX_NAME} characters", str(len(name)))
     for text in itertools.chain(metadata, metadata.values()):
         text.encode()
 
@@ -457,7 +457,7 @@ def check_names(names: Iterable[str], metadata: Mapping[str, str]) -> None:
 def check_unique(names: Iterable[str]) -> None:
     """Refuse duplicate names."""
     if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise Refusal("names", "differ", f"{twice[0]} twice")
+        raise InputError("names", "differ", f"{twice[0]} twice")
 
 
 def parse_json(data: bytes) -> Any:
@@ -469,12 +469,12 @@ def parse_json(data: bytes) -> Any:
     try:
         return json.loads(data, object_pairs_hook=_unique)
     except RecursionError:
-        raise Refusal("JSON", "not be nested as deeply") from None
+        raise InputError("JSON", "not be nested as deeply") from None
     except ValueError as error:
         if type(error) is not ValueError:
             raise
         # Only integers raise it: their conversion takes quadratic time, so Python limits their digits.
-        raise Refusal("integers", f"have at most {sys.get_int_max_str_digits()} digits") from None
+        raise InputError("integers", f"have at most {sys.get_int_max_str_digits()} digits") from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

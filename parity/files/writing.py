@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mha_spec import Refusal, WrongType
+from mha_spec import InputError, InputTypeError
 from parity.files.msgpack import METADATA, write_msgpack
 from parity.files.orbax import write_orbax
 from parity.files.reading import INDEX, SUFFIXES, open_tensors
@@ -99,7 +99,7 @@ def write_tensors(
     check_place(given.rstrip(os.sep) if kind == "orbax" else given)  # an orbax checkpoint is a folder
     for text in itertools.chain.from_iterable((metadata or {}).items()):
         if not isinstance(text, str):
-            raise WrongType("metadata", "be text by name", metadata=text)
+            raise InputTypeError("metadata", "be text by name", metadata=text)
     metadata = {name: text for name, text in (metadata or {}).items() if name not in COMPUTED}
     check_names(infos, metadata)
     checked = _checked_infos(path, kind, infos)
@@ -152,7 +152,7 @@ def _kind(path: Path) -> str:
     if kind not in WRITERS:
         suffixes = [suffix for suffix, kind in SUFFIXES.items() if kind in WRITERS]
         reason = "; GGUF files are only read" if kind == "gguf" else ""
-        raise Refusal(path, f"end in one of {suffixes} to be written", f"{path.suffix!r}{reason}")
+        raise InputError(path, f"end in one of {suffixes} to be written", f"{path.suffix!r}{reason}")
     return kind
 
 
@@ -162,9 +162,9 @@ def _checked_infos(path: Path, kind: str, infos: Mapping[str, TensorInfo | tuple
     for name, (shape, dtype) in ((name, info[:2]) for name, info in infos.items()):
         dtype = np.dtype(dtype).newbyteorder("=")
         if dtype.name not in held:
-            raise Refusal(path, f"hold one of {sorted(held)}", f"{dtype} for {name}")
+            raise InputError(path, f"hold one of {sorted(held)}", f"{dtype} for {name}")
         if name.partition(".")[0] == METADATA:
-            raise Refusal("names", f"not be {METADATA}, which stands for metadata", names=name)
+            raise InputError("names", f"not be {METADATA}, which stands for metadata", names=name)
         checked[name] = TensorInfo.of(tuple(map(operator.index, shape)), dtype)
     return checked
 
@@ -174,9 +174,9 @@ def _shards(infos: dict[str, TensorInfo], max_bytes: int | None, path: Path, kin
     if max_bytes is None:
         return [infos]
     if kind not in SHARDED:
-        raise Refusal("max_shard_bytes", f"be None except for {SHARDED}", f"max_shard_bytes={max_bytes} for {path}")
+        raise InputError("max_shard_bytes", f"be None except for {SHARDED}", f"max_shard_bytes={max_bytes} for {path}")
     if max_bytes <= 0:
-        raise Refusal("max_shard_bytes", "be > 0", max_shard_bytes=max_bytes)
+        raise InputError("max_shard_bytes", "be > 0", max_shard_bytes=max_bytes)
     shards: list[dict[str, TensorInfo]] = [{}]
     size = 0
     for name, info in infos.items():

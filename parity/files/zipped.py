@@ -26,7 +26,7 @@ from typing import IO, TYPE_CHECKING, Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.lib import format as npy
 
-from mha_spec import Refusal
+from mha_spec import InputError
 from parity.files.tensor_file import (
     BFLOAT16,
     DTYPES,
@@ -63,15 +63,15 @@ def open_zip(file: BinaryIO) -> zipfile.ZipFile:
     file.seek(-22 - len(archive.comment), 2)
     end = file.read(22)
     if end[:4] != b"PK\5\6" or int.from_bytes(end[20:], "little") != len(archive.comment):
-        raise Refusal("an archive", "end where it says, but it does not")  # zipfile accepts it silently
+        raise InputError("an archive", "end where it says, but it does not")  # zipfile accepts it silently
     members = archive.infolist()
     check_unique(member.filename for member in members)
     size = file.seek(0, 2)
     for member in members:
         if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or member.flag_bits & 1:
-            raise Refusal("members", "be stored or deflated, and not encrypted", member=member.filename)
+            raise InputError("members", "be stored or deflated, and not encrypted", member=member.filename)
     if sum(member.compress_size for member in members) > size:
-        raise Refusal("members", "not overlap, but they do")
+        raise InputError("members", "not overlap, but they do")
     check_inflation(sum(member.file_size for member in members), size)
     return archive
 
@@ -85,14 +85,14 @@ def check_inflation(inflated: int, size: int) -> None:
         ValueError: if it expands more than 100-fold, to more than 64 MiB.
     """
     if inflated > max(100 * size, 1 << 26):
-        raise Refusal("it", "not expand more than 100-fold", f"{inflated} and {size} bytes")
+        raise InputError("it", "not expand more than 100-fold", f"{inflated} and {size} bytes")
 
 
 @contextmanager
 def new_zip(path: Path, tensors: Tensors) -> Iterator[zipfile.ZipFile]:
     """Open an archive for writing, with the final metadata in its comment."""
     if len(_comment(tensors.metadata)) > zipfile.ZIP_MAX_COMMENT:
-        raise Refusal("metadata", f"have at most {zipfile.ZIP_MAX_COMMENT} bytes in a zip archive", "more")
+        raise InputError("metadata", f"have at most {zipfile.ZIP_MAX_COMMENT} bytes in a zip archive", "more")
     with zipfile.ZipFile(path, "w") as archive:
         yield archive
         archive.comment = _comment(tensors.metadata)
@@ -142,7 +142,7 @@ def open_npz(path: Path, file: BinaryIO) -> TensorFile:
         with archive.open(member) as stream:
             info = _read_header(stream)
             if stream.tell() + info.nbytes != member.file_size:
-                raise Refusal(member.filename, f"have {info.nbytes} bytes after its header, as that says")
+                raise InputError(member.filename, f"have {info.nbytes} bytes after its header, as that says")
         infos[member.filename.removesuffix(".npy")] = info
     metadata = _metadata(archive)
     members = {_dotted(name): name for name in infos}
@@ -154,7 +154,7 @@ def open_npz(path: Path, file: BinaryIO) -> TensorFile:
         with archive.open(f"{members[name]}.npy") as stream, warnings.catch_warnings(action="ignore"):
             array = npy.read_array(stream, max_header_size=MAX_HEADER)
             if stream.read(1):  # reading to the end compares the checksum
-                raise Refusal(name, f"have {array.nbytes} bytes", "more")
+                raise InputError(name, f"have {array.nbytes} bytes", "more")
         dtype = infos[name].dtype
         return np.asarray(array.view(dtype) if dtype == BFLOAT16 else array.astype(dtype, copy=False), order="C")
 
@@ -172,12 +172,12 @@ def _read_header(stream: IO[bytes]) -> TensorInfo:
     version = npy.read_magic(stream)
     read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}.get(version)
     if read is None:
-        raise Refusal("an array", "be of version 1 or 2 of .npy", str(version))
+        raise InputError("an array", "be of version 1 or 2 of .npy", str(version))
     with warnings.catch_warnings(action="ignore"):  # about unusual text, which is rejected
         shape, _, stored = read(stream, max_header_size=MAX_HEADER)
     dtype = BFLOAT16 if stored == np.dtype("V2") else stored.newbyteorder("=")  # NumPy has no name for bfloat16
     if dtype not in (*NATIVE.values(), BFLOAT16):
-        raise Refusal("an array", f"hold one of {sorted(NATIVE)} or bfloat16", str(stored))
+        raise InputError("an array", f"hold one of {sorted(NATIVE)} or bfloat16", str(stored))
     return TensorInfo.of(shape, dtype)
 
 
@@ -243,7 +243,7 @@ def open_torch(path: Path, file: BinaryIO) -> TensorFile:
     else:
         file.seek(0)
         if file.read(len(LEGACY)) != LEGACY:
-            raise Refusal(path, "be a file that torch.save wrote, but it is something else or cut off")
+            raise InputError(path, "be a file that torch.save wrote, but it is something else or cut off")
         members, metadata = None, {}
     torch = library(path, "torch")
     tree = _load(path, mmap=members is not None)
@@ -256,7 +256,7 @@ def open_torch(path: Path, file: BinaryIO) -> TensorFile:
         checksums.setdefault(member.file_size, set()).add(member.CRC)
     # A storage with a wrong, larger size would extend into the next one.
     if members is not None and any(tensor.untyped_storage().nbytes() not in checksums for tensor in found.values()):
-        raise Refusal("each storage", "be as long as the member that holds it, but one is not")
+        raise InputError("each storage", "be as long as the member that holds it, but one is not")
     unread = {tensor.untyped_storage().data_ptr() for tensor in found.values()} if _has_checksums(members) else set()
 
     def fetch(name: str) -> np.ndarray:
@@ -265,7 +265,7 @@ def open_torch(path: Path, file: BinaryIO) -> TensorFile:
         if storage.data_ptr() in unread:  # only torch knows its member; damaged bytes match no other checksum
             content = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
             if content.nbytes and zlib.crc32(raw(content)) not in checksums[content.nbytes]:
-                raise Refusal(name, "have the CRC-32 that its archive says", "damaged bytes")
+                raise InputError(name, "have the CRC-32 that its archive says", "damaged bytes")
             unread.discard(storage.data_ptr())
         tensor = tensor.resolve_conj().resolve_neg().contiguous()
         if dtype.name not in NATIVE:  # torch cannot convert these to NumPy dtypes; the bits are equal
@@ -279,13 +279,13 @@ def open_torch(path: Path, file: BinaryIO) -> TensorFile:
 def _check_members(archive: zipfile.ZipFile, members: Iterable[zipfile.ZipInfo]) -> None:
     """Refuse an archive that torch cannot memory-map, and damage in members that describe tensors."""
     if any(member.compress_type != zipfile.ZIP_STORED for member in members):
-        raise Refusal("members of an archive of torch's", "not be compressed, but they are")
+        raise InputError("members of an archive of torch's", "not be compressed, but they are")
     for member in members if _has_checksums(members) else ():
         if "/data/" not in member.filename:  # torch compares no checksums; zipfile does
             content = archive.read(member)
             if member.filename.endswith("/byteorder") and content != sys.byteorder.encode():
                 # torch swaps the bytes, which changes checksums
-                raise Refusal("numbers", f"be {sys.byteorder}-endian", byteorder=content.decode())
+                raise InputError("numbers", f"be {sys.byteorder}-endian", byteorder=content.decode())
 
 
 def _has_checksums(members: Iterable[zipfile.ZipInfo] | None) -> bool:
@@ -301,11 +301,11 @@ def _load(path: Path, *, mmap: bool) -> Any:
     except pickle.UnpicklingError as error:  # its message explains how to load it anyway
         reason = re.search(r"WeightsUnpickler error: (.*)", str(error))
         what = reason[1] if reason else "its content cannot be determined"
-        raise Refusal(path, f"hold tensors and nothing that is executed: {what}") from None
+        raise InputError(path, f"hold tensors and nothing that is executed: {what}") from None
 
 
 def _info(name: str, tensor: torch.Tensor) -> TensorInfo:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in DTYPES or str(tensor.layout) != "torch.strided" or tensor.device.type != "cpu":
-        raise Refusal(name, f"be a dense tensor of {sorted(DTYPES)}", f"{dtype} in {tensor.layout}")
+        raise InputError(name, f"be a dense tensor of {sorted(DTYPES)}", f"{dtype} in {tensor.layout}")
     return TensorInfo.of(tuple(tensor.shape), DTYPES[dtype])

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mha_spec import AttentionSpec, Refusal, WrongType
+from mha_spec import AttentionSpec, InputError, InputTypeError
 from parity.backends import backend_of, load_backend
 from parity.backends.port import Port
 from parity.conversion import convert
@@ -54,7 +54,7 @@ def load_adapter(name: str) -> Adapter:
         ImportError: if the library is not installed.
     """
     if name not in LAYERS:
-        raise Refusal("a layer", f"be one of {', '.join(LAYERS)}", repr(name))
+        raise InputError("a layer", f"be one of {', '.join(LAYERS)}", repr(name))
     adapters: list[Adapter] = importlib.import_module(f"parity.foreign.{LAYERS[name].adapter}").ADAPTERS
     return next(adapter for adapter in adapters if adapter.name == name)
 
@@ -88,7 +88,7 @@ def load_into(module: Any, weights: Any, spec: AttentionSpec | None = None) -> A
     if spec is None:
         # Weights of 4 heads also fit a module with 8 heads of half the size.
         hint = "`parity.load` and `parity.spec_of` return it, and a problem has it as `problem.spec`"
-        raise WrongType("spec", "be passed with weights by name", spec=None, hint=hint)
+        raise InputTypeError("spec", "be passed with weights by name", spec=None, hint=hint)
     check_same_layer(adapter.spec_of(module), spec, "the module", "the weights")
     return adapter.load_into(module, weights)
 
@@ -177,7 +177,7 @@ def check_same_layer(spec: AttentionSpec, other: AttentionSpec, what: str, whose
     differ = [name for name in fields if fields[name] != others[name]]
     if differ:
         one, two = (", ".join(f"{name}={each[name]}" for name in differ) for each in (fields, others))
-        raise Refusal(what, f"have the same specification as {whose}", f"{one} and {two}")
+        raise InputError(what, f"have the same specification as {whose}", f"{one} and {two}")
 
 
 def _adapter_of(module: Any) -> Adapter | Port:
@@ -189,8 +189,8 @@ def _adapter_of(module: Any) -> Adapter | Port:
             if each.__qualname__ == kind.qualname and f"{each.__module__}.".startswith(f"{kind.module}."):
                 return load_adapter(name)
     if isinstance(module, type):
-        raise WrongType("module", "be a module, not its class", module=module.__name__)
+        raise InputTypeError("module", "be a module, not its class", module=module.__name__)
     others, got = ", ".join(LAYERS), type(module).__name__
     if type(module).__module__.startswith("transformers."):
         got += "; parity.from_transformers accepts it with its model's configuration"
-    raise WrongType("module", f"be one of mha_jax, mha_torch or mha_tt, or of {others}", str(got))
+    raise InputTypeError("module", f"be one of mha_jax, mha_torch or mha_tt, or of {others}", str(got))

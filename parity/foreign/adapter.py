@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from mha_spec import AttentionSpec, Refusal, WrongType
+from mha_spec import AttentionSpec, InputError, InputTypeError
 from parity.conversion.hints import LayerHints
 from parity.conversion.layouts import LAYOUTS, from_canonical, to_canonical
 from parity.conversion.layouts.canonical import shapes_in
@@ -105,7 +105,7 @@ class Adapter(ABC):
         wanted = {name: _shape_and_dtype(tensor) for name, tensor in self.tensors(module).items()}
         if fitting != wanted:
             name = min(name for name in {*fitting, *wanted} if fitting.get(name) != wanted.get(name))
-            raise WrongType(
+            raise InputTypeError(
                 name,
                 f"have the shape and dtype of the module's, {wanted.get(name, 'none')}",
                 str(fitting.get(name, "none")),
@@ -133,7 +133,7 @@ class Adapter(ABC):
         shapes_in(LAYOUTS[self.layout], spec)
         others = {name: value for name, value in spec.given().items() if name not in HELD}
         if others:
-            raise Refusal(f"the spec of a {self.name}", f"have no {' or '.join(others)}", others)
+            raise InputError(f"the spec of a {self.name}", f"have no {' or '.join(others)}", others)
 
 
 def _shape_and_dtype(tensor: Any) -> str:
@@ -153,4 +153,4 @@ def refuse_where(computes: Mapping[str, Any], what: str) -> None:
     """
     others = {name: value for name, value in computes.items() if value is not None and value is not False}
     if others:
-        raise Refusal(f"a {what}", f"have no {' or '.join(others)}", others)
+        raise InputError(f"a {what}", f"have no {' or '.join(others)}", others)

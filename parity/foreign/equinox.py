@@ -12,7 +12,7 @@ import equinox
 import jax
 import jax.numpy as jnp
 
-from mha_spec import AttentionSpec, Refusal
+from mha_spec import AttentionSpec, InputError
 from parity.core.arrays import to_jax
 from parity.core.weights import Weights
 from parity.foreign.adapter import Adapter
@@ -53,7 +53,7 @@ class EquinoxMultiheadAttention(Adapter):
     def known(self, module: Any) -> dict[str, Any]:
         for one, other in (("qk_size", "vo_size"), ("key_size", "value_size")):
             if (size := getattr(module, one)) != (others := getattr(module, other)):
-                raise Refusal("module", f"have {one} equal to {other}", {one: size, other: others})
+                raise InputError("module", f"have {one} equal to {other}", {one: size, other: others})
         return {"num_heads": module.num_heads, "head_dim": module.qk_size, "dropout": module.dropout.p}
 
     def call(

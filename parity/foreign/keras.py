@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mha_spec import AttentionSpec, Refusal
+from mha_spec import AttentionSpec, InputError
 from parity.core.arrays import to_jax, to_torch
 from parity.core.weights import Weights
 from parity.files.small import read_json
@@ -57,7 +57,7 @@ class _KerasAttention(Adapter):
 
     def tensors(self, module: Any) -> Mapping[str, Any]:
         if not module.built:
-            raise Refusal(f"a {self.name}", "be built first, with layer.build(query_shape, value_shape)")
+            raise InputError(f"a {self.name}", "be built first, with layer.build(query_shape, value_shape)")
         # A path ends with the projection and its kernel or bias; it begins with the names of enclosing layers.
         return {".".join(variable.path.split("/")[-2:]): variable.value for variable in module.weights}
 
@@ -83,7 +83,7 @@ class _KerasAttention(Adapter):
         """Call the layer as `Adapter.call` does; the mask must be the same for all heads."""
         if mask is not None:
             if mask.shape[1] != 1:
-                raise Refusal(f"the mask of a {self.name}", "be one for all heads", {"mask.shape": mask.shape})
+                raise InputError(f"the mask of a {self.name}", "be one for all heads", {"mask.shape": mask.shape})
             mask = mask[:, 0]
         result = module(
             query,
@@ -135,7 +135,7 @@ class KerasGroupQueryAttention(_KerasAttention):
     def make(self, spec: AttentionSpec, dtype: str = "float32", **options: Any) -> Any:
         self.check_can_be(spec)
         if spec.d_model != spec.d_in:
-            raise Refusal(
+            raise InputError(
                 f"a {self.name}", "have d_model equal to d_in", {"spec.d_model": spec.d_model, "spec.d_in": spec.d_in}
             )
         heads = (spec.head_dim, spec.num_heads, spec.num_kv_heads)

@@ -14,7 +14,7 @@ import flax.traverse_util
 import jax
 import jax.numpy as jnp
 
-from mha_spec import AttentionSpec, Refusal
+from mha_spec import AttentionSpec, InputError
 from parity.core.arrays import to_jax
 from parity.core.weights import Weights
 from parity.files.tensor_file import flatten
@@ -38,7 +38,7 @@ class LinenMultiHeadDotProductAttention(Adapter):
 
     def tensors(self, module: Any) -> Mapping[str, Any]:
         if module.scope is None:
-            raise Refusal(
+            raise InputError(
                 "a module of flax.linen",
                 "be bound to its variables, as by module.bind({'params': params})",
                 f"an unbound {type(module).__name__}",

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, cast
 
-from mha_spec import AttentionSpec, Refusal, WrongType
+from mha_spec import AttentionSpec, InputError, InputTypeError
 from parity.conversion.layouts import LAYOUTS, to_canonical
 from parity.conversion.layouts.canonical import shapes_in
-from parity.conversion.layouts.detection import DoesNotFit, SpecUnknown
+from parity.conversion.layouts.detection import LayoutMismatchError, UnknownSpecError
 from parity.core.weights import Weights
 from parity.models.config import values_of
 from parity.models.families import FAMILIES
@@ -65,7 +65,7 @@ def find_layer(
     module = module if path is None or model is None else model.get_submodule(path)
     index = getattr(module, "layer_idx", None) if layer_idx is None else layer_idx
     if model is None and (isinstance(index, bool) or not isinstance(index, int)):
-        raise WrongType("layer_idx", "be the number of a layer", layer_idx=index)
+        raise InputTypeError("layer_idx", "be the number of a layer", layer_idx=index)
     words = (path or "").split(".")
     around = [] if model is None else [model.get_submodule(".".join(words[:end])) for end in range(len(words))][::-1]
     parts = _parts_of(_family_of(*module.modules(), *around), values)
@@ -83,7 +83,7 @@ def find_layer(
         else:
             try:
                 found[layer.spec] = layer, _canonical(tensors, layer)
-            except DoesNotFit as error:
+            except LayoutMismatchError as error:
                 _check_borrowed(tensors, layer, path)
                 refusals.append(str(error))
     if len(found) != 1:
@@ -95,7 +95,7 @@ def find_layer(
             if path and model is None
             else OBSERVE
         )
-        raise Refusal("module", "be one layer of the model", f"{' or '.join(reasons)}{which}", hint=hint)
+        raise InputError("module", "be one layer of the model", f"{' or '.join(reasons)}{which}", hint=hint)
     return next(iter(found.values()))
 
 
@@ -143,14 +143,14 @@ def _canonical(tensors: Mapping[str, Any], layer: ModelLayer) -> Weights:
     Modules of transformers 5 use few sets of names, but load files with many; each set is also a layout.
 
     Raises:
-        DoesNotFit: if they fit no layout, or several with different weights.
+        LayoutMismatchError: if they fit no layout, or several with different weights.
     """
     try:
         return to_canonical(tensors, LAYOUTS[layer.layout], spec=layer.spec)[0]
-    except DoesNotFit:
+    except LayoutMismatchError:
         read: list[Weights] = []
         for layout in LIVE:
-            with suppress(DoesNotFit, SpecUnknown):
+            with suppress(LayoutMismatchError, UnknownSpecError):
                 read.append(to_canonical(tensors, LAYOUTS[layout], spec=layer.spec)[0])
         if not read or any((one[name] != read[0][name]).any() for one in read for name in one):
             raise
@@ -172,7 +172,9 @@ def _parts_of(own: str | None, values: Mapping[str, Any]) -> dict[str, Mapping[s
         return parts
     if own is None:
         several = f"one of {', '.join(sections_of(values))}"
-        raise Refusal("module", "be of a part that is known", several, hint="parity.from_transformers(model, path=…)")
+        raise InputError(
+            "module", "be of a part that is known", several, hint="parity.from_transformers(model, path=…)"
+        )
     sections = _all_sections(values)
     if found := {name: part for name, part in (sections | parts).items() if part.get("model_type") == own}:
         if own in FAMILIES:
@@ -181,7 +183,7 @@ def _parts_of(own: str | None, values: Mapping[str, Any]) -> dict[str, Mapping[s
         reason = f"one of {name or 'the model itself'}: {why_unknown(part)}"
     else:
         reason = f"one of {own!r}, which no part of {values['model_type']!r} is"
-    raise Refusal("module", "be of a part of a known family", reason, hint=OBSERVE)
+    raise InputError("module", "be of a part of a known family", reason, hint=OBSERVE)
 
 
 def _all_sections(values: Mapping[str, Any], where: str = "") -> dict[str, Mapping[str, Any]]:
@@ -209,7 +211,7 @@ def _check_borrowed(tensors: Mapping[str, Any], layer: ModelLayer, path: str | N
     own = {name: shape for name, shape in wanted.items() if name not in borrowed}
     if borrowed and own == {name: tuple(tensor.shape) for name, tensor in tensors.items()}:
         which = "" if path else ", unless path=… names another layer"
-        raise Refusal(
+        raise InputError(
             "module",
             "hold all weights that it uses",
             f"none of {layer.shared[min(borrowed)]}, which {layer.path} uses{which}",

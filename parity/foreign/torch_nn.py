@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mha_spec import AttentionSpec, Refusal
+from mha_spec import AttentionSpec, InputError
 from parity.core.arrays import to_torch
 from parity.core.weights import Weights
 from parity.foreign.adapter import Adapter
@@ -37,9 +37,9 @@ class TorchMultiheadAttention(Adapter):
 
     def known(self, module: Any) -> dict[str, Any]:
         if module.kdim != module.vdim:
-            raise Refusal("module", "have kdim equal to vdim", kdim=module.kdim, vdim=module.vdim)
+            raise InputError("module", "have kdim equal to vdim", kdim=module.kdim, vdim=module.vdim)
         if module.bias_k is not None or module.add_zero_attn:
-            raise Refusal(
+            raise InputError(
                 "module",
                 "have neither add_bias_kv nor add_zero_attn",
                 add_bias_kv=module.bias_k is not None,

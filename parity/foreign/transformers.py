@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from mha_spec import AttentionSpec, Refusal
+from mha_spec import AttentionSpec, InputError
 from parity.conversion.layouts import LAYOUTS
 from parity.foreign.live import LIVE, names_in_files
 from parity.models.specs import ModelLayer
@@ -86,7 +86,7 @@ class Skeleton:
         except ValueError as error:  # its text lists all supported models
             if "Unrecognized configuration class" not in str(error):
                 raise
-            raise Refusal("transformers", f"support {type(config).__name__}, but does not") from None
+            raise InputError("transformers", f"support {type(config).__name__}, but does not") from None
 
     def run(
         self,

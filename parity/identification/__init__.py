@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from mha_spec import AttentionSpec, Refusal, WrongType
+from mha_spec import AttentionSpec, InputError, InputTypeError
 from parity.core.arrays import to_numpy
 from parity.core.records import JsonRecord
 from parity.core.weights import Weights
@@ -131,13 +131,13 @@ def identify(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list[
     from parity.tapping.torch import CACHES
 
     if not isinstance(model, torch.nn.Module):
-        raise WrongType("model", "be a module of torch or Flax", type(model).__name__)
+        raise InputTypeError("model", "be a module of torch or Flax", type(model).__name__)
     if cache := [name for name in CACHES if inputs.get(name) is not None]:
-        raise Refusal("inputs", "have no cache, which the calls would share", str(cache))
+        raise InputError("inputs", "have no cache, which the calls would share", str(cache))
     if model.training:
-        raise Refusal("model", "be in evaluation, model.eval()", training=True)
+        raise InputError("model", "be in evaluation, model.eval()", training=True)
     if dtypes := {x.dtype for x in model.parameters() if x.is_floating_point()} - {torch.float32}:
-        raise Refusal("model", "compute in float32, model.float()", ", ".join(map(str, dtypes)))
+        raise InputError("model", "compute in float32, model.float()", ", ".join(map(str, dtypes)))
     with _unchanged(model):
         return _identify_torch(model, inputs, layers)
 
@@ -199,7 +199,7 @@ def _first_fresh(
             return other, observe_layers(model, other, layers)
         except Exception as wrong:  # the model's own code may raise anything
             error = wrong
-    raise Refusal("model", "run with other inputs of the same shapes", f"{error!r:.200}") from error
+    raise InputError("model", "run with other inputs of the same shapes", f"{error!r:.200}") from error
 
 
 def is_flax(model: Any) -> bool:
@@ -309,11 +309,11 @@ class VerifyingCall(NamedTuple):
 def _check_seen(call: VerifyingCall) -> None:
     """Reject a layer that did not run in a call, or whose attention was not observed in it."""
     if not call.layers:
-        raise Refusal("the layer", "run in each call", f"none with {call.what}")
+        raise InputError("the layer", "run in each call", f"none with {call.what}")
     for layer in call.layers:
         if missing := [name for name in ("q", "k", "v", "context", "output") if name not in layer.values]:
             reason = layer.tapped.not_seen or f"no {' or '.join(missing)}"
-            raise Refusal("the layer", f"be attention with {call.what}", reason)
+            raise InputError("the layer", f"be attention with {call.what}", reason)
 
 
 def _share(call: VerifyingCall, found: Fit) -> float:
@@ -333,17 +333,17 @@ def _share(call: VerifyingCall, found: Fit) -> float:
             layer, call.others if "shared_kv" in found.fields else []
         )
         if words != found.words:
-            raise Refusal("inputs", f"be what they were with {what}", f"{words}")
+            raise InputError("inputs", f"be what they were with {what}", f"{words}")
         layer = with_segments(between(layer, found.ends), found)
         tapped = with_call_mask(layer, found.mask, is_large=factor > 1.0).tapped
         judged = Tapped([tapped]), {tapped.index: spec}, {tapped.index: found.weights}
         verdict = judge_tap(*judged, is_causal=found.is_causal, diagnoses=False).layers[0]
         difference = verdict.difference
         if verdict.not_judged:
-            raise Refusal("the layer", f"be comparable on {what}", verdict.not_judged)
+            raise InputError("the layer", f"be comparable on {what}", verdict.not_judged)
         if difference is not None:
             ratio = f"{difference.worse_ratio:.2g} times that"
-            raise Refusal(difference.stage, f"be within its budget on {what}", ratio)
+            raise InputError(difference.stage, f"be within its budget on {what}", ratio)
         shares += [comparison.worse_ratio for comparison in verdict.comparisons]
     return max(shares)
 

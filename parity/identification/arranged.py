@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mha_spec import Refusal
+from mha_spec import InputError
 from parity.identification.biases import scored
 from parity.identification.fit import LEAST_TOKENS
 from parity.identification.heads import Attention, AttentionFinder
@@ -59,7 +59,7 @@ class Arranged:
         self.found = found
         dtypes = {str(np.asarray(values[number]).dtype) for number in found.numbers.values()}
         if dtypes != {"float32"}:
-            raise Refusal("attention", "compute in float32", " and ".join(sorted(dtypes)))
+            raise InputError("attention", "compute in float32", " and ".join(sorted(dtypes)))
         self.inputs: dict[str, int] = {}
         self.inputs = {part: self._input(part) for part in "qkv"}
         if self._is_exchanged():
@@ -84,12 +84,12 @@ class Arranged:
         while len(self._shape(number)) != 3:
             maker = self._program.maker.get(number)
             if maker is None or maker.name != "reshape":
-                raise Refusal("inputs", "be tokens of sequences, (B, T, features)", f"{self._shape(number)}")
+                raise InputError("inputs", "be tokens of sequences, (B, T, features)", f"{self._shape(number)}")
             number = maker.given[0]
         batch_size, num_tokens, _ = self._shape(number)
         if batch_size < 2 or num_tokens < LEAST_TOKENS:
             least = f"be at least {LEAST_TOKENS} tokens of 2 sequences"
-            raise Refusal("inputs", least, f"{num_tokens} of {batch_size}")
+            raise InputError("inputs", least, f"{num_tokens} of {batch_size}")
         return number
 
     def _followed(self, source: int, axis: int, wanted: Sequence[int]) -> list[int | None]:
@@ -109,7 +109,7 @@ class Arranged:
         sums = [axis for axis in axes if np.allclose(weights.sum(axis), 1.0, atol=1e-4)]
         (tokens,) = self._followed(self.inputs["q"], 1, [found.operands["q"]])
         if len(sums) != 1 or tokens is None or weights.shape != self._shape(found.logits):
-            raise Refusal("attn_weights", "be a softmax over keys", f"numbers of {weights.shape}")
+            raise InputError("attn_weights", "be a softmax over keys", f"numbers of {weights.shape}")
         return self._followed(found.operands["q"], tokens, [found.logits]) == sums
 
     def _named_axes(self) -> dict[str, dict[str, int]]:
@@ -124,7 +124,7 @@ class Arranged:
         }
         of_queries, of_keys, of_values = (axes[part] for part in "qkv")
         if len(sums) != 1 or None in (*of_queries.values(), *of_keys.values(), *of_values.values()):
-            raise Refusal("heads", "have axes for sequences and tokens", f"queries of {self._shape(numbers['q'])}")
+            raise InputError("heads", "have axes for sequences and tokens", f"queries of {self._shape(numbers['q'])}")
         ((of_queries["h"], of_keys["h"]),) = sums.items()
         rest = [axis for axis in range(len(self._shape(numbers["q"]))) if axis not in of_queries.values()]
         of_queries |= {str(axis): axis for axis in sorted(rest, key=lambda axis: axis not in pairs)}  # groups come last
@@ -146,7 +146,7 @@ class Arranged:
             if part in ("logits", "attn_weights") and len(rest) == 1 and not any(name.isdigit() for name in each):
                 each["heads"] = rest.pop()  # heads of all groups; the scores show their order
             if rest or len(set(each.values())) < len(each) or not {"b"} < each.keys():
-                raise Refusal(part, "have axes for sequences, heads and tokens", f"axes of {shape}")
+                raise InputError(part, "have axes for sequences, heads and tokens", f"axes of {shape}")
         return named
 
     def _axis(self, source: str, axis: int | None, wanted: str) -> int | None:
@@ -241,10 +241,10 @@ class Arranged:
         }
         scores, logits = heads["scores"], heads["logits"]
         if scores.shape != logits.shape:
-            raise Refusal("attn_weights", "be a softmax over keys alone, without sinks", f"scores of {logits.shape}")
+            raise InputError("attn_weights", "be a softmax over keys alone, without sinks", f"scores of {logits.shape}")
         shifted = np.exp(logits - logits.max(-1, keepdims=True))
         if np.abs(shifted / shifted.sum(-1, keepdims=True) - heads["attn_weights"]).max() > CLOSE:
-            raise Refusal("attn_weights", "be the softmax of scores", "another function of them")
+            raise InputError("attn_weights", "be the softmax of scores", "another function of them")
         shown = (logits > -HIDES) & (np.abs(scores) > 0.1 * np.abs(scores).max())
         for cap in list(self._caps()) or [None]:
             with np.errstate(all="ignore"):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mha_spec import Alibi, GridBias, Refusal, RelativeBias
+from mha_spec import Alibi, GridBias, InputError, RelativeBias
 from parity.identification.trace import CLOSE
 
 USUAL = (128, *(2**exponent for exponent in range(3, 13)))
@@ -77,7 +77,7 @@ def added_to(
     values, tolerance = added.mean(axis=0), CLOSE * np.abs(scores[..., ~hidden]).max()
     if np.abs(added - values).max() > tolerance:
         known = f"scale={scale:.6g}, soft_cap={soft_cap}, an error of {np.abs(added - values).max():.2g}"
-        raise Refusal("scores", "be products times a scale, plus numbers that are equal for all sequences", known)
+        raise InputError("scores", "be products times a scale, plus numbers that are equal for all sequences", known)
     return Added(values, hidden, float(tolerance))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mha_spec import Refusal
+from mha_spec import InputError
 from parity.identification.found import Evidence, Fit
 from parity.identification.observe import ObservedLayer
 
@@ -46,7 +46,7 @@ def with_call_mask(layer: ObservedLayer, name: str, *, is_large: bool) -> Observ
         return layer
     hidden = _hidden_by(layer, name)
     if hidden is None or (is_large and not _rows_without(hidden).any()):
-        raise Refusal(name, "be a mask of numbers in each call, for some sequences alone", "another")
+        raise InputError(name, "be a mask of numbers in each call, for some sequences alone", "another")
     if is_large:
         return _of_rows(layer, _rows_without(hidden))
     return layer.with_values({**layer.values, "mask": hidden, "call_mask": hidden})

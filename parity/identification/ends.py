@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mha_spec import Refusal
+from mha_spec import InputError
 from parity.identification.observe import ObservedLayer, Submodule
 from parity.identification.trace import features_of, tokens_of
 
@@ -47,7 +47,7 @@ def between(layer: ObservedLayer, ends: Ends) -> ObservedLayer:
     for side in _sides(ends):
         x = tokens_of(layer.submodule(*ends[side]).given, batch_size, num_tokens if side == "query" else num_keys)
         if x is None:
-            raise Refusal(ends[side].name, f"receive the tokens of the {side}", "others")
+            raise InputError(ends[side].name, f"receive the tokens of the {side}", "others")
         given[side] = x
     values = {name: x for name, x in layer.values.items() if name not in ("input", "key_input", "value_input")}
     values["input"] = given["query"]
@@ -120,7 +120,7 @@ def _words_of_output(layer: ObservedLayer, output: np.ndarray, name: str) -> str
             if _is(x, target):
                 return words
         ways = [further for way in ways for further in _further(layer, *way)]
-    raise Refusal("output", f"be {name}, changed by submodules and arguments alone", "another")
+    raise InputError("output", f"be {name}, changed by submodules and arguments alone", "another")
 
 
 def _further(layer: ObservedLayer, x: np.ndarray, words: str) -> Iterator[tuple[np.ndarray, str]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mha_spec import Refusal, Rope
+from mha_spec import InputError, Rope
 from parity.identification.call_masks import without_call_mask
 from parity.identification.context_norms import fit_context_norm
 from parity.identification.ends import between, end_of, words_of
@@ -52,19 +52,19 @@ def fit(layer: ObservedLayer, config: Mapping[str, Any], found: Fit, others: Seq
     missing = [name for name in ("q", "k", "v", "output") if name not in values]
     if missing or layer.tapped.calls[0].past:
         reason = layer.tapped.not_seen or (f"no {' or '.join(missing)}" if missing else "a cache")
-        raise Refusal("the layer", "be attention whose queries, keys and values are seen", reason)
+        raise InputError("the layer", "be attention whose queries, keys and values are seen", reason)
     q, k, v = (values[name] for name in "qkv")
     batch_size, num_heads, num_tokens, head_dim = q.shape
     segments = values.get("segment_ids")
     longest = num_tokens if segments is None else int(np.unique(segments, return_counts=True)[1].max())
     if longest < LEAST_TOKENS or batch_size * num_tokens < 2 * LEAST_TOKENS:
         rule = f"be at least {LEAST_TOKENS} tokens of 2 sequences, or {2 * LEAST_TOKENS} of one"
-        raise Refusal("inputs", rule, f"{longest} of {batch_size * num_tokens // longest}")
+        raise InputError("inputs", rule, f"{longest} of {batch_size * num_tokens // longest}")
     if layer.is_cross and k.shape[2] < LEAST_TOKENS:
-        raise Refusal("inputs", f"be at least {LEAST_TOKENS} tokens to attend to", f"{k.shape[2]}")
+        raise InputError("inputs", f"be at least {LEAST_TOKENS} tokens to attend to", f"{k.shape[2]}")
     is_even = np.ptp(v, axis=2).max() <= ALIKE * np.abs(v).max()
     if is_even and "attn_weights" not in values:  # any attention weights return the same context
-        raise Refusal("inputs", "differ between tokens", "equal values at all of them")
+        raise InputError("inputs", "differ between tokens", "equal values at all of them")
     found.add("num_heads", num_heads, "heads of the queries that attention receives")
     found.add("num_kv_heads", k.shape[1], HOW_HEADS)
     found.add("head_dim", head_dim, "features of those heads")
@@ -112,12 +112,12 @@ def _fit_projections(
         fit_latents(layer, found, q, heads["k"], heads["v"])
         return
     if q.factor != 1.0 and not found.is_scaled_before:
-        raise Refusal("q", "be the output of a projection", f"{q.factor:.4g} times that")
+        raise InputError("q", "be the output of a projection", f"{q.factor:.4g} times that")
     biases = []
     sides = {"q": "query", "k": "key", "v": "value"}
     for part, traced in heads.items():
         if len(traced.modules) != 1:
-            raise Refusal(f"{part}_proj", "return the features of the heads", "several that do")
+            raise InputError(f"{part}_proj", "return the features of the heads", "several that do")
         (each,) = traced.modules
         biases.append(found.project(f"{part}_proj", each, traced.places))
         found.ends[sides[part]] = end_of(each)
@@ -169,21 +169,23 @@ def _fit_heads(layer: ObservedLayer, part: str, ropes: list[Rope], config: Mappi
     while True:
         traced = _returned(layer, part, heads, ropes, found.fields.get("clip_qkv"))
         if traced is None:
-            raise Refusal(part, "be made of features that a projection or a norm returns", f"{part} of {heads.shape}")
+            raise InputError(
+                part, "be made of features that a projection or a norm returns", f"{part} of {heads.shape}"
+            )
         before = traced.heads * np.float32(traced.factor)
         factors = factors_of(before, heads) if part == "q" else None
         if factors is not None:
             heads = _untempered(layer, before, heads, factors, config, found)
         turned = fit_rope(before, heads, ropes)
         if turned is not None and (rope is not None or part == "v"):
-            raise Refusal("rope", "turn queries and keys, and once", f"{part} turned by {turned}")
+            raise InputError("rope", "turn queries and keys, and once", f"{part} turned by {turned}")
         if turned is not None and norm is not None:
             norm = norm.replace(after_rope=True)
         rope = rope or turned
         if traced.modules[0].is_linear:
             break
         if norm is not None:
-            raise Refusal(f"{part}_norm", "be one norm", "two")
+            raise InputError(f"{part}_norm", "be one norm", "two")
         norm, weights, heads = fit_norm(part, traced)
         module = traced.modules[0].name
         found.normalize(f"{part}_norm", module, weights)
@@ -200,7 +202,7 @@ def _fit_heads(layer: ObservedLayer, part: str, ropes: list[Rope], config: Mappi
     if part == "q" and layer.tapped.scale == 1.0 and math.isclose(traced.factor, heads.shape[-1] ** -0.5):
         found.is_scaled_before = True
     elif part != "q" and traced.factor != 1.0:
-        raise Refusal(part, "be the output of a projection", f"{traced.factor:.4g} times that")
+        raise InputError(part, "be the output of a projection", f"{traced.factor:.4g} times that")
     return traced
 
 
@@ -209,7 +211,7 @@ def _check_axes(layer: ObservedLayer, rope: Rope | None) -> None:
     places = layer.values.get("positions")
     if rope is not None and places is not None and (rope.sections is None) != (places.ndim == 2):
         known = "one axis" if places.ndim == 2 else f"{len(places)} that are the same"
-        raise Refusal("positions", "have one axis for each axis of RoPE", known)
+        raise InputError("positions", "have one axis for each axis of RoPE", known)
 
 
 def positions_on_axes(layer: ObservedLayer, found: Fit) -> np.ndarray:
@@ -222,7 +224,7 @@ def positions_on_axes(layer: ObservedLayer, found: Fit) -> np.ndarray:
     q, rope = layer.values["q"], found.fields["rope"]
     traced = _returned(layer, "q", q, [rope], found.fields.get("clip_qkv"))
     if traced is None:
-        raise Refusal("q", "be made of features that a projection or a norm returns", f"q of {q.shape}")
+        raise InputError("q", "be made of features that a projection or a norm returns", f"q of {q.shape}")
     return positions_of(traced.heads * np.float32(traced.factor), q, rope)
 
 
@@ -239,7 +241,7 @@ def _untempered(
     positions = layer.values["positions"] if "positions" in layer.values else np.arange(num_tokens)
     temperature = fit_temperature(factors, positions.reshape(-1, num_tokens)[0], config)
     if temperature is None or "temperature" in found.fields:
-        raise Refusal(
+        raise InputError(
             "q", "be multiplied by a temperature of its positions", f"factors {np.round(factors, 4).tolist()}"
         )
     how = "factor of the length of queries at each position"
@@ -269,7 +271,7 @@ def _returned(
 def _fit_output(layer: ObservedLayer, found: Fit) -> None:
     values = layer.values
     if "context" not in values:
-        raise Refusal("context", "be returned by the attention function", "nothing")
+        raise InputError("context", "be returned by the attention function", "nothing")
     context = features_of(values["context"])
     if np.array_equal(context, flat(values["output"])):
         found.add("out_proj", False, "the output is the context")
@@ -287,7 +289,7 @@ def _fit_output(layer: ObservedLayer, found: Fit) -> None:
         found.add("out_bias", has_bias, f"{each.name} receives {received} and returns the output")
         found.ends["output"] = end_of(each)
         return
-    raise Refusal("output", "be a projection of the context", "another")
+    raise InputError("output", "be a projection of the context", "another")
 
 
 def _fit_gate(layer: ObservedLayer, entered: np.ndarray, found: Fit) -> bool:

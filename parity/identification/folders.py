@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes  # noqa: F401, registers its dtypes with NumPy by name
 import numpy as np
 
-from mha_spec import Refusal
+from mha_spec import InputError
 from parity.conversion.layouts import LAYOUTS
 from parity.conversion.metadata import metadata_of, tells_layout
 from parity.conversion.prefixes import join
@@ -63,7 +63,7 @@ def code_of_transformers(folder: str | os.PathLike[str]) -> Iterator[None]:
     try:
         with user_code("transformers"):
             yield
-    except (Refusal, OSError, ImportError, MemoryError):
+    except (InputError, OSError, ImportError, MemoryError):
         raise
     except Exception as error:
         text = in_line(f"{type(error).__name__}: {error}", MOST_OF_ERROR)
@@ -71,16 +71,16 @@ def code_of_transformers(folder: str | os.PathLike[str]) -> Iterator[None]:
         if broken is not None:
             broken.hint = "; ".join(filter(None, [broken.hint, f"transformers does not load it either: {text}"]))
             raise broken from error
-        raise Refusal(folder, "be a model that transformers loads without code of others", text) from error
+        raise InputError(folder, "be a model that transformers loads without code of others", text) from error
 
 
-def _broken_rule(folder: str | os.PathLike[str]) -> Refusal | None:
+def _broken_rule(folder: str | os.PathLike[str]) -> InputError | None:
     """Return why the rules of its family reject a folder; None if its family has none, or they accept it."""
     try:
         config = read_config(folder)
         if known_parts(config):
             layers_of_parts(config)
-    except Refusal as error:
+    except InputError as error:
         return error.within(os.fspath(folder))
     return None
 
@@ -119,7 +119,7 @@ def observe_folder(folder: str | os.PathLike[str]) -> list[LiveLayer]:
     layers = [_as_stored(layer, dtype) for layer in layers_of(model, _inputs(model, candidates))]
     absent = [*told["missing_keys"], *(name for name, *_ in told["mismatched_keys"])]
     if lost := [name for name in absent if any(f"{name}.".startswith(f"{layer.name}.") for layer in layers)]:
-        raise Refusal(folder, "hold the weights of all layers", f"none of {', '.join(lost[:3])}")
+        raise InputError(folder, "hold the weights of all layers", f"none of {', '.join(lost[:3])}")
     return layers
 
 
@@ -141,7 +141,7 @@ def _inputs(model: Any, candidates: Sequence[dict[str, torch.Tensor]]) -> dict[s
         else:
             return inputs
     hint = "parity.layers_of(model, inputs) takes the inputs of any"
-    raise Refusal("a folder to observe", "be of a model of tokens or images", in_line(repr(error), 120), hint=hint)
+    raise InputError("a folder to observe", "be of a model of tokens or images", in_line(repr(error), 120), hint=hint)
 
 
 def random_inputs(config: Any) -> Iterator[dict[str, torch.Tensor]]:
@@ -180,7 +180,7 @@ def observed_file(layers: Sequence[LiveLayer]) -> Iterator[Path]:
     """
     known = [layer for layer in layers if layer.spec is not None]
     if not known:
-        raise Refusal("a layer of the model", "be identified", "; ".join(map(str, layers)))
+        raise InputError("a layer of the model", "be identified", "; ".join(map(str, layers)))
     specs = {layer.name: layer.spec for layer in known if layer.spec is not None}
     held = {join(layer.name, name): weight for layer in known for name, weight in layer.weights.items()}
     infos = {name: (weight.shape, weight.dtype) for name, weight in held.items()}

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mha_spec import AttentionSpec, Refusal
+from mha_spec import AttentionSpec, InputError
 from parity.core.arrays import to_numpy
 from parity.core.weights import Weights
 from parity.identification.ends import End
@@ -85,7 +85,7 @@ class Fit:
             ValueError: if they differ.
         """
         if name in self.fields and self.fields[name] != value:
-            raise Refusal(name, "be the same for queries and keys", f"{self.fields[name]} and {value}")
+            raise InputError(name, "be the same for queries and keys", f"{self.fields[name]} and {value}")
         self.fields[name] = value
 
     def project(self, name: str, each: Submodule, rows: Sequence[int] | np.ndarray) -> bool:
@@ -106,7 +106,7 @@ class Fit:
             self._use_rows(name, "bias", each, rows)
             made = made + self.weights[f"{name}.bias"]
         if not is_close(made, flat(each.result)[:, rows]):
-            raise Refusal(name, "be the product with one matrix", f"{each.name} returned another")
+            raise InputError(name, "be the product with one matrix", f"{each.name} returned another")
         return bias is not None
 
     def _use_rows(self, name: str, leaf: str, each: Submodule, rows: Sequence[int] | np.ndarray) -> None:

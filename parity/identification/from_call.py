@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mha_spec import Refusal
+from mha_spec import InputError
 from parity.core.arrays import to_numpy
 from parity.identification.call_masks import HIDES
 from parity.identification.found import Fit
@@ -55,7 +55,7 @@ def parts_from_call(layer: ObservedLayer, inputs: Collection[str]) -> dict[str, 
     try:
         before = _called_again(layer, *layer.call)
     except Exception as error:  # the layer may raise anything
-        raise Refusal("the layer", "run by itself with its arguments of a call", f"{error!r:.120}") from error
+        raise InputError("the layer", "run by itself with its arguments of a call", f"{error!r:.120}") from error
     found: dict[str, list[str]] = {}
     for name, other in others.items():
         try:
@@ -63,7 +63,7 @@ def parts_from_call(layer: ObservedLayer, inputs: Collection[str]) -> dict[str, 
         except Exception as error:  # the layer may raise anything
             if _segment_ids(arguments[name], num_tokens) is not None:
                 rule = "have an effect that other values show, because it may hold segments"
-                raise Refusal(name, rule, f"{error!r:.120}") from error
+                raise InputError(name, rule, f"{error!r:.120}") from error
             found.setdefault(UNKNOWN, []).append(name)
             continue
         if part := _part_of(name, arguments[name], other, before, after):
@@ -90,16 +90,16 @@ def with_segments(layer: ObservedLayer, found: Fit) -> ObservedLayer:
         others = {name: x for name, x in values.items() if name != SEGMENTS}
         hidden = (seen[:, :, None] != seen[:, None])[:, None]
         if "mask" in others:
-            raise Refusal("segments", "be passed by an argument of the call", "a mask in addition to other segments")
+            raise InputError("segments", "be passed by an argument of the call", "a mask in addition to other segments")
         return layer.with_values({**others, "mask": hidden})
     batch_size, _, num_tokens, _ = values["q"].shape
     name = found.from_call[SEGMENTS]
     ids = _segment_ids(layer.numbers.get(name), num_tokens)
     if ids is None:
-        raise Refusal(name, "be boundaries, lengths or numbers of segments", "another array")
+        raise InputError(name, "be boundaries, lengths or numbers of segments", "another array")
     ids = np.broadcast_to(ids, (batch_size, num_tokens))
     if seen is not None and not np.array_equal(_same(seen), _same(ids)):
-        raise Refusal("segments", f"be those of {name}", "others")
+        raise InputError("segments", f"be those of {name}", "others")
     return layer.with_values({**values, SEGMENTS: ids.copy()})
 
 
@@ -183,11 +183,11 @@ def _part_of(name: str, value: Any, other_value: Any, before: TappedLayer, after
         return not np.array_equal(one.get(stage, 0), other.get(stage, 0), equal_nan=True)
 
     if "q" in one and "q" not in other:
-        raise Refusal(name, "have other values with which the layer is one attention", after.not_seen)
+        raise InputError(name, "have other values with which the layer is one attention", after.not_seen)
     if differs("q") or differs("k"):
         return POSITIONS
     if differs("v"):
-        raise Refusal("v", f"depend on the input of values, not on {name}")
+        raise InputError("v", f"depend on the input of values, not on {name}")
     if before.scale != after.scale:
         return SCALE
     if differs(SEGMENTS):
@@ -200,7 +200,7 @@ def _part_of(name: str, value: Any, other_value: Any, before: TappedLayer, after
         numbers = to_numpy(value)
         return MASK if (numbers < HIDES).any() or not numbers.any() else BIAS
     if differs("context"):
-        raise Refusal("context", f"depend on the stages before it, not on {name}")
+        raise InputError("context", f"depend on the stages before it, not on {name}")
     return ""
 
 

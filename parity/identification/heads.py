@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from mha_spec import Refusal
+from mha_spec import InputError
 from parity.identification.program import Operation, Program, Values
 
 
@@ -175,13 +175,15 @@ class AttentionFinder:
 
     def _whole(self, logits: int, weights: int, scores: set[int]) -> Attention:
         if len(scores) > 1:
-            raise Refusal("scores", "be one product of queries and keys, without parameters", f"{len(scores)} products")
+            raise InputError(
+                "scores", "be one product of queries and keys, without parameters", f"{len(scores)} products"
+            )
         moved = self._moved(weights)
         contexts = [
             each for number in moved for each in self.program.users.get(number, ()) if each.made[0] in self.products
         ]
         if len(contexts) != 1:
-            raise Refusal("context", "be one product of the softmax and values", f"{len(contexts)} such products")
+            raise InputError("context", "be one product of the softmax and values", f"{len(contexts)} such products")
         (v,) = (number for number in contexts[0].given if number not in moved)
         (product,) = scores
         q, k = self.program.maker[product].given
@@ -199,7 +201,7 @@ class AttentionFinder:
     def _projection(self, part: str, number: int) -> Linear:
         nearest = self._nearest(number)
         if len(nearest) != 1 or not nearest <= self.linears.keys():
-            raise Refusal(part, "be made by one projection", f"{len(nearest)} products")
+            raise InputError(part, "be made by one projection", f"{len(nearest)} products")
         return self.linears[nearest.pop()]
 
     def _out(self, context: int) -> tuple[Linear | None, tuple[Linear, ...]]:
@@ -218,7 +220,7 @@ class AttentionFinder:
                 if each.name == "mul" or self.program.moved_from(each) == number:
                     known += each.made
         if set(self._moved(context)).isdisjoint(self.program.results):
-            raise Refusal("context", "be the input of a projection", "another function of it")
+            raise InputError("context", "be the input of a projection", "another function of it")
         return None, ()
 
     def biased(self, linear: Linear, values: Values) -> list[Biased]:

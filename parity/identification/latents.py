@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mha_spec import Latent, Norm, Refusal
+from mha_spec import InputError, Latent, Norm
 from parity.core.weights import Weights
 from parity.identification.ends import end_of
 from parity.identification.found import Fit
@@ -81,7 +81,7 @@ def fit_latents(layer: ObservedLayer, found: Fit, q: Traced, k: Traced, v: Trace
     kv, of_q = latent_of(layer, k.modules[0]), latent_of(layer, q.modules[0])
     shared = k.of_head(slice(own, None))
     if len(q.modules) != 1 or kv is None or shared.modules[0].name != kv.source.name:
-        raise Refusal("latents", "be made by one projection with the shared part of keys", "several")
+        raise InputError("latents", "be made by one projection with the shared part of keys", "several")
     kv_places, q_places = shared.places[:rope_dim], q.places.reshape(num_heads, head_dim)
     rope = found.fields.get("rope")
     if rope is not None and rope.pairs == "half":
@@ -104,7 +104,7 @@ def fit_latents(layer: ObservedLayer, found: Fit, q: Traced, k: Traced, v: Trace
     for name, (module, places) in second.items():
         biases[name] = found.project(name, module, places.reshape(-1))
     if biases["kv_b_proj"] or biases.get("q_b_proj"):
-        raise Refusal("projections of latents", "have no bias", biases=biases)
+        raise InputError("projections of latents", "have no bias", biases=biases)
     width = kv.source.given.shape[-1]
     latent = _latent(kv, of_q, rope_dim, width, q.factor)
     found.add(
@@ -130,14 +130,14 @@ def _num_shared(k: Traced) -> int:
     count = int(is_shared[0].sum())
     places = k.places.reshape(num_heads, head_dim)[:, head_dim - count :]
     if not (is_shared == (np.arange(head_dim) >= head_dim - count)).all() or not (places == places[0]).all():
-        raise Refusal("keys", "end with features that all heads share", "another order")
+        raise InputError("keys", "end with features that all heads share", "another order")
     return count
 
 
 def _latent(kv: LatentNorm, q: LatentNorm | None, rope_dim: int, width: int, q_factor: float) -> Latent:
     norms = {each.norm for each in (kv, q) if each is not None}
     if len(norms) != 1 or (norm := norms.pop()) != Norm(over="width", eps=norm.eps):
-        raise Refusal("norms of latents", "be one RMS norm with a weight", norms=norms)
+        raise InputError("norms of latents", "be one RMS norm with a weight", norms=norms)
     kv_rank, q_rank = len(kv.places), None if q is None else len(q.places)
     q_factor = _rounded(q_factor * (1.0 if q is None else q.factor), width, q_rank)
     return Latent(kv_rank, rope_dim, q_rank, norm.eps, q_factor, _rounded(kv.factor, width, kv_rank))

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mha_spec import AttentionSpec, Refusal
+from mha_spec import AttentionSpec, InputError
 from parity.core.compare import Comparison
 from parity.core.records import JsonRecord
 from parity.core.user_code import user_code
@@ -159,7 +159,7 @@ def _ruled(model: Any, name: str) -> tuple[tuple[ModelLayer, Weights] | None, st
 
 def _reason(error: Exception) -> str:
     """Return why there are no rules, without the hint."""
-    return error.got if isinstance(error, Refusal) and isinstance(error.got, str) else str(error)
+    return error.got if isinstance(error, InputError) and isinstance(error.got, str) else str(error)
 
 
 def _differences(ruled: ModelLayer, weights: Weights, observed: Identification) -> list[str]:

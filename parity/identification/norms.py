@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mha_spec import Norm, Refusal
+from mha_spec import InputError, Norm
 from parity.core.arrays import to_numpy
 from parity.core.weights import Weights
 from parity.identification.observe import Submodule
@@ -42,7 +42,7 @@ def fit_norm(part: str, traced: Traced) -> tuple[Norm, Weights, np.ndarray]:
         norm, weights = norm_of(module, "width" if is_wide else "head")
         is_whole = given is not None and np.array_equal(traced.places, np.arange(given.shape[-1]))
         if not is_whole and (is_wide or norm.per_head):
-            raise Refusal(f"{part}_norm", "return the heads in their order", "another order")
+            raise InputError(f"{part}_norm", "return the heads in their order", "another order")
     else:
         norm, weights = _of_each_head(part, traced)
     columns = [_column_given(*each, batch_size, num_tokens) for each in zip(traced.sources, traced.places, strict=True)]
@@ -54,7 +54,7 @@ def _column_given(source: Submodule, place: int, batch_size: int, num_tokens: in
     """Return the input feature (B, T) at a place of the output of a norm."""
     given = tokens_of(source.given, batch_size, num_tokens)
     if given is None:
-        raise Refusal(source.name, "receive tokens or heads", f"{source.given.shape}")
+        raise InputError(source.name, "receive tokens or heads", f"{source.given.shape}")
     return given[..., place]
 
 
@@ -66,11 +66,11 @@ def _of_each_head(part: str, traced: Traced) -> tuple[Norm, Weights]:
         features = slice(head * head_dim, (head + 1) * head_dim)
         sources, places = traced.sources[features], traced.places[features]
         if any(each is not sources[0] for each in sources) or not np.array_equal(places, np.arange(head_dim)):
-            raise Refusal(f"{part}_norm", "be one norm, or one for each head", "features of several")
+            raise InputError(f"{part}_norm", "be one norm, or one for each head", "features of several")
         found.append(norm_of(sources[0], "head"))
     norm = found[0][0]
     if any(each != norm for each, _ in found):
-        raise Refusal(f"{part}_norm", "be of one kind for all heads", "several")
+        raise InputError(f"{part}_norm", "be of one kind for all heads", "several")
     weights = {leaf: np.stack([each[leaf] for _, each in found]) for leaf in found[0][1]}
     return norm.replace(per_head=bool(weights)), weights
 
@@ -84,13 +84,13 @@ def norm_of(each: Submodule, over: Literal["head", "width"]) -> tuple[Norm, Weig
     parameters = {name: to_numpy(x) for name, x in each.module.named_parameters()}
     weight, bias = parameters.get("weight"), parameters.get("bias")
     if any(x.shape[-1:] != each.given.shape[-1:] for x in parameters.values()):
-        raise Refusal(each.name, "be an RMS or a layer norm", type(each.module).__name__)
+        raise InputError(each.name, "be an RMS or a layer norm", type(each.module).__name__)
     if weight is not None and weight.squeeze().ndim == 2 and each.given.ndim < 4:  # a matrix, not a weight per head
-        raise Refusal(each.name, "be an RMS or a layer norm", type(each.module).__name__)
+        raise InputError(each.name, "be an RMS or a layer norm", type(each.module).__name__)
     leaves = {} if weight is None else {"weight": weight} | ({} if bias is None else {"bias": bias})
     found = norm_between(each.given, each.result, _candidates(each), [leaves])
     if found is None:
-        raise Refusal(each.name, "be an RMS or a layer norm", type(each.module).__name__)
+        raise InputError(each.name, "be an RMS or a layer norm", type(each.module).__name__)
     leaves = {name: np.squeeze(leaf) if leaf.ndim > 2 else leaf for name, leaf in leaves.items()}
     return found[0].replace(over=over, per_head=weight is not None and weight.squeeze().ndim == 2), leaves
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mha_spec import Refusal
+from mha_spec import InputError
 from parity.core.arrays import to_numpy
 from parity.core.user_code import user_code
 from parity.tapping import patterns_of
@@ -105,7 +105,7 @@ class ObservedLayer:
         """
         found = next((each for each in self.inside if (each.name, each.call) == (name, call)), None)
         if found is None:
-            raise Refusal(name, "run in each call", "it did not")
+            raise InputError(name, "run in each call", "it did not")
         return found
 
     def linears(self) -> list[Submodule]:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from flax import linen, nnx
 
-from mha_spec import Refusal
+from mha_spec import InputError
 from parity.core.arrays import to_jax
 from parity.core.user_code import user_code
 from parity.identification.arranged import Arranged
@@ -88,7 +88,7 @@ def flax_model(model: Any) -> FlaxModel:
         return FlaxModel(call_nnx, _named(state, "."), ".", classes)
     if model.scope is None:
         hint = "model.bind(variables) returns one"
-        raise Refusal("model", "be bound to its variables", f"an unbound {type(model).__name__}", hint=hint)
+        raise InputError("model", "be bound to its variables", f"an unbound {type(model).__name__}", hint=hint)
     module, variables = model.unbind()
 
     def note(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], context: Any) -> Any:
@@ -145,10 +145,10 @@ class FlaxObserver:
             self.program = Program(call, list(self.model.leaves.values()), self.inputs)
         except jax.errors.JAXTypeError as error:
             reason = str(error).partition("\n")[0]
-            raise Refusal("model", "be a function that jax.make_jaxpr can trace", reason) from error
+            raise InputError("model", "be a function that jax.make_jaxpr can trace", reason) from error
         live = self.program.before(self.program.results)
         if any(each.name in RANDOM and live & set(each.made) for each in self.program.operations):
-            raise Refusal(
+            raise InputError(
                 "model", "be in evaluation: model.eval(), or deterministic=True", "random numbers in its call"
             )
         self.finder = AttentionFinder(self.program, dict(zip(self.program.arguments, self.model.leaves, strict=False)))
@@ -186,7 +186,7 @@ class FlaxObserver:
                 self.refusals[name] = "no softmax between two products was seen in its call"
         if not self._leaves:
             known = "none" if patterns is None else f"none in {list(patterns)}"
-            raise Refusal("model", "have attention: a softmax between two products", known)
+            raise InputError("model", "have attention: a softmax between two products", known)
 
     def _is_in(self, name: str, module: str) -> bool:
         return not module or name.startswith(f"{module}{self.model.separator}")
@@ -310,7 +310,7 @@ class FlaxObserver:
         """
         found = self.finder.biased(linear, values)
         if len(found) != 1:
-            raise Refusal("output", "be a product with one bias or none", f"{len(found)} with and without one")
+            raise InputError("output", "be a product with one bias or none", f"{len(found)} with and without one")
         return _features(values[found[0].result], found[0].places, len(linear.weight(values)))
 
     def _linears(self, arranged: Arranged, values: Values, context: np.ndarray) -> Iterator[Made]:

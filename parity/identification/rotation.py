@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mha_spec import Refusal, Rope
+from mha_spec import InputError, Rope
 from parity.models.config import Config
 from parity.models.rope import read_rope
 
@@ -62,7 +62,7 @@ def fit_rope(before: np.ndarray, after: np.ndarray, candidates: list[Rope]) -> R
                     return rope
     if seen:
         known = f"frequencies {np.round(seen[0].frequencies[:4], 6).tolist()} …"
-        raise Refusal("rope", "have frequencies of a plain base, or of the configuration", known)
+        raise InputError("rope", "have frequencies of a plain base, or of the configuration", known)
     return _fit_axes(before, after, candidates, layouts)
 
 
@@ -132,7 +132,7 @@ def _fit_axes(before: np.ndarray, after: np.ndarray, candidates: list[Rope], lay
                 found[rope] = int(positions.max())
     if not found:
         known = "pairs that turn by other angles" if turning else "no pairs that turn"
-        raise Refusal("rope", "turn pairs by the place, or by integers on two or three axes", known)
+        raise InputError("rope", "turn pairs by the place, or by integers on two or three axes", known)
     return min(found, key=lambda rope: found[rope])
 
 
@@ -169,7 +169,7 @@ def positions_of(before: np.ndarray, after: np.ndarray, rope: Rope, tolerance: f
     factors = _factors_of(before, after, rope, over=(1,))  # (B, T, pairs)
     head_dim, sections = before.shape[-1], rope.sections or ()
     if factors is None or min(sections, default=0) < 2:
-        raise Refusal("rope", "turn two pairs or more on each axis", str(rope))
+        raise InputError("rope", "turn two pairs or more on each axis", str(rope))
     frequencies, axes = rope.frequencies(head_dim).astype(np.float64), rope.axes(head_dim)
     angles = np.arange(MOST_POSITIONS)[:, None] * frequencies
     cos, sin = rope.attention_factor * np.cos(angles), rope.attention_factor * np.sin(angles)
@@ -181,7 +181,7 @@ def positions_of(before: np.ndarray, after: np.ndarray, rope: Rope, tolerance: f
     chosen = positions[axes], np.arange(len(axes))[:, None, None]
     made = np.moveaxis(cos[chosen] + 1j * sin[chosen], 0, -1)
     if not (error := np.abs(made - factors).max()) <= tolerance:
-        raise Refusal("rope", f"turn pairs by integers on {len(sections)} axes", f"{error:.2g} from those of {rope}")
+        raise InputError("rope", f"turn pairs by integers on {len(sections)} axes", f"{error:.2g} from those of {rope}")
     return positions
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mha_spec import Refusal
+from mha_spec import InputError
 from parity.core.arrays import to_numpy
 from parity.identification.biases import Added, added_to, fit_alibi, fit_relative_bias, scored
 from parity.identification.found import Evidence, Fit
@@ -44,13 +44,13 @@ def fit_mask(layer: ObservedLayer, found: Fit, num_tokens: int) -> None:
     hidden = _hidden(layer, num_tokens)
     if layer.is_cross:
         if hidden.any():
-            raise Refusal("the mask", "hide nothing of another sequence", "one that hides keys")
+            raise InputError("the mask", "hide nothing of another sequence", "one that hides keys")
         return
     places = np.arange(num_tokens)
     distances = places[:, None] - places
     together = _together(layer, num_tokens)
     if "mask" in layer.values and not hidden[~together].all():
-        raise Refusal("the mask", f"hide other segments of {found.from_call['segment_ids']}", "one that does not")
+        raise InputError("the mask", f"hide other segments of {found.from_call['segment_ids']}", "one that does not")
     hidden = hidden | ~together
     found.is_causal = bool((hidden | (distances >= 0)).all() and hidden[distances < 0].all())
     own = (distances >= 0) & together if found.is_causal else together
@@ -70,7 +70,7 @@ def _together(layer: ObservedLayer, num_tokens: int) -> np.ndarray:
     if ids is None:
         return np.ones((num_tokens, num_tokens), bool)
     if (ids != ids[:1]).any():
-        raise Refusal("segments", "be the same for all sequences", str(ids.shape))
+        raise InputError("segments", "be the same for all sequences", str(ids.shape))
     return ids[0][:, None] == ids[0]
 
 
@@ -84,13 +84,13 @@ def _fit_span(hidden: np.ndarray, own: np.ndarray, distances: np.ndarray, found:
         if np.array_equal(hidden & own, (places[:, None] // chunk != places // chunk) & own):
             found.add("chunk_size", chunk, "the mask", up_to=num_tokens)
             return
-    raise Refusal("the mask", "be causal, a window or chunks", "another pattern")
+    raise InputError("the mask", "be causal, a window or chunks", "another pattern")
 
 
 def _read_window(layer: ObservedLayer, found: Fit, num_tokens: int) -> None:
     window = layer.tapped.window
     if window is not None and window < num_tokens:
-        raise Refusal("the window", "hide keys", f"{window} and a mask of {num_tokens} tokens that hides none")
+        raise InputError("the window", "hide keys", f"{window} and a mask of {num_tokens} tokens that hides none")
     if window is not None:
         found.add("window_size", window, "argument of the attention function", is_seen=False)
 
@@ -107,7 +107,7 @@ def _hidden(layer: ObservedLayer, num_tokens: int) -> np.ndarray:
         return np.triu(np.full((num_tokens, num_keys), is_causal, bool), 1)
     hidden = is_hidden(np.broadcast_to(mask, (*mask.shape[:2], num_tokens, num_keys)))
     if not (hidden == hidden[:1, :1]).all() or "is_real" in layer.values:
-        raise Refusal("the mask", "be the same for all sequences and heads, without padding", str(mask.shape))
+        raise InputError("the mask", "be the same for all sequences and heads, without padding", str(mask.shape))
     return hidden[0, 0]
 
 
@@ -124,7 +124,7 @@ def fit_bias(layer: ObservedLayer, config: Mapping[str, Any], found: Fit) -> Non
     """
     try:
         _fit_constant(layer, config, found, 0.0)
-    except Refusal:  # numbers that depend on queries or keys
+    except InputError:  # numbers that depend on queries or keys
         rest, hidden = _rest(layer), _hidden(layer, layer.values["q"].shape[2])
         gained = None if rest is None else fit_relative_products(layer, rest, hidden, config, found)
         if gained is None:
@@ -150,7 +150,9 @@ def _fit_constant(layer: ObservedLayer, config: Mapping[str, Any], found: Fit, g
     relative = fit_relative_bias(added, tables, candidates)
     if relative is None:
         known = f"numbers up to {np.abs(added.values).max():.2g}"
-        raise Refusal("numbers added to scores", "be a mask, ALiBi or a table for distances or places on a grid", known)
+        raise InputError(
+            "numbers added to scores", "be a mask, ALiBi or a table for distances or places on a grid", known
+        )
     value, name = relative
     found.add("relative_bias", value, f"numbers that are added to scores are those of {name}", up_to=num_tokens)
     found.weights["relative_bias"] = tables[name]
@@ -184,6 +186,6 @@ def _added(layer: ObservedLayer, gained: np.ndarray | float) -> Added | None:
         tolerance = CLOSE * float(np.abs(gained).max())
         numbers = np.where(np.abs(numbers) <= tolerance, 0.0, numbers)
     if (numbers != numbers[:1]).any():
-        raise Refusal("numbers added to scores", "be the same for all sequences", str(mask.shape))
+        raise InputError("numbers added to scores", "be the same for all sequences", str(mask.shape))
     numbers = np.broadcast_to(numbers[0], (q.shape[1], *numbers.shape[2:]))
     return Added(numbers, hidden, 1e-6 * float(np.abs(numbers).max()))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mha_spec import Refusal, WrongType
+from mha_spec import InputError, InputTypeError
 from parity.files.small import read_json
 from parity.models.keys import check_kind
 
@@ -44,7 +44,7 @@ def read_config(path: str | os.PathLike[str]) -> Mapping[str, Any]:
             raise FileNotFoundError(f"the folder of a model must have a config.json, and {path.parent} has none")
     values = read_json(path)
     if not isinstance(values, Mapping):
-        raise Refusal(path, "hold the values of a configuration by name")
+        raise InputError(path, "hold the values of a configuration by name")
     return values
 
 
@@ -63,10 +63,10 @@ def values_of(config: Any) -> Mapping[str, Any]:
         return to_dict()
     if isinstance(config, str | os.PathLike):
         return read_config(config)
-    raise WrongType("config", "be that of a model, its values or a path", type(config).__name__)
+    raise InputTypeError("config", "be that of a model, its values or a path", type(config).__name__)
 
 
-class MissingKey(Refusal):
+class MissingKeyError(InputError):
     """A required key is missing."""
 
 
@@ -106,7 +106,7 @@ class Config:
         """Return the value of the first key that is present, which may be None.
 
         Raises:
-            MissingKey: if all keys are missing.
+            MissingKeyError: if all keys are missing.
         """
         if self._values.keys().isdisjoint(names) and self._defaults.keys().isdisjoint(names):
             self.read(*names)
@@ -130,13 +130,13 @@ class Config:
         """Return the value of the first key that is present, or this family's default.
 
         Raises:
-            MissingKey: if all keys are missing and there is no default.
+            MissingKeyError: if all keys are missing and there is no default.
         """
         found = self.find(*names)
         if found is not None:
             return found
         if default is None:
-            raise MissingKey("the configuration", f"have {self.where}{' or '.join(names)}, and it is not there")
+            raise MissingKeyError("the configuration", f"have {self.where}{' or '.join(names)}, and it is not there")
         return _default(names[0], default)
 
     def pass_over(self, kind: type) -> bool:
@@ -155,13 +155,13 @@ class Config:
         """Return a section, the same object each time.
 
         Raises:
-            MissingKey: if it is missing.
+            MissingKeyError: if it is missing.
             ValueError: if it is not a mapping.
         """
         if name not in self._sections:
             held = self.read(name).value
             if not isinstance(held, Mapping):
-                raise Refusal(f"{self.where}{name}", "hold values by name", {name: held})
+                raise InputError(f"{self.where}{name}", "hold values by name", {name: held})
             self._sections[name] = Config(held, f"{self.where}{name}.", looked_up=self.looked_up)
         return self._sections[name]
 

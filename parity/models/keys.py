@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mha_spec import Refusal, WrongType
+from mha_spec import InputError, InputTypeError
 from mha_spec.rules import as_boolean, as_count, as_factor, as_number, as_rate
 
 LARGEST_COUNT = 2**63 - 1
@@ -20,9 +20,9 @@ Check = Callable[[str, Any], object]
 
 def _integer(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise WrongType(name, "be an integer", {name: value})
+        raise InputTypeError(name, "be an integer", {name: value})
     if abs(value) > LARGEST_COUNT:
-        raise Refusal(name, f"be at most {LARGEST_COUNT}", {name: value})
+        raise InputError(name, f"be at most {LARGEST_COUNT}", {name: value})
 
 
 def _count(name: str, value: Any) -> None:
@@ -32,33 +32,33 @@ def _count(name: str, value: Any) -> None:
 
 def _number(name: str, value: Any) -> None:
     if not math.isfinite(as_number(name, value)):
-        raise Refusal(name, "be finite", {name: value})
+        raise InputError(name, "be finite", {name: value})
 
 
 def _not_negative(name: str, value: Any) -> None:
     _number(name, value)
     if value < 0:
-        raise Refusal(name, "be at least 0", {name: value})
+        raise InputError(name, "be at least 0", {name: value})
 
 
 def _fraction(name: str, value: Any) -> None:
     if as_factor(name, value) > 1.0:
-        raise Refusal(name, "be at most 1", {name: value})
+        raise InputError(name, "be at most 1", {name: value})
 
 
 def _text(name: str, value: Any) -> None:
     if not isinstance(value, str):
-        raise WrongType(name, "be text", {name: value})
+        raise InputTypeError(name, "be text", {name: value})
 
 
 def _list(name: str, value: Any) -> None:
     if not isinstance(value, list | tuple):
-        raise Refusal(name, "be a list", {name: value})
+        raise InputError(name, "be a list", {name: value})
 
 
 def _section(name: str, value: Any) -> None:
     if not isinstance(value, Mapping):
-        raise Refusal(name, "hold values by name", {name: value})
+        raise InputError(name, "hold values by name", {name: value})
 
 
 def _list_of(check: Check) -> Check:
@@ -76,7 +76,7 @@ def _size(name: str, value: Any) -> None:
         _count(name, value)
         return
     if len(value) != 2:
-        raise Refusal(name, "be one size, or a height and a width", {name: value})
+        raise InputError(name, "be one size, or a height and a width", {name: value})
     _list_of(_count)(name, value)
 
 
@@ -90,11 +90,11 @@ def _patterns(name: str, value: Any) -> None:
     for place, each in enumerate(value):
         at = f"{name}[{place}]"
         if not isinstance(each, list | tuple) or len(each) != 2:
-            raise Refusal(at, "be a list of kinds and a number of repetitions", {at: each})
+            raise InputError(at, "be a list of kinds and a number of repetitions", {at: each})
         _list_of(_text)(f"{at}[0]", each[0])
         _count(f"{at}[1]", each[1])
         if each[1] > MOST_REPETITIONS:
-            raise Refusal(f"{at}[1]", f"be at most {MOST_REPETITIONS}", {f"{at}[1]": each[1]})
+            raise InputError(f"{at}[1]", f"be at most {MOST_REPETITIONS}", {f"{at}[1]": each[1]})
 
 
 def _checks(check: Check, names: str) -> dict[str, Check]:

@@ -7,11 +7,11 @@ from typing import Any
 
 from mha_spec import (
     DynamicScaling,
+    InputError,
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
     ProportionalScaling,
-    Refusal,
     Rope,
     YarnScaling,
 )
@@ -52,7 +52,7 @@ def read_rope(
     kind = values.find("rope_type", "type")
     word = "default" if kind is None else KINDS.get(str(kind.value), str(kind.value))
     if word not in ("default", "proportional", *SCALINGS):
-        raise Refusal(f"{values.where}rope_type", f"be one of {sorted(SCALINGS)}", repr(word))
+        raise InputError(f"{values.where}rope_type", f"be one of {sorted(SCALINGS)}", repr(word))
     share = _once(values.find("partial_rotary_factor"), config.find("partial_rotary_factor", "rotary_pct"))
     part = share.value if share is not None else 1.0 if fraction is None else fraction
     origins = [base.origin] + ([] if kind is None or word == "default" else [f"{kind.origin} {kind.value}"])
@@ -62,12 +62,12 @@ def read_rope(
         return Value(Rope(base.value, scaling=scaling, **fields), ", ".join(origins))
     if share is not None and part != 1.0 and fraction is None:
         said = share.origin
-        raise Refusal(said, "be 1 in models of this family, which rotate whole heads", {said: part})
+        raise InputError(said, "be 1 in models of this family, which rotate whole heads", {said: part})
     if part != 1.0 and "rotary_dim" in fields:  # redundant
         whole = config.read("head_dim").value
         if int(whole * part) != fields["rotary_dim"]:
             said = "the rotated part" if share is None else share.origin
-            raise Refusal(said, f"give {fields['rotary_dim']} of head_dim={whole} features", {said: part})
+            raise InputError(said, f"give {fields['rotary_dim']} of head_dim={whole} features", {said: part})
     elif part != 1.0:
         fields["rotary_dim"] = int(head_dim * part)
         origins.append(f"{share.origin} {part}" if share else f"{part} of a head: this family's default")
@@ -117,7 +117,7 @@ def _once(own: Value | None, of_model: Value | None) -> Value | None:
     """
     if own is not None and of_model is not None and own.value != of_model.value:
         both = f"{own.origin}={own.value} and {of_model.origin}={of_model.value}"
-        raise Refusal(of_model.origin, "be set once, or to equal values", str(both))
+        raise InputError(of_model.origin, "be set once, or to equal values", str(both))
     return own or of_model
 
 
@@ -171,7 +171,7 @@ def _longrope(values: Config, config: Config) -> LongRopeScaling:
     if short_scale is not None and long_scale is not None:
         if short_scale.value != long_scale.value:
             both = f"{short_scale.origin}={short_scale.value} and {long_scale.origin}={long_scale.value}"
-            raise Refusal("calls of both lengths", "have one factor", str(both))
+            raise InputError("calls of both lengths", "have one factor", str(both))
         told["attention_factor"] = long_scale.value
     return LongRopeScaling(_factor(values, config, original), original, short, long, **told)
 

@@ -7,9 +7,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from mha_spec import Norm, Refusal, Temperature
+from mha_spec import InputError, Norm, Temperature
 from mha_spec.rules import as_count
-from parity.models.config import Config, MissingKey, Value
+from parity.models.config import Config, MissingKeyError, Value
 from parity.models.rope import read_rope
 
 NOTHING = Value(None, "")
@@ -140,7 +140,7 @@ def only(kind: str, rule: Rule) -> Rule:
     def in_kind(place: ConfigLayer) -> Value:
         if place.kind == kind:
             return rule(place)
-        with suppress(MissingKey):  # not required here
+        with suppress(MissingKeyError):  # not required here
             rule(place)
         return NOTHING
 
@@ -167,11 +167,13 @@ def positioned(word: str, rule: Rule, *, others: tuple[str, ...]) -> Rule:
     def if_asked(place: ConfigLayer) -> Value:
         told = place.config.find("position_embedding_type")
         if told is not None and told.value not in (word, *others):
-            raise Refusal("position_embedding_type", f"be one of {(word, *others)}", position_embedding_type=told.value)
+            raise InputError(
+                "position_embedding_type", f"be one of {(word, *others)}", position_embedding_type=told.value
+            )
         if told is not None and told.value == word:
             found = rule(place)
             return Value(found.value, f"{told.origin} {word}, {found.origin}")
-        with suppress(MissingKey):
+        with suppress(MissingKeyError):
             rule(place)
         return NOTHING
 
@@ -202,7 +204,7 @@ def kv_source(place: ConfigLayer) -> int | None:
     found = [index for index, kind in enumerate(place.kinds[: max(before, 0)]) if kind == place.kind]
     if not found:
         rule = f"leave a layer of kind {place.kind!r} with keys of its own"
-        raise Refusal("num_kv_shared_layers", rule, num_kv_shared_layers=count)
+        raise InputError("num_kv_shared_layers", rule, num_kv_shared_layers=count)
     return found[-1]
 
 
@@ -231,7 +233,7 @@ def told_kind(config: Config, index: int) -> str:
     """Return the default kind, for families that require `layer_types`.
 
     Raises:
-        MissingKey: if `layer_types` is missing.
+        MissingKeyError: if `layer_types` is missing.
     """
     config.read("layer_types")
     return "full_attention"

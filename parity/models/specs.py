@@ -9,9 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mha_spec import AttentionSpec, Refusal
+from mha_spec import AttentionSpec, InputError
 from mha_spec.rules import as_count
-from parity.models.config import ABOUT_ATTENTION, SAYS_NOTHING, Config, MissingKey, Value, values_of
+from parity.models.config import ABOUT_ATTENTION, SAYS_NOTHING, Config, MissingKeyError, Value, values_of
 from parity.models.families import FAMILIES
 from parity.models.families.not_covered import NOT_COVERED, WITHOUT_ATTENTION
 from parity.models.rules import ConfigLayer, Family, Stack
@@ -106,7 +106,7 @@ def specs_of(config: Any, *, part: str | None = None) -> list[ModelLayer]:
     if unread:
         family = part_of(values_of(config), part)["model_type"]
         names = ", ".join(f"{name}={value!r}" for name, value in unread.items())
-        raise Refusal("every key about attention", f"be supported for model_type={family!r}", names)
+        raise InputError("every key about attention", f"be supported for model_type={family!r}", names)
     return layers
 
 
@@ -122,12 +122,12 @@ def read_layers(config: Mapping[str, Any], part: str | None = None) -> tuple[lis
     _check_fixed(family, read)
     try:
         layers = [layer for stack in family.stacks for layer in _layers(stack, read)]
-    except Refusal:
+    except InputError:
         raise
     except (ArithmeticError, LookupError, AttributeError, TypeError, ValueError) as error:
         # Each value is of the right kind, as checked when it was read. Together they are wrong: for example, their
         # product is beyond the largest float.
-        raise Refusal("the values of a configuration", "fit each other", read.numbers_read()) from error
+        raise InputError("the values of a configuration", "fit each other", read.numbers_read()) from error
     return layers, dict(read.unread(family.says_nothing))
 
 
@@ -194,7 +194,7 @@ def _part(config: Mapping[str, Any], name: str, where: str = "") -> Mapping[str,
     """
     if name not in sections_of(config):
         parts = _in_words(config, where) or f"none, for {where.removesuffix('.') or 'the model'} is one"
-        raise Refusal("part", f"be a part of the model: {parts}", part=where + name)
+        raise InputError("part", f"be a part of the model: {parts}", part=where + name)
     part, whole = config[name], config.get("model_type")
     own = part.get("model_type")
     return part if own and own != whole else {**part, "model_type": f"{whole}_{name.removesuffix('_config')}"}
@@ -224,12 +224,12 @@ def _check_fixed(family: Family, read: Config) -> None:
             continue
         found = (read.section(section) if section else read).find(leaf)
         if found is not None and found.value != value:
-            raise Refusal(name, f"be {value!r} in models of this family", {name: found.value})
+            raise InputError(name, f"be {value!r} in models of this family", {name: found.value})
     classes = read.find("architectures")
     if classes is None or len({stack.part for stack in family.stacks}) == 1:
         return
     if any(PART_ALONE.search(str(each)) for each in classes.value):
-        raise Refusal("architectures", "be those of a whole model", architectures=classes.value)
+        raise InputError("architectures", "be those of a whole model", architectures=classes.value)
 
 
 def _layers(stack: Stack, read: Config) -> list[ModelLayer]:
@@ -237,10 +237,10 @@ def _layers(stack: Stack, read: Config) -> list[ModelLayer]:
     found = read.read(*stack.count)
     count = as_count(found.origin, len(found.value) if isinstance(found.value, list | tuple) else found.value)
     if count > MOST_LAYERS:
-        raise Refusal(found.origin, f"be at most {MOST_LAYERS}", str(count))
+        raise InputError(found.origin, f"be at most {MOST_LAYERS}", str(count))
     told = read.find("layer_types")
     if told is not None and (not isinstance(told.value, list | tuple) or len(told.value) != count):
-        raise Refusal("layer_types", f"be one for each of {count} layers", layer_types=told.value)
+        raise InputError("layer_types", f"be one for each of {count} layers", layer_types=told.value)
     kinds = []
     for index in range(count):
         if told is None:
@@ -265,16 +265,16 @@ def _family(values: Mapping[str, Any], where: str) -> Family:
     if sections_of(values) and str(values.get("model_type")) not in NOT_COVERED:
         if not any(map(_is_known, (_part(values, name) for name in sections_of(values)))):
             why = "; ".join(f"{where}{name}: {why_unknown(_part(values, name))}" for name in sections_of(values))
-            raise Refusal("a part of the model", f"have a known family: {why}")
+            raise InputError("a part of the model", f"have a known family: {why}")
         part = where.removesuffix(".") or None
-        raise Refusal("part", f"select a part of the model: {_in_words(values, where)}", part=part)
+        raise InputError("part", f"select a part of the model: {_in_words(values, where)}", part=part)
     name = str(values.get("model_type"))
     if name in NOT_COVERED or name in WITHOUT_ATTENTION:
         hint = why_unknown(values)
     else:
         near = f"{did_you_mean(name, FAMILIES)} {_unknown_keys(values)}".strip()
         hint = f"{near}; `mha-parity spec --families` lists {len(FAMILIES)} families"
-    raise Refusal("model_type", "be a known family", model_type=values.get("model_type"), hint=hint)
+    raise InputError("model_type", "be a known family", model_type=values.get("model_type"), hint=hint)
 
 
 def why_unknown(values: Mapping[str, Any]) -> str:
@@ -302,7 +302,7 @@ def _ruled(rule: Any, place: ConfigLayer) -> Value:
     return found
 
 
-def _keys_of(error: Refusal, config: Config) -> str:
+def _keys_of(error: InputError, config: Config) -> str:
     """Return the keys that a rule read, unless its refusal names one of them."""
     keys = [name for name in dict.fromkeys(config.looked_up) if name.rpartition(".")[2] in config.names_read()]
     if not keys or any(name.rpartition(".")[2] in str(error) for name in keys):
@@ -310,7 +310,7 @@ def _keys_of(error: Refusal, config: Config) -> str:
     return f"it follows from {', '.join(keys)}"
 
 
-def _origins_in(error: Refusal, held: Mapping[str, Value]) -> str:
+def _origins_in(error: InputError, held: Mapping[str, Value]) -> str:
     """Return the keys of the fields that a refusal names or, if it names none of them, those of its sizes."""
     words = set(re.findall(r"\w+", str(error)))
     fields = [name for name in held if name in words] or [name for name in SIZES if name in held]
@@ -324,23 +324,23 @@ def _layer(stack: Stack, place: ConfigLayer) -> ModelLayer:
     if place.kind not in KINDS:
         hint = " and ".join(name for name in KEYS_OF_KINDS if name in place.config)
         known = ", ".join((*KINDS, *NOT_ATTENTION))
-        raise Refusal(f"layer {place.layer}", f"be one of {known}", repr(place.kind), hint=hint and f"by {hint}")
+        raise InputError(f"layer {place.layer}", f"be one of {known}", repr(place.kind), hint=hint and f"by {hint}")
     found: dict[str, Value] = {}
     for name, rule in stack.fields.items():
         place.config.looked_up.clear()
         try:
             found[name] = _ruled(rule, place)
-        except MissingKey:
+        except MissingKeyError:
             raise
-        except Refusal as error:
+        except InputError as error:
             rule, keys = f"be supported by AttentionSpec: {error}", _keys_of(error, place.config)
-            raise Refusal(f"layer {place.layer}", rule, hint=keys) from error
+            raise InputError(f"layer {place.layer}", rule, hint=keys) from error
     held = {name: each for name, each in found.items() if each.value is not None}
     try:
         spec = AttentionSpec(**{name: each.value for name, each in held.items()})
-    except Refusal as error:
+    except InputError as error:
         rule = f"be supported by AttentionSpec: {error}"
-        raise Refusal(f"layer {place.layer}", rule, hint=_origins_in(error, held)) from error
+        raise InputError(f"layer {place.layer}", rule, hint=_origins_in(error, held)) from error
     needed = KINDS[place.kind]
     if needed is not None and getattr(spec, needed) is None:
         place.config.looked_up.clear()
@@ -348,8 +348,8 @@ def _layer(stack: Stack, place: ConfigLayer) -> ModelLayer:
         keys = " or ".join(dict.fromkeys(place.config.looked_up))
         rule = f"have a {needed} to be of kind {place.kind!r}"
         if keys:
-            raise Refusal(f"layer {place.layer}", rule, "none", hint=f"{keys} sets it")
-        raise Refusal(f"layer {place.layer}", rule, "none in this family")
+            raise InputError(f"layer {place.layer}", rule, "none", hint=f"{keys} sets it")
+        raise InputError(f"layer {place.layer}", rule, "none in this family")
     origins = {name: each.origin for name, each in held.items()}
     is_causal = stack.is_causal(place.config) if callable(stack.is_causal) else stack.is_causal
     return ModelLayer(

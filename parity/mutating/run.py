@@ -18,7 +18,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from mha_spec import Refusal
+from mha_spec import InputError
 from parity.core.records import JsonRecord
 from parity.mutating.bugs import about_of, page_of
 from parity.mutating.record import VARIABLE, Event, events
@@ -196,19 +196,19 @@ def baseline(tests: Suite) -> Run:
     run = tests.run()
     target = f"{tests.module}:{tests.attribute}"
     if run.status is None:
-        raise Refusal("the tests", "end within --timeout", f"no end after {tests.timeout:g} s")
+        raise InputError("the tests", "end within --timeout", f"no end after {tests.timeout:g} s")
     if run.status != 0:
         alone = tests.run(is_hooked=False)
         how = "also by themselves" if alone.status else f"only while {target} is wrapped"
-        raise Refusal("the tests", "pass without a bug", f"exit status {run.status}, {how}: {_last(run.said)}")
+        raise InputError("the tests", "pass without a bug", f"exit status {run.status}, {how}: {_last(run.said)}")
     if run.first("injected") is None:
-        raise Refusal(
+        raise InputError(
             "the tests",
             f"import {tests.module} with the Python that mha-parity runs in ({sys.executable})",
             "no import of it",
         )
     if run.first("called") is None:
-        raise Refusal(
+        raise InputError(
             "the tests",
             f"call {target} by its name",
             "no call",

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mha_spec import Refusal
+from mha_spec import InputError
 from parity.conformance.calls import Failed, Refused, run
 from parity.conformance.discover import framework_of, load_callable, subject_of
 from parity.conformance.examination import Examination
@@ -155,13 +155,13 @@ def view_of(
     function = getattr(holder, name)
     parameters = parameters_of(function)
     if parameters is None:
-        raise Refusal(target, "be a function with inspectable parameters", type(function).__name__)
+        raise InputError(target, "be a function with inspectable parameters", type(function).__name__)
     parameters = dict(list(parameters.items())[is_method:])
     roles = _roles(target, holder if is_method else function, parameters, mask_name, causal_name)
     taken = found if params is None else with_params(found, params, target)
     framework = framework or (framework_of(holder) if is_method else None) or framework_of(taken)
     if framework not in ("torch", "jax"):
-        raise Refusal("framework", "be declared as torch or jax if it cannot be detected", target)
+        raise InputError("framework", "be declared as torch or jax if it cannot be detected", target)
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     has_weights, left = is_method or "weights" in roles, parameters.keys() - {*roles.values()}
     plain = View(
@@ -183,12 +183,12 @@ def view_of(
         found_out = _examined(plain, subject)
     except (ValueError, TypeError, Refused, Failed) as error:
         if not axes and {"key", "value"} <= roles.keys() and not plain.projections:
-            raise Refusal("axes", "be declared if they cannot be detected", str(error)) from error
-        error = error.renamed(_in_flags) if isinstance(error, Refusal) else error
+            raise InputError("axes", "be declared if they cannot be detected", str(error)) from error
+        error = error.renamed(_in_flags) if isinstance(error, InputError) else error
         return replace(plain, axes=axes or "BTE", note=str(error).split("\n")[0])
     if mask_true and mask_true != found_out.mask_true:
         seen = found_out.mask_true or "neither"
-        raise Refusal(
+        raise InputError(
             "mask_true", f"be the meaning of True in the mask of {target}", mask_true=mask_true, hint=f"seen: {seen}"
         )
     return found_out
@@ -208,7 +208,7 @@ def _roles(
 ) -> dict[str, str]:
     """Return parameters by role; `query` is the first one that has no other role and is not a projection."""
     if not parameters:
-        raise Refusal(target, "accept queries or their input", "no parameters")
+        raise InputError(target, "accept queries or their input", "no parameters")
     inputs = {"query", "key", "value", "k", "v"}
     others = {name: each for name, each in parameters.items() if name not in PROJECTION_NAMES - inputs}
     roles = roles_of(target, others, mask_name=mask_name, causal_name=causal_name)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mha_spec import Refusal
+from mha_spec import InputError
 
 NAMES: tuple[str, ...] = ("anarcii-self", "anarcii-causal", "anarcii-cross", "rxnmapper-self", "smollm2-causal")
 
@@ -24,7 +24,7 @@ def path(name: str) -> Path:
         ValueError: if the layer does not exist.
     """
     if name not in NAMES:
-        raise Refusal("name", f"be one of {list(NAMES)}", name=name)
+        raise InputError("name", f"be one of {list(NAMES)}", name=name)
     return Path(__file__).with_name(f"{name}.safetensors")
 
 

@@ -11,7 +11,7 @@ from rich.markdown import Markdown
 from rich.table import Column
 from rich.text import Text
 
-from mha_spec import Refusal
+from mha_spec import InputError
 from parity.reporting.console import print_table
 from parity.text import did_you_mean
 
@@ -45,7 +45,7 @@ def bug_page(name: str) -> str:
     page = pages.get(name) or pages.get(page_by_bug.get(name, ""))
     if page is None:
         advice = (did_you_mean(name, [*bug_lines(), *page_by_bug]), "`mha-parity bugs` lists all pages, --all all bugs")
-        raise Refusal("NAME", "be a known bug or page", NAME=name, hint=" ".join(filter(None, advice)))
+        raise InputError("NAME", "be a known bug or page", NAME=name, hint=" ".join(filter(None, advice)))
     return LINK.sub(lambda link: _without_link(link[1], link[2]), page)
 
 

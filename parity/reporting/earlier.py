@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from mha_spec import Refusal
+from mha_spec import InputError
 from parity.files.reading import SUFFIXES
 
 REPORTS = (
@@ -34,10 +34,10 @@ def check_report(path: str | os.PathLike[str], name: str) -> None:
     if path.exists() and not path.is_file():  # a device or a pipe is not replaced
         return
     if path.suffix.lower() in SUFFIXES:
-        raise Refusal(name, f"not end in {path.suffix}, because files of tensors do", {name: str(path)})
+        raise InputError(name, f"not end in {path.suffix}, because files of tensors do", {name: str(path)})
     if not path.exists():
         return
     with path.open("rb") as file:
         begin = file.read(MOST_OF_A_BEGINNING)
     if begin and not any(report.match(begin) for report in REPORTS):
-        raise Refusal(name, "be a new file or an earlier report, which it replaces", {name: str(path)})
+        raise InputError(name, "be a new file or an earlier report, which it replaces", {name: str(path)})

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mha_spec import Refusal, WrongType
+from mha_spec import InputError, InputTypeError
 from parity.core import packages
 from parity.core.weights import is_floating
 from parity.files.target import check_writable, write_whole
@@ -29,7 +29,7 @@ MOST_CELLS = 1024  # along an axis; if there are more tokens, a cell is the larg
 def check_destination(path: str | os.PathLike[str], name: str = "path") -> None:
     """Reject a picture that cannot be drawn or written, before the work; `name` is the user's name for the path."""
     if Path(path).suffix.lower() not in FORMATS:
-        raise Refusal(name, f"end in {' or '.join(FORMATS)}", {name: path})
+        raise InputError(name, f"end in {' or '.join(FORMATS)}", {name: path})
     check_writable(path, name)
     packages.check_installed("a plot", "matplotlib")
 
@@ -70,21 +70,21 @@ def plot_attention(
         check_destination(path)
     weights = np.asarray(attn_weights)
     if not (is_floating(weights.dtype) or weights.dtype.kind in "iub"):
-        raise WrongType("attn_weights", "be an array of real numbers", f"dtype {weights.dtype}")
+        raise InputTypeError("attn_weights", "be an array of real numbers", f"dtype {weights.dtype}")
     if not 2 <= weights.ndim <= 4 or not weights.size:
-        raise Refusal("attn_weights", "have shape (B, N, T, S), (N, T, S) or (T, S)", attn_weights=weights.shape)
+        raise InputError("attn_weights", "have shape (B, N, T, S), (N, T, S) or (T, S)", attn_weights=weights.shape)
     weights = weights.reshape((1,) * (4 - weights.ndim) + weights.shape)
     batch, num_heads, num_queries, num_keys = weights.shape
     if not 0 <= sequence < batch:
-        raise Refusal("sequence", f"be from 0 to {batch - 1}", sequence=sequence)
+        raise InputError("sequence", f"be from 0 to {batch - 1}", sequence=sequence)
     heads = list(range(num_heads) if heads is None else heads)
     if not heads or any(not 0 <= head < num_heads for head in heads):
-        raise Refusal("heads", f"be some of 0 to {num_heads - 1}", heads=heads)
+        raise InputError("heads", f"be some of 0 to {num_heads - 1}", heads=heads)
     if query_tokens is None and num_queries == num_keys:
         query_tokens = tokens
     for name, labels, count in (("tokens", tokens, num_keys), ("query_tokens", query_tokens, num_queries)):
         if labels is not None and len(labels) != count:
-            raise Refusal(name, f"have {count} labels, as attn_weights have", {f"len({name})": len(labels)})
+            raise InputError(name, f"have {count} labels, as attn_weights have", {f"len({name})": len(labels)})
     shown = weights[sequence, heads].astype(np.float64)
     figure = _draw(shown, heads, tokens, query_tokens, title)
     if path is not None:

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from mha_spec import Refusal
+from mha_spec import InputError
 from parity.core.blas import share_of_cores
 from parity.core.safe_path import SAFE_PATH
 
@@ -32,7 +32,7 @@ class Elsewhere:
         """
         self.python, program = python, shutil.which(python)
         if program is None:
-            raise Refusal("--python", "be BACKEND=PATH with an interpreter that can be run", {"--python": python})
+            raise InputError("--python", "be BACKEND=PATH with an interpreter that can be run", {"--python": python})
         self.folder = tempfile.TemporaryDirectory(prefix="mha-parity-")
         # A pipe would stay open until every process that the program started has ended.
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from mha_spec import AttentionSpec, DynamicScaling, GridBias, LongRopeScaling, Refusal, RelativeBias
+from mha_spec import AttentionSpec, DynamicScaling, GridBias, InputError, LongRopeScaling, RelativeBias
 from parity.core.compare import unit_of_rounding
 from parity.core.records import JsonRecord
 
@@ -36,7 +36,7 @@ def check_memory(spec: AttentionSpec, num_tokens: int) -> None:
     needed = gib_of(spec, num_tokens)
     if needed > held:
         rule = f"be small enough for {held:.0f} GiB of memory"
-        raise Refusal("seq_len", rule, f"{num_tokens}, which needs about {needed:.0f} GiB")
+        raise InputError("seq_len", rule, f"{num_tokens}, which needs about {needed:.0f} GiB")
 
 
 @dataclass(frozen=True)

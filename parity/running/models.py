@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
-from mha_spec import AttentionSpec, GridBias, Refusal
+from mha_spec import AttentionSpec, GridBias, InputError
 from parity.conversion.hints import LayerKeywords
 from parity.conversion.layers import FileLayer, OpenLayers, open_model
 from parity.conversion.not_compared import NotCompared
@@ -67,11 +67,13 @@ def cases_of(
             more than fit into memory.
     """
     if not SHORTEST <= seq_len <= LONGEST:
-        raise Refusal("seq_len", f"be from {SHORTEST} to {LONGEST}", seq_len=seq_len)
+        raise InputError("seq_len", f"be from {SHORTEST} to {LONGEST}", seq_len=seq_len)
     bias = spec.relative_bias
     if isinstance(bias, GridBias) and bias.num_tokens < seq_len:
         if seq_len != SEQ_LEN:
-            raise Refusal("seq_len", f"be at most {bias.num_tokens}, the tokens of the grid of {name}", seq_len=seq_len)
+            raise InputError(
+                "seq_len", f"be at most {bias.num_tokens}, the tokens of the grid of {name}", seq_len=seq_len
+            )
         seq_len = bias.num_tokens
     check_memory(spec, seq_len)
     name = printable(name, keep="")  # made of a file's
@@ -127,7 +129,7 @@ def run_model(
         ModuleNotFoundError, OSError, ValueError: as `run_cases` and `load`, or if a layer does not exist.
     """
     if against not in (None, *AGAINST):
-        raise Refusal("against", f"be one of {', '.join(AGAINST)}", against=against)
+        raise InputError("against", f"be one of {', '.join(AGAINST)}", against=against)
     reports: list[Report] = []
     specs: list[tuple[str, AttentionSpec]] = []
     cases_by_layer: dict[str, list[Case]] = {}
@@ -143,7 +145,7 @@ def run_model(
         if against and (
             unknown := [each.label for each in chosen if each.model is None and each.label not in observed]
         ):
-            raise Refusal(
+            raise InputError(
                 "against",
                 "have layers of a model whose config.json is of a known family",
                 f"against={against!r} for {some_of(unknown)}",
@@ -173,7 +175,7 @@ def run_model(
                 _add_observed(one, live, cases[0])
             reports.append(one)
     if not reports:
-        raise Refusal("there", "be an attention layer to run", f"none in {path}")
+        raise InputError("there", "be an attention layer to run", f"none in {path}")
     report = reports[0]
     for one in reports[1:]:
         report.add(one)
@@ -229,7 +231,7 @@ def _received(layer: FileLayer, layers: Sequence[FileLayer], cases: Sequence[Cas
     found = [each for each in of_part if each.model is not None and each.model.index == layer.model.kv_source]
     if not found:
         rule = f"have layer {layer.model.kv_source}, whose keys and values it shares"
-        raise Refusal(layer.label, rule, "no such layer in the file")
+        raise InputError(layer.label, rule, "no such layer in the file")
     source = next((each for each in found if _before(each) == _before(layer)), found[0])
     weights, spec = source.load()
     received = {}
@@ -256,7 +258,7 @@ def chosen_layers(found: Sequence[FileLayer], numbers: Collection[int] | None) -
     chosen = [layer for layer in found if numbers is None or number_of(layer) in numbers]
     if missing := sorted(set(numbers or ()) - {number_of(layer) for layer in chosen}):
         held = sorted({number_of(layer) for layer in found})
-        raise Refusal("layers", f"be among the layers with attention over keys, {held}", layers=missing)
+        raise InputError("layers", f"be among the layers with attention over keys, {held}", layers=missing)
     return chosen
 
 

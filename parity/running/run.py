@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mha_spec import Refusal
+from mha_spec import InputError
 from parity.backends import BACKENDS, load_backend, load_divided, why_missing
 from parity.backends.numerics import environment, on_device
 from parity.backends.record import record
@@ -154,9 +154,9 @@ def _plan_of(
     """Check the arguments of `run_cases`, and return the plan."""
     for dtype in dtypes:
         if dtype not in DTYPES:
-            raise Refusal("dtype", f"be one of {', '.join(DTYPES)}", dtype=dtype)
+            raise InputError("dtype", f"be one of {', '.join(DTYPES)}", dtype=dtype)
     if are_joined and weights is not None:
-        raise Refusal("traces to join", "be of the cases' own weights", "weights")
+        raise InputError("traces to join", "be of the cases' own weights", "weights")
     asked = BACKENDS if backends is None else backends
     missing = {name: reason for name in asked if (reason := _why_missing(name, mesh, backends))}
     here = [name for name in asked if name not in missing]
@@ -164,11 +164,11 @@ def _plan_of(
         raise ModuleNotFoundError("; ".join(missing.values()))
     chosen = [(case, dtype) for case in cases for dtype in ((case.dtype,) if case.dtype else dtypes)]
     if not (chosen and dtypes and (here or are_joined)):
-        raise Refusal("there", "be something to run", f"{len(cases)} cases on {here} in {list(dtypes)}")
+        raise InputError("there", "be something to run", f"{len(cases)} cases on {here} in {list(dtypes)}")
     for name in here if backends else ():
         reasons = dict.fromkeys(_why_skipped(name, case, dtype, mesh) for case, dtype in chosen)
         if None not in reasons:
-            raise Refusal(name, "be able to run one of the cases", some_of(map(str, reasons)))
+            raise InputError(name, "be able to run one of the cases", some_of(map(str, reasons)))
     _check_device(here, jobs, mesh, device)
     more: dict[str, Any] = {**about, "weights": weights, "mesh": mesh, "device": device}
     tasks = [_Task(case, dtype, tuple(here), **more) for case, dtype in chosen]
@@ -179,13 +179,13 @@ def _plan_of(
 def _check_device(backends: Sequence[str], jobs: int, mesh: MeshPlan | None, device: str) -> None:
     """Reject jobs, a mesh and a device of torch that exclude each other or do not fit the backends."""
     if jobs < 1:
-        raise Refusal("jobs", "be at least 1", jobs=jobs)
+        raise InputError("jobs", "be at least 1", jobs=jobs)
     if jobs > 1 and (alone := [name for name in backends if BACKENDS[name].has_own_device]):
-        raise Refusal("jobs", f"be 1 with {', '.join(alone)}, whose device is one process's", jobs=jobs)
+        raise InputError("jobs", f"be 1 with {', '.join(alone)}, whose device is one process's", jobs=jobs)
     if jobs > 1 and mesh is not None:
-        raise Refusal("jobs", "be 1 with a mesh, which has processes or devices of its own", jobs=jobs)
+        raise InputError("jobs", "be 1 with a mesh, which has processes or devices of its own", jobs=jobs)
     if device != "cpu" and (mesh is not None or "torch" not in backends):
-        raise Refusal("device", "be cpu with a mesh, or without the backend torch", device=device)
+        raise InputError("device", "be cpu with a mesh, or without the backend torch", device=device)
 
 
 def _without_gradients(cases: Iterable[Case]) -> Iterator[NotCompared]:
@@ -344,7 +344,7 @@ def _report_of(judged: Sequence[_Judged], joined: Iterable[Trace]) -> Report:
             skipped.append(SkippedCase(*each.place, reason, "gradients"))
     comparisons = [comparison for each in ran for comparison in each.comparisons]
     if not comparisons:
-        raise Refusal("there", "be something to compare", f"{len(skipped)} skipped cases and no other")
+        raise InputError("there", "be something to compare", f"{len(skipped)} skipped cases and no other")
     missing = _missing(judged, joined)
     warnings = [*_different_locks(each.trace for each in judged)]
     for backend in dict.fromkeys(each.backend for each in missing):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mha_spec import Refusal
+from mha_spec import InputError
 from parity.backends import BACKENDS
 from parity.core import reference
 from parity.core.case import DTYPES
@@ -63,21 +63,21 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
     wanted = {"format", "kind", "case", "dtype", "backend", "digest", "environment"}
     if metadata.get("kind") != "trace":
         hint = "`mha-parity verify` compares weights"
-        raise Refusal(path, "be a trace, as `run --save-traces` writes it", "another file of tensors", hint=hint)
+        raise InputError(path, "be a trace, as `run --save-traces` writes it", "another file of tensors", hint=hint)
     if metadata.get("format") != FORMAT or not wanted <= metadata.keys():
-        raise Refusal(path, f"be a trace in format {FORMAT}", f"metadata {sorted(metadata)}")
+        raise InputError(path, f"be a trace in format {FORMAT}", f"metadata {sorted(metadata)}")
     case = find_case(metadata["case"])
     if case is None or metadata["dtype"] not in DTYPES or metadata["backend"] not in BACKENDS:
         got = {name: metadata[name] for name in ("case", "dtype", "backend")}
-        raise Refusal(path, "be of a known case, dtype and backend", str(got))
+        raise InputError(path, "be of a known case, dtype and backend", str(got))
     problem = make_problem(case, metadata["dtype"])
     if problem.digest != metadata["digest"]:
-        raise Refusal(path, f"have the weights and inputs of case {problem.case.name}; its digest differs")
+        raise InputError(path, f"have the weights and inputs of case {problem.case.name}; its digest differs")
     parts: dict[str, dict[str, np.ndarray]] = {"accumulated": {}, "local": {}}
     for name, value in tensors.items():
         part, _, stage = name.partition("/")
         if part not in parts:
-            raise Refusal(path, "hold accumulated and local stages", name)
+            raise InputError(path, "hold accumulated and local stages", name)
         parts[part][stage] = value
     try:
         trace = Trace(
@@ -97,10 +97,10 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
         if case.is_plain and "mesh" not in trace.numerics:
             trace = replace(trace, paths=(*trace.paths, TUTORIAL))
     except (ValueError, RecursionError, AttributeError):
-        raise Refusal(path, "have its environment as JSON", repr(metadata["environment"][:80])) from None
+        raise InputError(path, "have its environment as JSON", repr(metadata["environment"][:80])) from None
     known = list(reference.ARITHMETICS) if BACKENDS[trace.backend].has_own_arithmetic else ["ieee"]
     if arithmetic not in known:
-        raise Refusal(path, f"have an arithmetic of {trace.backend}, one of {known}", arithmetic=arithmetic)
+        raise InputError(path, f"have an arithmetic of {trace.backend}, one of {known}", arithmetic=arithmetic)
     _check_collectives(path, trace)
     return trace
 
@@ -111,7 +111,7 @@ def _check_collectives(path: str | os.PathLike[str], trace: Trace) -> None:
     are_dicts = isinstance(counts, dict) and all(isinstance(counted, dict) for counted in counts.values())
     numbers = [number for counted in counts.values() for number in counted.values()] if are_dicts else [None]
     if not all(type(number) is int and number >= 0 for number in numbers):
-        raise Refusal(path, "have collectives as counts by program", collectives=counts)
+        raise InputError(path, "have collectives as counts by program", collectives=counts)
     if counts:
         parse_mesh(str(trace.numerics.get("mesh", "")))
 
@@ -132,10 +132,10 @@ def load_traces(folders: Iterable[str | os.PathLike[str]], here: Sequence[str] =
 def _trace_files(folders: Iterable[str | os.PathLike[str]]) -> Iterator[Path]:
     for folder in folders:
         if not os.fspath(folder):  # it would be the current folder, for an unset variable of a shell
-            raise Refusal("a folder of traces", "have a name", repr(folder))
+            raise InputError("a folder of traces", "have a name", repr(folder))
         if not os.path.exists(folder):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(folder))
         files = [Path(folder)] if Path(folder).is_file() else sorted(Path(folder).rglob("*.safetensors"))
         if not files:
-            raise Refusal(folder, "be a trace or a folder of traces", "no *.safetensors in it or its subfolders")
+            raise InputError(folder, "be a trace or a folder of traces", "no *.safetensors in it or its subfolders")
         yield from files

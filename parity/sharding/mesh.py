@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
-from mha_spec import Refusal
+from mha_spec import InputError
 from mha_spec.rules import as_count
 from parity.core.case import Case
 from parity.core.records import JsonRecord
@@ -43,7 +43,7 @@ class MeshPlan:
         for name in DIMENSIONS:
             as_count(name, getattr(self, name))
         if self.axes not in get_args(AxisKind):
-            raise Refusal("axes", f"be {' or '.join(get_args(AxisKind))}", axes=self.axes)
+            raise InputError("axes", f"be {' or '.join(get_args(AxisKind))}", axes=self.axes)
 
     @property
     def shape(self) -> dict[str, int]:
@@ -73,7 +73,7 @@ def parse_mesh(text: str, axes: AxisKind = "automatic") -> MeshPlan:
         name, equals, size = (word.strip() for word in part.partition("="))
         if name not in DIMENSIONS or not equals or not size.isdecimal() or not int(size) or name in sizes:
             known = f"give {', '.join(DIMENSIONS)} a number of devices, each at most once"
-            raise Refusal("mesh", f"{known}, such as data=2,tensor=4", mesh=text)
+            raise InputError("mesh", f"{known}, such as data=2,tensor=4", mesh=text)
         sizes[name] = int(size)
     return MeshPlan(**sizes, axes=axes)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mha_spec import AttentionSpec, Refusal, WrongType, shares
+from mha_spec import AttentionSpec, InputError, InputTypeError, shares
 from mha_spec.attention import NORMS, check_spec
 from mha_spec.rules import as_count
 from mha_spec.shares import OF_KEYS, LocalHeads, axis_of_heads
@@ -134,11 +134,11 @@ def unshard(shards: Sequence[Mapping[str, Any]], spec: AttentionSpec, plan: Shar
     """
     _check(spec, plan, 0)
     if len(shards) != plan.num_ranks:
-        raise Refusal("shards", "have one entry per rank", f"{len(shards)} of them and {plan}")
+        raise InputError("shards", "have one entry per rank", f"{len(shards)} of them and {plan}")
     ranks = [_checked(shard, spec, plan, rank) for rank, shard in enumerate(shards)]
     dtypes = list(dict.fromkeys(weight.dtype for held, _ in ranks for weight in held.values()))
     if len(dtypes) > 1:
-        raise WrongType("shards", "have one dtype", str(sorted(map(str, dtypes))))
+        raise InputTypeError("shards", "have one dtype", str(sorted(map(str, dtypes))))
     whole = {name: np.empty(shape, dtypes[0]) for name, shape in spec.weight_shapes.items()}
     for name, weight in whole.items():
         heads = _by_heads(name, weight, spec)
@@ -151,7 +151,7 @@ def unshard(shards: Sequence[Mapping[str, Any]], spec: AttentionSpec, plan: Shar
             heads[which] = part
         for rank, which, part in parts:
             if heads[which].tobytes() != part.tobytes():
-                raise Refusal(name, "be equal on all ranks that share it", f"different values on rank {rank}")
+                raise InputError(name, "be equal on all ranks that share it", f"different values on rank {rank}")
     return whole
 
 
@@ -162,13 +162,15 @@ def _check(spec: AttentionSpec, plan: ShardPlan, rank: int) -> None:
     """Refuse a rank that does not exist, and heads that cannot be divided."""
     check_spec(spec)
     if not isinstance(plan, ShardPlan):
-        raise WrongType("plan", "be a ShardPlan", plan=plan)
+        raise InputTypeError("plan", "be a ShardPlan", plan=plan)
     if as_count("rank", rank, 0) >= plan.num_ranks:
-        raise Refusal("rank", "be below the number of ranks", rank=rank, plan=plan)
+        raise InputError("rank", "be below the number of ranks", rank=rank, plan=plan)
     if plan.tensor == 1:
         return
     if spec.num_heads % plan.tensor:
-        raise Refusal("num_heads", "be a multiple of the number of ranks", num_heads=spec.num_heads, tensor=plan.tensor)
+        raise InputError(
+            "num_heads", "be a multiple of the number of ranks", num_heads=spec.num_heads, tensor=plan.tensor
+        )
 
 
 def _check_alone(spec: AttentionSpec) -> None:
@@ -176,21 +178,21 @@ def _check_alone(spec: AttentionSpec) -> None:
     for name in NORMS:
         norm = getattr(spec, name)
         if norm is not None and norm.over == "width":
-            raise Refusal(
+            raise InputError(
                 name,
                 "be over='head' for a rank to compute its part alone, since a norm over the width of all heads "
                 "needs a sum over ranks",
                 {name: norm, "alone": True},
             )
     if spec.alibi is not None:
-        raise Refusal(
+        raise InputError(
             "alibi",
             "be None for a rank to compute its part alone, since its slopes depend on the number of all heads",
             alibi=spec.alibi,
             alone=True,
         )
     if spec.output_dropout and spec.out_proj:
-        raise Refusal(
+        raise InputError(
             "output_dropout",
             "be 0 for a rank to compute its part alone, since dropout follows the sum over ranks",
             output_dropout=spec.output_dropout,
@@ -205,7 +207,7 @@ def _checked(
     own = shard_spec(spec, plan, rank, alone=False)
     try:
         return check_weights(weights, own), own
-    except Refusal as refusal:
+    except InputError as refusal:
         raise refusal.within(f"rank {rank}") from None
 
 

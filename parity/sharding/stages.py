@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mha_spec import AttentionSpec, Refusal
+from mha_spec import AttentionSpec, InputError
 from mha_spec.shares import LocalHeads
 from parity.core.arrays import to_numpy
 from parity.core.stages import STAGES, stage_named
@@ -39,11 +39,11 @@ def unshard_stages(
             does not fit the rank's heads.
     """
     if len(shards) != plan.num_ranks:
-        raise Refusal("shards", "have one entry per rank", f"{len(shards)} of them and {plan}")
+        raise InputError("shards", "have one entry per rank", f"{len(shards)} of them and {plan}")
     held = [local_heads(spec, plan, rank) for rank in range(plan.tensor)]
     names = [name for name in shards[0] if all(name in shard for shard in shards)]
     if plan.context > 1 and (cached := [name for name in names if "cache." in name]):
-        raise Refusal("stages", "have no cache if tokens are divided", stages=cached[0])
+        raise InputError("stages", "have no cache if tokens are divided", stages=cached[0])
 
     def joined(name: str) -> np.ndarray:
         parts = [to_numpy(shard[name]) for shard in shards]
@@ -69,7 +69,7 @@ def _place(name: str, spec: AttentionSpec, held: LocalHeads) -> tuple[int | None
     """Return the axis of heads in a stage, the heads of a rank, and their number."""
     stage = stage_named(name)
     if stage.is_gradient or stage.kind not in STAGES:
-        raise Refusal("stages", "be those of a forward pass, by the names of parity.STAGES", stages=name)
+        raise InputError("stages", "be those of a forward pass, by the names of parity.STAGES", stages=name)
     quantity, queries = stage.quantity, list(held.queries)
     if quantity in KEYS and spec.latent is None:
         return 1, held.keys, spec.num_kv_heads
@@ -98,7 +98,7 @@ def _joined(
         whole = by_heads.reshape(*shape[:2], -1) if axis == 2 else by_heads
     for rank, (part, own) in enumerate(zip(parts, held, strict=True)):
         if not np.array_equal(part, part_of(name, whole, spec, own), equal_nan=part.dtype.kind == "f"):
-            raise Refusal(name, "be equal on all ranks that share it", f"different values on rank {rank}")
+            raise InputError(name, "be equal on all ranks that share it", f"different values on rank {rank}")
     return whole
 
 
@@ -107,5 +107,5 @@ def _by_heads(name: str, part: np.ndarray, axis: int, count: int) -> np.ndarray:
     if axis == 2 and part.ndim == 3 and part.shape[2] % count == 0:
         return part.reshape(*part.shape[:2], count, -1)
     if axis == 2 or part.ndim != 4 or part.shape[1] != count:
-        raise Refusal(name, f"have the {count} heads of its rank", {f"{name}.shape": part.shape})
+        raise InputError(name, f"have the {count} heads of its rank", {f"{name}.shape": part.shape})
     return part

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from mha_spec import WrongType
+from mha_spec import InputTypeError
 from parity.tapping.record import Tapped
 
 
@@ -47,7 +47,7 @@ def tap(model: Any, layers: str | Sequence[str] | None = None) -> AbstractContex
         from parity.tapping.flax import tap_flax
 
         return tap_flax(model, patterns)
-    raise WrongType("model", "be a module of torch or Flax", type(model).__name__)
+    raise InputTypeError("model", "be a module of torch or Flax", type(model).__name__)
 
 
 def patterns_of(layers: str | Sequence[str] | None) -> tuple[str, ...] | None:

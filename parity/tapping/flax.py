@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from flax import linen, nnx
 
-from mha_spec import Refusal, WrongType
+from mha_spec import InputError, InputTypeError
 from parity.core.arrays import to_numpy
 from parity.tapping.record import Tapped, TappedCall, TappedLayer, chosen
 
@@ -116,7 +116,7 @@ def _differ(one: Any, other: Any) -> bool:
 
 def _values_of(x: Any) -> np.ndarray:
     if any(kind.__name__ == "Tracer" for kind in type(x).__mro__):
-        raise WrongType("model", "not be compiled while it is tapped", "a tracer: call it under jax.disable_jit()")
+        raise InputTypeError("model", "not be compiled while it is tapped", "a tracer: call it under jax.disable_jit()")
     return to_numpy(x).copy()
 
 
@@ -263,7 +263,7 @@ class _LinenTap:
             ValueError: if a pattern matches no module that was called.
         """
         if missing := [each for each in self.patterns or () if each not in self.fitting]:
-            raise Refusal("layers", "be names of modules or classes that are called", str(missing))
+            raise InputError("layers", "be names of modules or classes that are called", str(missing))
         paths = list(self.listeners)
         if self.patterns is None:
             paths = [path for path in paths if not any(each != path and each[: len(path)] == path for each in paths)]

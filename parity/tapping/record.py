@@ -12,7 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from mha_spec import Refusal, WrongType
+from mha_spec import InputError, InputTypeError
 from parity.core.weights import FORMAT, load_tensors, save_tensors
 from parity.files.tensor_file import parse_json
 
@@ -164,12 +164,12 @@ def load_tap(path: str | os.PathLike[str]) -> Tapped:
     """
     tensors, metadata = load_tensors(path)
     if metadata.get("kind") != "tap" or metadata.get("format") != FORMAT:
-        raise Refusal(path, f"be a recording of parity.tap in format {FORMAT}", str(sorted(metadata)))
+        raise InputError(path, f"be a recording of parity.tap in format {FORMAT}", str(sorted(metadata)))
     try:
         told = parse_json(metadata["tap"].encode())
         tapped = Tapped([_read_layer(each) for each in told["layers"]], told["config"], told["model"])
         if not isinstance(tapped.config, dict) or not isinstance(tapped.model, str):
-            raise WrongType("config", "be a dict, and model text", config=tapped.config, model=tapped.model)
+            raise InputTypeError("config", "be a dict, and model text", config=tapped.config, model=tapped.model)
         for key, value in tensors.items():
             place, number, name = key.split("/", 2)
             tapped.layers[int(place)].calls[int(number)].values[name] = value
@@ -177,7 +177,7 @@ def load_tap(path: str | os.PathLike[str]) -> Tapped:
             for call in layer.calls:
                 _check_shapes(layer.name, call.values)
     except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
-        raise Refusal(path, "hold its layers and calls as they were written", repr(error)) from None
+        raise InputError(path, "hold its layers and calls as they were written", repr(error)) from None
     return tapped
 
 
@@ -191,9 +191,11 @@ def _read_layer(told: Mapping[str, Any]) -> TappedLayer:
     if not all(isinstance(text, str) for text in texts) or not all(
         isinstance(number, (int, float, type(None))) for number in told_numbers
     ):
-        raise WrongType("names", "be text, and a scale, a window and a cap numbers", names=texts, numbers=told_numbers)
+        raise InputTypeError(
+            "names", "be text, and a scale, a window and a cap numbers", names=texts, numbers=told_numbers
+        )
     if not all(isinstance(number, int) and number >= 0 for number in numbers):
-        raise WrongType("numbers of layers and tokens", "be integers >= 0", str(numbers))
+        raise InputTypeError("numbers of layers and tokens", "be integers >= 0", str(numbers))
     return layer
 
 
@@ -203,12 +205,12 @@ def _check_shapes(layer: str, values: Mapping[str, np.ndarray]) -> None:
     for name, x in values.items():
         axes = VALUES.get(name, x.shape)
         if x.ndim != len(axes) and not (name == "positions" and x.ndim == len(axes) + 1):
-            raise Refusal(f"{name} of {layer}", f"be {axes}", {f"{name}.shape": x.shape})
+            raise InputError(f"{name} of {layer}", f"be {axes}", {f"{name}.shape": x.shape})
         if name in ("input", "output", "q", "context", "is_real"):
             for axis, size in zip(axes, x.shape, strict=True):
                 if axis in ("B", "T") and sizes.setdefault(axis, size) != size:
                     rule = f"be {axes} with {axis} = {sizes[axis]}"
-                    raise Refusal(f"{name} of {layer}", rule, {f"{name}.shape": x.shape})
+                    raise InputError(f"{name} of {layer}", rule, {f"{name}.shape": x.shape})
 
 
 def chosen(modules: Mapping[str, Any], patterns: tuple[str, ...] | None) -> list[str]:
@@ -232,12 +234,12 @@ def chosen(modules: Mapping[str, Any], patterns: tuple[str, ...] | None) -> list
             for pattern in patterns
         }
         if missing := [pattern for pattern, names in fits.items() if not names]:
-            raise Refusal(
+            raise InputError(
                 "layers", f"be names of modules or classes of the model, such as {innermost[:3]}", str(missing)
             )
         found = [name for name in modules if any(name in names for names in fits.values())]
     if not found:
-        raise Refusal("model", "have modules whose class is named …Attention…, or layers must be their names")
+        raise InputError("model", "have modules whose class is named …Attention…, or layers must be their names")
     return found
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mha_spec import Refusal
+from mha_spec import InputError
 from parity.core.arrays import to_numpy
 from parity.tapping.operations import Attended, LayerOperations
 from parity.tapping.record import Tapped, TappedCall, TappedLayer, chosen, is_hidden, kinds_of
@@ -48,7 +48,7 @@ def tap_torch(model: nn.Module, patterns: tuple[str, ...] | None, *, sees_functi
     """
     modules = dict(model.named_modules())
     if any(type(each).__name__ == "OptimizedModule" or each._compiled_call_impl for each in modules.values()):
-        raise Refusal("model", "not be compiled, because hooks do not run in compiled models")
+        raise InputError("model", "not be compiled, because hooks do not run in compiled models")
     names = chosen(modules, patterns)
     config: Any = getattr(model, "config", None)
     told = json.loads(json.dumps(config.to_dict(), default=str)) if hasattr(config, "to_dict") else {}

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mha_spec import Refusal, WrongType
+from mha_spec import InputError, InputTypeError
 from parity.core.arrays import arithmetic_of, stages_of
 from parity.core.case import DTYPES
 from parity.core.compare import (
@@ -172,24 +172,26 @@ def compare_arrays(
 ) -> list[Comparison]:
     """Return the comparisons of `assert_parity`, one for each stage, in the order of the data flow."""
     if dtype is not None and dtype not in DTYPES:
-        raise Refusal("dtype", f"be one of {list(DTYPES)}", dtype=dtype)
+        raise InputError("dtype", f"be one of {list(DTYPES)}", dtype=dtype)
     if arithmetic not in (None, *ARITHMETICS):
-        raise Refusal("arithmetic", f"be one of {list(ARITHMETICS)}", arithmetic=arithmetic)
+        raise InputError("arithmetic", f"be one of {list(ARITHMETICS)}", arithmetic=arithmetic)
     if (expected is None) == (problem is None):
-        raise WrongType("one of expected and problem", "be given", str("neither" if problem is None else "both"))
+        raise InputTypeError("one of expected and problem", "be given", str("neither" if problem is None else "both"))
     if problem is not None and not (same_precision is None and dtype is None):
-        raise WrongType("problem", "not be combined with same_precision or dtype, because it determines both")
+        raise InputTypeError("problem", "not be combined with same_precision or dtype, because it determines both")
     if problem is not None and not isinstance(problem, Problem):
-        raise WrongType("problem", "be a Problem, see parity.make_problem", type(problem).__name__)
+        raise InputTypeError("problem", "be a Problem, see parity.make_problem", type(problem).__name__)
     if actual is None:
-        raise WrongType("actual", "be an array or a mapping of arrays by stage", "None: is there a return missing?")
+        raise InputTypeError(
+            "actual", "be an array or a mapping of arrays by stage", "None: is there a return missing?"
+        )
     given = {"actual": actual, "expected": expected, "same_precision": same_precision}
     given = {role: value for role, value in given.items() if value is not None}
     if len({isinstance(value, Mapping) for value in given.values()}) > 1:
         kinds = ", ".join(f"{role}={type(value).__name__}" for role, value in given.items())
-        raise WrongType(", ".join(given), "all be arrays or all be mappings of arrays by stage", str(kinds))
+        raise InputTypeError(", ".join(given), "all be arrays or all be mappings of arrays by stage", str(kinds))
     if same_precision is not None and _share_an_array(actual, same_precision):  # which would allow any error
-        raise WrongType("same_precision", "come from another implementation", "the arrays of actual")
+        raise InputTypeError("same_precision", "come from another implementation", "the arrays of actual")
     arrays = {role: stages_of(role, value, stage) for role, value in given.items()}
     if not any(arrays.values()):
         nowhere = Label(name, "actual", dtype or "no dtype", stage)
@@ -315,7 +317,7 @@ def _compare_stage(arrays: Mapping[str, Stages], stage: str, dtype: str, name: s
 def _check_has(arithmetic: str, dtype: str) -> None:
     """Reject a dtype that the hardware does not have."""
     if arithmetic.startswith("tensix") and dtype not in TENSIX_FLOOR:
-        raise Refusal("dtype", f"be one of {list(TENSIX_FLOOR)} with arithmetic='tensix'", dtype=dtype)
+        raise InputError("dtype", f"be one of {list(TENSIX_FLOOR)} with arithmetic='tensix'", dtype=dtype)
 
 
 def _explained(comparison: Comparison, noise: str = "") -> Comparison:

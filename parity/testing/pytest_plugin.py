@@ -147,13 +147,13 @@ class _Controller(_Recorder):
 
     def check(self) -> None:
         """Reject a report that cannot be written before the tests run."""
-        from mha_spec import Refusal
+        from mha_spec import InputError
         from parity.files.target import check_writable
         from parity.reporting.earlier import check_report
 
         suffix = self.path.suffix.lower()
         if suffix not in WRITERS:
-            raise Refusal("--parity-report", f"end in one of {', '.join(WRITERS)}", {"--parity-report": self.path})
+            raise InputError("--parity-report", f"end in one of {', '.join(WRITERS)}", {"--parity-report": self.path})
         check_writable(self.path, "--parity-report")
         check_report(self.path, "--parity-report")
         module = importlib.import_module(WRITERS[suffix][0])

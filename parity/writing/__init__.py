@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import mha_spec
-from mha_spec import AttentionSpec, Refusal
+from mha_spec import AttentionSpec, InputError
 from parity.conversion.layers import FileLayer
 from parity.writing.about import NAMES, docstring_of, title_of
 from parity.writing.loader import Loader, loader_of
@@ -87,15 +87,17 @@ def written(
         decided: as in `specialize`.
     """
     if framework not in NAMES:
-        raise Refusal("framework", f"be one of {', '.join(NAMES)}", framework=framework)
+        raise InputError("framework", f"be one of {', '.join(NAMES)}", framework=framework)
     if call.is_cross and (spec.rope is not None or spec.latent is not None):
-        raise Refusal("is_cross", "be False with RoPE or latents, whose keys come from the queries' tokens", spec=spec)
+        raise InputError(
+            "is_cross", "be False with RoPE or latents, whose keys come from the queries' tokens", spec=spec
+        )
     if not call.is_cross and spec.d_kv != spec.d_in:
-        raise Refusal("is_cross", "be True for keys of another width", d_in=spec.d_in, d_kv=spec.d_kv)
+        raise InputError("is_cross", "be True for keys of another width", d_in=spec.d_in, d_kv=spec.d_kv)
     if spec.shared_kv and call.is_cross:
-        raise Refusal("is_cross", "be False with shared_kv, whose keys are those of another layer", is_cross=True)
+        raise InputError("is_cross", "be False with shared_kv, whose keys are those of another layer", is_cross=True)
     if call.has_positions and not spec.has_positions:
-        raise Refusal("has_positions", "be False for a layer without RoPE and temperature", has_positions=True)
+        raise InputError("has_positions", "be False for a layer without RoPE and temperature", has_positions=True)
     known = {"spec": replace(spec, fused_qkv=False), "call": call, "ABSENT": ABSENT, **_records()}
     template = (TEMPLATES / f"{framework}.py").read_text().replace(NAMES_GO_HERE, _names(), 1)
     keep = [*_public_names(spec, call), *(loader.used if loader is not None else ())]

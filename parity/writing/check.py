@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import mha_spec
-from mha_spec import AttentionSpec, Refusal
+from mha_spec import AttentionSpec, InputError
 from parity.core.case import Case
 from parity.core.compare import budget
 from parity.core.problem import Problem, make_problem
@@ -59,7 +59,7 @@ def check_of(module: str, spec: AttentionSpec, framework: str, call: CallForm, *
         ValueError: if the layer attends to the cache of another layer.
     """
     if spec.shared_kv and call.cache is not None:
-        raise Refusal("cache", "be None in a test with shared_kv, because another layer fills it", cache=call.cache)
+        raise InputError("cache", "be None in a test with shared_kv, because another layer fills it", cache=call.cache)
     case = case_of(module, spec, call)
     source = "\n".join(_lines(module, spec, framework, call, case, with_trace)) + "\n"
     return Check(source, _trace_of(case) if with_trace else None)

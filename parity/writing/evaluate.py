@@ -12,7 +12,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from mha_spec import Refusal
+from mha_spec import InputError
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "int": int,
@@ -99,14 +99,14 @@ def value_of(node: ast.expr, known: Mapping[str, Any]) -> Any:
             return set(_elements(node, known))
         case ast.GeneratorExp():
             return _elements(node, known)
-    raise Refusal("a template", "have expressions that can be computed", ast.unparse(node))
+    raise InputError("a template", "have expressions that can be computed", ast.unparse(node))
 
 
 def _attribute(node: ast.Attribute, known: Mapping[str, Any]) -> Any:
     owner = value_of(node.value, known)
     # A format string reads private attributes of its arguments: "{0.__class__}".format(spec).
     if node.attr.startswith("_") or isinstance(owner, str):
-        raise Refusal("a template", "read public attributes of a layer only", ast.unparse(node))
+        raise InputError("a template", "read public attributes of a layer only", ast.unparse(node))
     return getattr(owner, node.attr)
 
 
@@ -135,7 +135,7 @@ def _elements(node: ast.ListComp | ast.SetComp | ast.GeneratorExp, known: Mappin
     """Yield the elements of a comprehension over one sequence."""
     loop, *more_loops = node.generators
     if more_loops or not isinstance(loop.target, ast.Name):
-        raise Refusal("a template", "have comprehensions over one sequence", ast.unparse(node))
+        raise InputError("a template", "have comprehensions over one sequence", ast.unparse(node))
     for element in value_of(loop.iter, known):
         inner = {**known, loop.target.id: element}
         if all(value_of(condition, inner) for condition in loop.ifs):

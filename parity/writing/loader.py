@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mha_spec import Refusal
+from mha_spec import InputError
 from parity.conversion.layers import FileLayer
 from parity.writing.quoting import TENSORS, string_literal
 from parity.writing.specialize import WIDTH
@@ -43,7 +43,7 @@ def loader_of(layer: FileLayer, framework: str) -> Loader:
         ValueError: if the tensors are quantized.
     """
     if layer.quantised:
-        raise Refusal("the layer", "hold floating-point tensors to be loaded by plain code", str(layer.quantised))
+        raise InputError("the layer", "hold floating-point tensors to be loaded by plain code", str(layer.quantised))
     names = list(dict.fromkeys(layer.sources.values()))
     numbers = {name: str(number) for number, name in enumerate(names)}
     source = _function(_expressions(layer, framework, string_literal), framework)

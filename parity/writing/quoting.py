@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 
-from mha_spec import Refusal
+from mha_spec import InputError
 
 TENSORS = "tensors"
 """The argument of a loader whose keys are names of tensors."""
@@ -47,9 +47,9 @@ def check_keys(source: str, numbered: str, names: Sequence[str]) -> None:
     try:
         tree = _Numbering(names).visit(ast.parse(source))
     except (SyntaxError, ValueError) as error:
-        raise Refusal("a written module", RULE, str(error)) from None
+        raise InputError("a written module", RULE, str(error)) from None
     if ast.dump(tree) != ast.dump(ast.parse(numbered)):
-        raise Refusal("a written module", RULE, "them elsewhere")
+        raise InputError("a written module", RULE, "them elsewhere")
 
 
 class _Numbering(ast.NodeTransformer):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
-from mha_spec import AttentionSpec, Refusal
+from mha_spec import AttentionSpec, InputError
 
 
 class CallKeywords(TypedDict, total=False):
@@ -42,12 +42,12 @@ class CallForm:
 
     def __post_init__(self) -> None:
         if self.cache not in (None, "static", "ragged"):
-            raise Refusal("cache", "be static, ragged or None", cache=self.cache)
+            raise InputError("cache", "be static, ragged or None", cache=self.cache)
         if self.cache is not None and not self.is_causal:
-            raise Refusal("is_causal", "be True with a cache", is_causal=self.is_causal, cache=self.cache)
+            raise InputError("is_causal", "be True with a cache", is_causal=self.is_causal, cache=self.cache)
         for name in ("is_cross", "has_mask", "has_bias"):
             if self.cache is not None and getattr(self, name):
-                raise Refusal(name, "be False with a cache", {name: True, "cache": self.cache})
+                raise InputError(name, "be False with a cache", {name: True, "cache": self.cache})
 
 
 spec = AttentionSpec(64, 4, num_kv_heads=2)

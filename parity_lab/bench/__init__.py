@@ -11,7 +11,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from typing import Any, Protocol
 
-from mha_spec import Refusal
+from mha_spec import InputError
 from parity.backends import why_missing
 from parity_lab.bench.measure import (
     ALLOWED,
@@ -166,13 +166,13 @@ def checked(
 ) -> tuple[list[str], list[str], list[str]]:
     """Return the groups, frameworks and dtypes to measure, with defaults; reject what does not exist."""
     if device not in DEVICES:
-        raise Refusal("device", f"be one of {', '.join(DEVICES)}", device=device)
+        raise InputError("device", f"be one of {', '.join(DEVICES)}", device=device)
     frameworks = [name for name in FRAMEWORKS if not why_missing(name)] if frameworks is None else frameworks
     dtypes = ["bfloat16" if device == "cuda" else "float32"] if dtypes is None else dtypes
     given = {"groups": (groups, GROUPS), "frameworks": (frameworks, FRAMEWORKS), "dtypes": (dtypes, DTYPES)}
     for what, (names, known) in given.items():
         if unknown := [name for name in names if name not in known]:
-            raise Refusal(what, f"be among {', '.join(known)}", ", ".join(unknown))
+            raise InputError(what, f"be among {', '.join(known)}", ", ".join(unknown))
     for name in frameworks:
         if reason := why_missing(name):
             raise ModuleNotFoundError(reason)

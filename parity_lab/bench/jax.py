@@ -491,9 +491,11 @@ def _project(weights: Mapping[str, Array], name: str, x: Array) -> Array:
 def _core_attention(**options: Any) -> Callable[..., Array]:
     """Return our attention of split heads, with sinks as an argument, as other contenders take them."""
 
-    def attend(*heads: Array, is_causal: bool, sinks: Array | None = None) -> Array:
+    def attend(query: Array, key: Array, value: Array, *, is_causal: bool, sinks: Array | None = None) -> Array:
         learned = {} if sinks is None else {"sinks": sinks}
-        context, _ = mha_jax.scaled_dot_product_attention(*heads, is_causal=is_causal, learned=learned, **options)
+        context, _ = mha_jax.scaled_dot_product_attention(
+            query, key, value, is_causal=is_causal, learned=learned, **options
+        )
         return context
 
     return attend

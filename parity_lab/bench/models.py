@@ -9,7 +9,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from mha_spec import Refusal
+from mha_spec import InputError
 from parity.conversion.hints import LayerKeywords
 from parity.conversion.layers import FileLayer, open_layers
 from parity.running.models import chosen_layers, number_of, skeleton_of
@@ -77,7 +77,7 @@ def _alike(layers: Sequence[FileLayer]) -> list[tuple[FileLayer, str]]:
             part = layer.prefix.split(".")[0] if layer.model is None else layer.model.part
             found.setdefault((layer.spec, _is_causal(layer), part), []).append(layer)
     if not found:
-        raise Refusal("there", "be a layer that attends to its own tokens to measure", "none")
+        raise InputError("there", "be a layer that attends to its own tokens to measure", "none")
     parts = {part for _, _, part in found}
     named = []
     for (_, _, part), group in found.items():

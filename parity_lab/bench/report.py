@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Column
 from rich.text import Text
 
-from mha_spec import Refusal
+from mha_spec import InputError
 from parity.files.target import write_whole
 from parity.reporting.console import print_table
 from parity.reporting.plot import check_destination
@@ -136,7 +136,7 @@ def plot_growth(found: Bench, path: str | os.PathLike[str]) -> None:
     check_destination(path)
     rows = [row for row in found.rows if row.group == "growth"]
     if not rows:
-        raise Refusal("a plot", "have rows of the group growth", "none")
+        raise InputError("a plot", "have rows of the group growth", "none")
     write_whole(path, _draw(rows, Path(path).suffix.lower()[1:]))
 
 

@@ -525,9 +525,11 @@ def _static_cache(capacity: int) -> Any:
 def _core_attention(**options: Any) -> Callable[..., Tensor]:
     """Return our attention of split heads, with sinks as an argument, as other contenders take them."""
 
-    def attend(*heads: Tensor, is_causal: bool, sinks: Tensor | None = None) -> Tensor:
+    def attend(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, sinks: Tensor | None = None) -> Tensor:
         learned = {} if sinks is None else {"sinks": sinks}
-        context, _ = mha_torch.scaled_dot_product_attention(*heads, is_causal=is_causal, learned=learned, **options)
+        context, _ = mha_torch.scaled_dot_product_attention(
+            query, key, value, is_causal=is_causal, learned=learned, **options
+        )
         return context
 
     return attend

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mha_spec import Alibi, AttentionSpec, Refusal
+from mha_spec import Alibi, AttentionSpec, InputError
 from parity.core.weights import Weights, dtype_named, random_weights
 
 GROUPS = ("cores", "scores", "varlen", "layers", "decode", "memory", "import", "convert", "growth", "growth-long")
@@ -125,7 +125,7 @@ class Work:
             ValueError: if they are too many.
         """
         if (num_scores := self.batch * self.num_heads * self.seq_len**2) > MOST_SCORES:
-            raise Refusal("scores", f"have at most {MOST_SCORES:.1e} elements to be stored", f"{num_scores:.1e}")
+            raise InputError("scores", f"have at most {MOST_SCORES:.1e} elements to be stored", f"{num_scores:.1e}")
 
     @property
     def segment_lengths(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""Checks that invalid input raises a `Refusal`, by its fields, because its words may change."""
+"""Checks that invalid input raises a `InputError`, by its fields, because its words may change."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from mha_spec import Refusal, WrongType
-from mha_spec.refusal import _each, _setting
+from mha_spec import InputError, InputTypeError
+from mha_spec.errors import _each, _setting
 
 
 class Refuses:
-    """A `with` block that must raise a `Refusal` of an argument; it can be entered again.
+    """A `with` block that must raise a `InputError` of an argument; it can be entered again.
 
     Args:
-        kind: ValueError, or TypeError for a `WrongType`.
+        kind: ValueError, or TypeError for a `InputTypeError`.
         argument: its name; "…" in it stands for any text.
         got: text contained in the passed value, or values by name; `...` stands for any value.
         where: text contained in the place.
@@ -36,7 +36,7 @@ class Refuses:
     ) -> None:
         self.kind, self.argument, self.got, self.where = kind, argument, got, where
         self.remedy, self.hint = remedy or {}, hint
-        self.value: Refusal | None = None
+        self.value: InputError | None = None
 
     def __repr__(self) -> str:
         return f"{self.argument} {self.got}"
@@ -54,14 +54,14 @@ class Refuses:
     ) -> bool:
         if error is None:
             pytest.fail(f"{self.argument} was not refused")
-        if not isinstance(error, Refusal):
+        if not isinstance(error, InputError):
             return False
-        assert isinstance(error, WrongType) == (self.kind is TypeError), f"{type(error).__name__}: {error}"
+        assert isinstance(error, InputTypeError) == (self.kind is TypeError), f"{type(error).__name__}: {error}"
         self.check(error)
         self.value = error.with_traceback(None)  # its frames would keep tensors alive as long as the table
         return True
 
-    def check(self, refusal: Refusal) -> None:
+    def check(self, refusal: InputError) -> None:
         """Compare the fields of a refusal with the expected ones.
 
         Raises:
@@ -113,14 +113,14 @@ def refuses(
     hint: str = "",
     **values: Any,
 ) -> Refuses:
-    """Check that a block raises a `Refusal` of the value of an argument."""
+    """Check that a block raises a `InputError` of the value of an argument."""
     return Refuses(ValueError, argument, values or got, where, remedy, hint)
 
 
 def refuses_type(
     argument: str, got: dict[str, Any] | str = "", /, *, where: str = "", hint: str = "", **values: Any
 ) -> Refuses:
-    """Check that a block raises a `Refusal` of the type of an argument."""
+    """Check that a block raises a `InputError` of the type of an argument."""
     return Refuses(TypeError, argument, values or got, where, hint=hint)
 
 

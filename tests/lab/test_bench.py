@@ -302,7 +302,7 @@ def test_oversized_scores_are_left_out(framework, monkeypatch):
     assert row.ours_ms is not None
     assert row.peers == {}
     assert len(row.left_out) == 2
-    assert all("Refusal: scores" in reason or "ValueError: scores" in reason for reason in row.left_out.values())
+    assert all("InputError: scores" in reason or "ValueError: scores" in reason for reason in row.left_out.values())
 
 
 def test_limit_counts_visible_scores():

@@ -3,7 +3,7 @@
 import pytest
 from helpers.refusals import refuses, refuses_type
 
-from mha_spec import Refusal, WrongType
+from mha_spec import InputError, InputTypeError
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ def test_refusal_with_expected_fields_passes(expected):
     """
     for _ in range(2):
         with expected:
-            raise Refusal("num_heads", "be odd", {"num_heads": 4, "k.dtype": "int8"}, where="layer 1")
+            raise InputError("num_heads", "be odd", {"num_heads": 4, "k.dtype": "int8"}, where="layer 1")
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_refusal_with_other_field_fails(expected):
     differs.
     """
     with pytest.raises(AssertionError), expected:
-        raise Refusal("num_heads", "be odd", num_heads=4, where="layer 1")
+        raise InputError("num_heads", "be odd", num_heads=4, where="layer 1")
 
 
 def test_missing_refusal_fails():
@@ -55,9 +55,9 @@ def test_missing_refusal_fails():
     with pytest.raises(ZeroDivisionError), refuses("num_heads"):
         1 // 0  # noqa: B018
     with pytest.raises(AssertionError), refuses("num_heads"):
-        raise WrongType("num_heads", "be an integer")
+        raise InputTypeError("num_heads", "be an integer")
     with refuses_type("num_heads"):
-        raise WrongType("num_heads", "be an integer")
+        raise InputTypeError("num_heads", "be an integer")
 
 
 PRINTED = (
@@ -112,10 +112,10 @@ def test_text_without_refusal_has_none():
 def test_refusal_with_other_advice_fails(expected):
     """An expected refusal fails if the remedy or the hint differs."""
     with pytest.raises(AssertionError), expected:
-        raise Refusal("n", "be odd", n=4, remedy={"m": 1}, hint="helps")
+        raise InputError("n", "be odd", n=4, remedy={"m": 1}, hint="helps")
 
 
 def test_expected_advice_passes():
     """An expected refusal passes if one alternative has the remedy, and the hint matches."""
     with refuses("n", remedy={"m": 1}, hint="helps"):
-        raise Refusal("n", "be odd", n=4, remedy=[{"m": 1, "j": 2}, {"k": 2}], hint="helps")
+        raise InputError("n", "be odd", n=4, remedy=[{"m": 1, "j": 2}, {"k": 2}], hint="helps")

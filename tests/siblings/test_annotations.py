@@ -11,7 +11,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from mha_spec import Refusal, WrongType
+from mha_spec import InputError, InputTypeError
 
 SIZES = {"heads": 2, "T": 3, "S": 5, "N": 4, "K": 2, "H": 8, "Hv": 16, "B": 2}
 """Sizes of some axes; others are 7."""
@@ -96,7 +96,7 @@ def array_arguments(package):
 
 def refusal_of(argument, **values):
     """Return the error of a call with only these arguments."""
-    with pytest.raises(Refusal) as raised:
+    with pytest.raises(InputError) as raised:
         argument.call(**({"self": None} if "." in argument.call.__qualname__ else {}), **values)
     return raised.value
 
@@ -114,7 +114,7 @@ def test_other_types_raise(sibling):
         if not argument.accepts_others:
             error = refusal_of(argument, **{argument.name: "text"})
             assert (str(argument), error.argument) == (str(argument), argument.name)
-            assert isinstance(error, WrongType)
+            assert isinstance(error, InputTypeError)
 
 
 def test_other_ranks_raise(sibling):
@@ -136,7 +136,7 @@ def test_other_kinds_raise(sibling):
         x = argument.of_shape(sibling, argument.shape() or (3, 5), wrong_kind)
         error = refusal_of(argument, **{argument.name: x})
         assert (str(argument), error.argument) == (str(argument), argument.name)
-        assert isinstance(error, WrongType)
+        assert isinstance(error, InputTypeError)
         assert list(error.got) == [f"{argument.name}.dtype"]
 
 

@@ -4,7 +4,7 @@ from dataclasses import fields
 
 import pytest
 
-from mha_spec import AttentionSpec, WrongType
+from mha_spec import AttentionSpec, InputTypeError
 from mha_spec.aliases import OF_CALLS, OF_MODULES, unknown_argument
 
 FIELDS = [field.name for field in fields(AttentionSpec)]
@@ -50,7 +50,7 @@ def test_unknown_argument_names_ours(known, expected):
     """An argument of another library, or a near miss, leads to the argument of this one."""
     for name, advice in expected.items():
         error = unknown_argument(name, known)
-        assert type(error) is WrongType, name
+        assert type(error) is InputTypeError, name
         assert error.argument == name
         assert advice in error.hint, name
         assert advice or not error.hint, name

@@ -5,15 +5,15 @@ import pickle
 import numpy as np
 import pytest
 
-from mha_spec import AttentionSpec, Refusal, WrongType
-from mha_spec.refusal import MAX_LENGTH
+from mha_spec import AttentionSpec, InputError, InputTypeError
+from mha_spec.errors import MAX_LENGTH
 
 
 def test_message_has_argument_and_values():
     """The message and fields of a refusal have its argument,
     its rule and the values that were passed.
     """
-    refusal = Refusal("num_heads", "be a multiple of num_kv_heads", num_heads=4, num_kv_heads=3)
+    refusal = InputError("num_heads", "be a multiple of num_kv_heads", num_heads=4, num_kv_heads=3)
     assert str(refusal) == "num_heads must be a multiple of num_kv_heads, got num_heads=4 and num_kv_heads=3"
     assert (refusal.argument, refusal.rule) == ("num_heads", "be a multiple of num_kv_heads")
     assert refusal.got == {"num_heads": 4, "num_kv_heads": 3}
@@ -22,26 +22,26 @@ def test_message_has_argument_and_values():
 @pytest.mark.parametrize(
     ("refusal", "text"),
     [
-        (Refusal("a", "be b"), "a must be b"),
-        (Refusal("a", "be b", "neither"), "a must be b, got neither"),
-        (Refusal("a", "be b", a="1"), "a must be b, got a='1'"),
+        (InputError("a", "be b"), "a must be b"),
+        (InputError("a", "be b", "neither"), "a must be b, got neither"),
+        (InputError("a", "be b", a="1"), "a must be b, got a='1'"),
         (
-            Refusal("a", "be b", {"a.dtype": np.dtype("int8")}, c=None, d=0),
+            InputError("a", "be b", {"a.dtype": np.dtype("int8")}, c=None, d=0),
             "a must be b, got a.dtype=int8, c=None and d=0",
         ),
-        (Refusal("a", "be b", remedy={"drop": True}, hint="helps"), "a must be b; drop=True helps"),
+        (InputError("a", "be b", remedy={"drop": True}, hint="helps"), "a must be b; drop=True helps"),
         (
-            Refusal("a", "be b", remedy=[{"c": 1, "d": 2}, {"c": 2}, {"c": 3}, {"c": 4}], hint="fits"),
+            InputError("a", "be b", remedy=[{"c": 1, "d": 2}, {"c": 2}, {"c": 3}, {"c": 4}], hint="fits"),
             "a must be b; c=1 with d=2 or c=2 or c=3 (or 1 more) fits",
         ),
-        (Refusal("a", "be b", where="w").within("v"), "v: w: a must be b"),
-        (Refusal("a", "be b", a=10**5000), "a must be b, got a=a int"),
+        (InputError("a", "be b", where="w").within("v"), "v: w: a must be b"),
+        (InputError("a", "be b", a=10**5000), "a must be b, got a=a int"),
         (
-            Refusal("a", "be b", a=np.zeros((2, 3), np.int8), c=np.float32(2), d=[1, 2]),
+            InputError("a", "be b", a=np.zeros((2, 3), np.int8), c=np.float32(2), d=[1, 2]),
             "a must be b, got a=ndarray(shape=(2, 3), dtype=int8), c=2.0 and d=[1, 2]",
         ),
         (
-            Refusal("a", "be b", a={"w": np.zeros(2)}, c=(np.zeros(2), 1)),
+            InputError("a", "be b", a={"w": np.zeros(2)}, c=(np.zeros(2), 1)),
             "a must be b, got a={'w': ndarray(shape=(2,), dtype=float64)} and c=tuple of "
             "ndarray(shape=(2,), dtype=float64), 1",
         ),
@@ -53,12 +53,12 @@ def test_each_part_has_its_place(refusal, text):
 
 
 def test_wrong_type_is_also_a_type_error():
-    """`WrongType` is a `Refusal` and a `TypeError`; a `Refusal` is a `ValueError` only."""
-    assert issubclass(WrongType, Refusal)
-    assert issubclass(WrongType, TypeError)
-    assert issubclass(Refusal, ValueError)
-    assert not issubclass(Refusal, TypeError)
-    with pytest.raises(WrongType):
+    """`InputTypeError` is a `InputError` and a `TypeError`; a `InputError` is a `ValueError` only."""
+    assert issubclass(InputTypeError, InputError)
+    assert issubclass(InputTypeError, TypeError)
+    assert issubclass(InputError, ValueError)
+    assert not issubclass(InputError, TypeError)
+    with pytest.raises(InputTypeError):
         AttentionSpec("8", 2)  # type: ignore[arg-type]
 
 
@@ -69,10 +69,10 @@ def test_flags_replace_names_in_each_field():
     def rename(name: str, value: object) -> tuple[str, object]:
         return ("--rest", "drop") if name == "keep_rest" else (flags.get(name, name), value)
 
-    refusal = WrongType("prefix", "match", prefix="a b", n=3, d=4, remedy={"fill_bias": True, "keep_rest": False})
+    refusal = InputTypeError("prefix", "match", prefix="a b", n=3, d=4, remedy={"fill_bias": True, "keep_rest": False})
     shown = refusal.renamed(rename)
     assert str(shown) == "--prefix must match, got --prefix 'a b', --n 3 and d=4; --fill-bias with --rest drop"
-    assert type(shown) is WrongType
+    assert type(shown) is InputTypeError
     assert refusal.argument == "prefix"
     assert "prefix" in refusal.got
 
@@ -85,7 +85,7 @@ def test_long_part_loses_its_middle(field):
     long = "<" + "x" * 300_000 + ">"
     parts = {"argument": "the argument", "rule": "be short", "where": "place", "hint": "advice"} | {field: long}
     got = {"got": {"value": parts.get("got", 7)}, "text": parts.get("text", "")}["text" if field == "text" else "got"]
-    text = str(Refusal(parts["argument"], parts["rule"], got, where=parts["where"], hint=parts["hint"]))
+    text = str(InputError(parts["argument"], parts["rule"], got, where=parts["where"], hint=parts["hint"]))
     assert len(text) <= MAX_LENGTH
     assert "<x" in text
     assert "x>" in text
@@ -97,8 +97,8 @@ def test_pickled_refusal_keeps_its_fields():
     that are not plain become text.
     """
     device = type("Device", (), {"__str__": lambda self: "device 0"})()
-    refusal = WrongType("x", "be on a device", x=3, device=device, where="here")
+    refusal = InputTypeError("x", "be on a device", x=3, device=device, where="here")
     copied = pickle.loads(pickle.dumps(refusal))
-    assert type(copied) is WrongType
+    assert type(copied) is InputTypeError
     assert copied.got == {"x": 3, "device": "device 0"}
     assert str(copied) == str(refusal) == "here: x must be on a device, got x=3 and device=device 0"

@@ -28,14 +28,14 @@ from mha_spec import (  # noqa: E402
     DynamicScaling,
     Gate,
     GridBias,
+    InputError,
+    InputTypeError,
     Latent,
     Norm,
-    Refusal,
     RelativeBias,
     RelativeProducts,
     Rope,
     Temperature,
-    WrongType,
 )
 from mha_spec.aliases import UNKNOWN_ARGUMENT  # noqa: E402
 
@@ -192,7 +192,7 @@ class Framework:
         spec = SPEC.replace(**feature.fields)
         try:
             self.run(feature, lambda: getattr(self, path)(spec, feature))
-        except (Refusal, WrongType) as error:
+        except (InputError, InputTypeError) as error:
             if error.rule == UNKNOWN_ARGUMENT:
                 return NO_ARGUMENT
             return f"{error.argument} must {error.rule}"

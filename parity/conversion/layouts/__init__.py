@@ -1,6 +1,6 @@
 """Layouts of attention weights in checkpoints: the name, content and axes of each tensor."""
 
-from mha_spec import Refusal
+from mha_spec import InputError
 from parity.conversion.layouts.canonical import from_canonical, to_canonical
 from parity.conversion.layouts.detection import find_spec
 from parity.conversion.layouts.layout import Layout, Tensor
@@ -15,7 +15,7 @@ def find_layout(name: str, what: str = "layout") -> Layout:
     name = ALIASES.get(name, name)
     if name not in LAYOUTS:
         advice = filter(None, (_nearest(str(name)), "`mha-parity layouts` lists them"))
-        raise Refusal(what, "be a known layout", {what: name}, hint=" ".join(advice))
+        raise InputError(what, "be a known layout", {what: name}, hint=" ".join(advice))
     return LAYOUTS[name]
 
 

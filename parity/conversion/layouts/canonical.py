@@ -7,7 +7,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from mha_spec import AttentionSpec, WrongType
+from mha_spec import AttentionSpec, InputTypeError
 from parity.conversion.hints import CALLER, LayerHints, LayerKeywords
 from parity.conversion.layouts.detection import find_placement, find_spec, placement_for, placements
 from parity.conversion.layouts.layout import Layout, unused_in
@@ -54,9 +54,9 @@ def to_canonical(
     held = {name: array for name, array in to_numpy_by_name(tensors).items() if not layout.ignores(name)}
     for name, array in held.items():
         if not is_floating(array.dtype):
-            raise WrongType(name, "be a floating-point array", {f"{name}.dtype": array.dtype})
+            raise InputTypeError(name, "be a floating-point array", {f"{name}.dtype": array.dtype})
     if len(dtypes := sorted({array.dtype.name for array in held.values()})) > 1:
-        raise WrongType("weights", "have one dtype", str(dtypes))
+        raise InputTypeError("weights", "have one dtype", str(dtypes))
     shapes = {name: array.shape for name, array in held.items()}
     hints = LayerHints.by(CALLER, **keywords)
     spec = find_spec(shapes, layout, hints) if hints.spec is None else hints.spec

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from mha_spec import AttentionSpec, Refusal, WrongType
+from mha_spec import AttentionSpec, InputError, InputTypeError
 from mha_spec.attention import NORMS
 from parity.conversion.hints import LayerHints
 from parity.conversion.layouts.layout import (
@@ -34,19 +34,19 @@ USUAL = (64, 128, 32, 80, 96, 256)  # usual head sizes, listed first if several 
 SPEC_SOURCES = "a config.json next to the file, or spec=… from Python"
 
 
-class DoesNotFit(Refusal):
+class LayoutMismatchError(InputError):
     """Tensors do not fit a layout, or no layer with these heads."""
 
 
-class HeadsDoNotFit(DoesNotFit):
+class HeadsMismatchError(LayoutMismatchError):
     """Tensors fit a layout, but not with the given heads."""
 
 
-class HeadsUnknown(Refusal):
+class UnknownHeadsError(InputError):
     """Shapes fit more than one number of heads."""
 
 
-class SpecUnknown(HeadsUnknown):
+class UnknownSpecError(UnknownHeadsError):
     """Tensors fit a layout, but shapes do not show the purpose of some of them."""
 
 
@@ -55,8 +55,8 @@ def shorten(names: Iterable[str]) -> str:
     return f"[{some_of(map(repr, names))}]"
 
 
-def _not_of(layout: Layout, got: str) -> DoesNotFit:
-    return DoesNotFit("tensors", f"be those of {layout.name}", got)
+def _not_of(layout: Layout, got: str) -> LayoutMismatchError:
+    return LayoutMismatchError("tensors", f"be those of {layout.name}", got)
 
 
 def find_form(names: Iterable[str], layout: Layout) -> tuple[Tensor, ...]:
@@ -91,7 +91,7 @@ def find_form(names: Iterable[str], layout: Layout) -> tuple[Tensor, ...]:
 def _check_score_biases(names: Iterable[str], layout: Layout) -> None:
     """Reject a bias of scores that the specification does not contain."""
     if unsaid := sorted(name for name in names if layout.leaves_unsaid(name)):
-        raise SpecUnknown(
+        raise UnknownSpecError(
             f"a layer in {layout.name}",
             "not add biases to scores that its specification lacks",
             shorten(unsaid),
@@ -105,11 +105,11 @@ def placements(spec: AttentionSpec, layout: Layout) -> tuple[Placement, ...]:
     """Place a layer in each form of a layout that can represent it.
 
     Raises:
-        DoesNotFit: if no form can.
+        LayoutMismatchError: if no form can.
     """
     broken, got = broken_rules(spec, layout)
     if broken:
-        raise DoesNotFit("the layer", f"be one that {layout.name} can hold: {broken}", got)
+        raise LayoutMismatchError("the layer", f"be one that {layout.name} can hold: {broken}", got)
     wanted = spec.weight_shapes.keys()
     found, nameless = [], set(wanted)
     for form in layout.forms:
@@ -141,20 +141,20 @@ def _are_one(weights: list[np.ndarray]) -> bool:
     return all(np.array_equal(first, other) for other in others)
 
 
-def _has_no_form(layout: Layout, wanted: Collection[str], nameless: Collection[str]) -> DoesNotFit:
+def _has_no_form(layout: Layout, wanted: Collection[str], nameless: Collection[str]) -> LayoutMismatchError:
     """Make the error for a layer whose weights fit no form; the layout has no names for the `nameless` ones."""
     if nameless:
         norms = [name for name in NORMS if weights_of_norm(name) & {*nameless}]
         remedy, hint = ({"drop": ",".join(norms)}, "leaves it out") if norms else ((), "")
         rule = f"have only weights for which {layout.name} has names"
-        return DoesNotFit("the layer", rule, shorten(sorted(nameless)), remedy=remedy, hint=hint)
+        return LayoutMismatchError("the layer", rule, shorten(sorted(nameless)), remedy=remedy, hint=hint)
     for tensor in layout.tensors:
         without = [part for part in tensor.parts if part not in wanted]
         if 0 < len(without) < len(tensor.parts):
             of_each = "a bias in all projections" if tensor.kind == "bias" else "all projections"
             rule = f"have {of_each} that {tensor.name} of {layout.name} packs"
-            return DoesNotFit("the layer", rule, f"none of {', '.join(without)}")
-    return DoesNotFit("the layer", f"have equal sizes where {layout.name} packs projections")
+            return LayoutMismatchError("the layer", rule, f"none of {', '.join(without)}")
+    return LayoutMismatchError("the layer", f"have equal sizes where {layout.name} packs projections")
 
 
 def _packs_two_sizes(tensor: Tensor, spec: AttentionSpec) -> bool:
@@ -175,7 +175,7 @@ def find_placement(shapes: Mapping[str, tuple[int, ...]], spec: AttentionSpec, l
     """Find the placement of a layer from the names and shapes of its tensors.
 
     Raises:
-        DoesNotFit: if they do not match the layer, or the layout cannot represent it.
+        LayoutMismatchError: if they do not match the layer, or the layout cannot represent it.
     """
     given = {name: tuple(shape) for name, shape in shapes.items() if not layout.ignores(name)}
     possible = placements(spec, layout)
@@ -211,7 +211,7 @@ def stack_size(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> int | N
         return None
     sizes = sorted({shapes[name][0] for name in (*axes, *names_of(layout.others, shapes))})
     if len(sizes) > 1 or not 1 <= sizes[0] <= MAX_LAYERS:
-        raise Refusal("stacked tensors", f"have the same number of layers, from 1 to {MAX_LAYERS}", str(sizes))
+        raise InputError("stacked tensors", f"have the same number of layers, from 1 to {MAX_LAYERS}", str(sizes))
     return sizes[0]
 
 
@@ -224,30 +224,32 @@ def find_spec(shapes: Mapping[str, tuple[int, ...]], layout: Layout, hints: Laye
     _check_counts(hints.counts)
     form = find_form(shapes, layout)
     if layout.needs_spec:
-        raise DoesNotFit(f"a layer in {layout.name}", f"have a specification: {SPEC_SOURCES}")
+        raise LayoutMismatchError(f"a layer in {layout.name}", f"have a specification: {SPEC_SOURCES}")
     if others := sorted(names_of(layout.others, shapes)):
         remedy = {"drop": UNSAID} if all(map(layout.leaves_unsaid, others)) else ()
         rule, hint = f"be defined by a specification: {SPEC_SOURCES}", "leaves it out" if remedy else ""
-        raise SpecUnknown(f"the purpose of {shorten(others)} in {layout.name}", rule, remedy=remedy, hint=hint)
+        raise UnknownSpecError(f"the purpose of {shorten(others)} in {layout.name}", rule, remedy=remedy, hint=hint)
     present = [tensor for tensor in form if matches(tensor.name, shapes)]
     of_qkv = sorted({part for each in present if each.kind == "bias" for part in each.parts} - {"out_proj.bias"})
     if len(of_qkv) not in (0, 3):
-        raise Refusal("q_proj, k_proj and v_proj", "all have a bias, or none", str(of_qkv))
+        raise InputError("q_proj, k_proj and v_proj", "all have a bias, or none", str(of_qkv))
     used = {name: shapes[name] for name in names_of(present, shapes)}
     _check_shapes(used, present, layout)
     fitting, reasons = _fitting(present, used, layout, hints)
     if not fitting:
         if hints.counts and not reasons and (others := _fitting(present, used, layout, LayerHints(rope=hints.rope))[0]):
-            raise HeadsDoNotFit("the heads", f"be those of {layout.name}: {_options(others)}", hints.counts)
+            raise HeadsMismatchError("the heads", f"be those of {layout.name}: {_options(others)}", hints.counts)
         why = f" ({reasons[0]})" if reasons else ""
-        raise DoesNotFit("shapes", f"be those of a layer in {layout.name}{why}", str(used))
+        raise LayoutMismatchError("shapes", f"be those of a layer in {layout.name}{why}", str(used))
     first = fitting[0]
     if layout.ranks is not None and hints.head_dim is None and all(spec.q_width != spec.d_model for spec in fitting):
         rule = f"be given for {layout.name} if num_heads * head_dim is not d_model, as in a rank's file"
-        raise DoesNotFit("head_dim", rule, num_heads=first.num_heads, head_dim=first.head_dim, d_model=first.d_model)
+        raise LayoutMismatchError(
+            "head_dim", rule, num_heads=first.num_heads, head_dim=first.head_dim, d_model=first.d_model
+        )
     if len(fitting) > 1:
         rule = f"be given for {layout.name}, whose shapes fit {_options(fitting)}"
-        raise HeadsUnknown("the heads", rule, hint=f"{_deciding(fitting)} decides")
+        raise UnknownHeadsError("the heads", rule, hint=f"{_deciding(fitting)} decides")
     return first
 
 
@@ -296,9 +298,9 @@ def _options(fitting: list[AttentionSpec]) -> str:
 def _check_counts(counts: Mapping[str, int]) -> None:
     for name, value in counts.items():
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-            raise WrongType(name, "be an integer", {name: value})
+            raise InputTypeError(name, "be an integer", {name: value})
         if value < 1:
-            raise Refusal(name, "be at least 1", {name: value})
+            raise InputError(name, "be at least 1", {name: value})
 
 
 def _rows_of(tensor: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> int:
@@ -345,11 +347,11 @@ def _check_shapes(shapes: Mapping[str, tuple[int, ...]], present: Collection[Ten
     """Reject impossible shapes before any head counts are tried."""
     axes = {name: len(tensor.groups) for tensor in present for name in matches(tensor.name, shapes)}
     if any(len(shape) != axes[name] for name, shape in shapes.items()):
-        raise DoesNotFit("shapes", f"be those of a layer in {layout.name}", str(dict(shapes)))
+        raise LayoutMismatchError("shapes", f"be those of a layer in {layout.name}", str(dict(shapes)))
     rule = f"be those of a layer in {layout.name}, of sizes from 1 to {MAX_SIZE}"
     for name, shape in shapes.items():
         if not all(1 <= size <= MAX_SIZE for size in shape):
-            raise DoesNotFit("shapes", rule, {f"{name}.shape": shape})
+            raise LayoutMismatchError("shapes", rule, {f"{name}.shape": shape})
 
 
 def _widths(present: list[Tensor], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:

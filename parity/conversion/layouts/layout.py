@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from mha_spec import AttentionSpec, Latent, Norm, Refusal
+from mha_spec import AttentionSpec, InputError, Latent, Norm
 from mha_spec.attention import NORMS
 from parity.core.records import JsonRecord
 
@@ -58,9 +58,9 @@ class Tensor:
         if self.is_whole or self.holds == "out":
             return
         if not self.holds or {*self.holds} - PROJECTIONS.keys() or len({*self.holds}) < len(self.holds):
-            raise Refusal("holds", "be 'out' or different letters of 'qkvg'", holds=self.holds)
+            raise InputError("holds", "be 'out' or different letters of 'qkvg'", holds=self.holds)
         if self.is_per_head and len(self.parts) > 1:
-            raise Refusal("a tensor of one head", "hold one projection", holds=self.holds)
+            raise InputError("a tensor of one head", "hold one projection", holds=self.holds)
 
     @cached_property
     def is_whole(self) -> bool:

@@ -6,14 +6,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from mha_spec import AttentionSpec, Refusal
-from parity.conversion.layouts.detection import DoesNotFit, placements
+from mha_spec import AttentionSpec, InputError
+from parity.conversion.layouts.detection import LayoutMismatchError, placements
 from parity.conversion.layouts.layout import CARRIED, Layout, lost_in, without
 from parity.conversion.layouts.tables import LAYOUTS
 from parity.text import some_of
 
 
-class Lossy(Refusal):
+class LossyError(InputError):
     """A layout loses features of layers, or needs biases; the remedy accepts that.
 
     Attributes:
@@ -53,8 +53,8 @@ def check_losses(
         fill_bias: the caller accepts biases of zeros.
 
     Raises:
-        Lossy: if the caller can accept the losses; the remedy is how.
-        DoesNotFit: if no layer with these weights fits, whatever is left out; the error lists layouts that do.
+        LossyError: if the caller can accept the losses; the remedy is how.
+        LayoutMismatchError: if no layer with these weights fits, whatever is left out; the error lists layouts that do.
     """
     features: dict[str, Any] = {}
     for layer in layers:
@@ -91,7 +91,7 @@ def check_losses(
         remedy["fill_bias"] = True
         advice.append("adds biases of zeros")
     rule = ", and ".join(dict.fromkeys(rules))
-    raise Lossy("the layer", rule, {**features, **biases}, remedy=remedy, hint=" and ".join(advice))
+    raise LossyError("the layer", rule, {**features, **biases}, remedy=remedy, hint=" and ".join(advice))
 
 
 def with_all_biases(spec: AttentionSpec) -> AttentionSpec:
@@ -106,16 +106,18 @@ def _lost(layer: Written, target: Layout) -> dict[str, Any]:
     return lost_in(target, layer.spec) | unread
 
 
-def _obstacle(spec: AttentionSpec, layout: Layout) -> DoesNotFit | None:
+def _obstacle(spec: AttentionSpec, layout: Layout) -> LayoutMismatchError | None:
     """Return why a layout cannot hold a layer, apart from lost features; None if it can."""
     try:
         placements(spec, layout)
-    except DoesNotFit as error:
+    except LayoutMismatchError as error:
         return error
     return None
 
 
-def _impossible(obstacle: DoesNotFit, features: Iterable[str], layers: Sequence[Written]) -> DoesNotFit:
+def _impossible(
+    obstacle: LayoutMismatchError, features: Iterable[str], layers: Sequence[Written]
+) -> LayoutMismatchError:
     """Return the error for a layer that does not fit whatever is left out, with the layouts that hold all of it."""
     able = [
         name
@@ -127,4 +129,4 @@ def _impossible(obstacle: DoesNotFit, features: Iterable[str], layers: Sequence[
         hint += f", and {losses} would be lost"
     if able:
         hint += f"; {some_of(able, 4)} can hold the whole layer"
-    return DoesNotFit("the layer", obstacle.rule, obstacle.got, hint=hint)
+    return LayoutMismatchError("the layer", obstacle.rule, obstacle.got, hint=hint)

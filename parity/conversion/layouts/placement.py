@@ -13,7 +13,7 @@ from functools import cached_property
 import einops
 import numpy as np
 
-from mha_spec import AttentionSpec, Refusal
+from mha_spec import AttentionSpec, InputError
 from parity.conversion.layouts.layout import TILE, Layout, Tensor
 
 OF_HEADS = tuple(f"{name}_proj.{leaf}" for name in ("q", "k", "v", "out") for leaf in ("weight", "bias"))[:-1]
@@ -109,7 +109,7 @@ class Placement:
         if self.layout.padded and any(
             np.count_nonzero(a) != np.count_nonzero(b) for a, b in zip(heads, views, strict=True)
         ):
-            raise Refusal(f"features that pad the heads of {name}", "be 0", "others")
+            raise InputError(f"features that pad the heads of {name}", "be 0", "others")
         weight = np.stack(views) if tensor.is_per_head else views[0]
         return weight.reshape(self.weights[name]).view(arrays[0].dtype)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 
-from mha_spec import Refusal
+from mha_spec import InputError
 from parity.core.case import DTYPES, Case
 from parity.core.cases.drawn import random_case
 from parity.core.cases.tables import CACHED, LAYERS, MASKS, MORE, ROPES, SIZES, TRAINED, VALUES
@@ -37,5 +37,5 @@ def case_named(name: str) -> Case:
     if case is None:
         nearest = ", ".join(difflib.get_close_matches(name, CASES, n=3, cutoff=0.0))
         hint = f"the nearest are {nearest}; `mha-parity cases` lists all"
-        raise Refusal("case", "be one of parity.CASES or random-N", case=name, hint=hint)
+        raise InputError("case", "be one of parity.CASES or random-N", case=name, hint=hint)
     return case

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from mha_spec import Refusal
+from mha_spec import InputError
 from parity.core.work import PER_FACTOR, PER_MULTIPLICATION, PER_NOISE, PER_SUM, PER_TERM, begin, spend
 
 UNFUSED = ("unfused", "unfused-scores")
@@ -67,7 +67,7 @@ class Arithmetic:
 
     def __post_init__(self) -> None:
         if self.kind not in MANTISSA:
-            raise Refusal("arithmetic", f"be one of {list(MANTISSA)}", arithmetic=self.kind)
+            raise InputError("arithmetic", f"be one of {list(MANTISSA)}", arithmetic=self.kind)
 
     @cached_property
     def wide(self) -> np.dtype:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
-from mha_spec import Refusal
+from mha_spec import InputError
 from parity.core.compare import NOTHING, axis_names, budget, errors_of, kept_dtype, slope, whole_rows
 from parity.core.problem import Problem
 from parity.core.stages import stage_named
@@ -171,7 +171,7 @@ def _seen(
 ) -> Seen | Findings:
     """Return the values of a stage and its place; the whole description if no element is wrong by itself."""
     if actual.shape != expected.shape:
-        raise Refusal("actual", f"have the shape of expected, {expected.shape}", actual=actual.shape)
+        raise InputError("actual", f"have the shape of expected, {expected.shape}", actual=actual.shape)
     dtype = actual.dtype if problem is None else kept_dtype(stage, problem.dtype)
     known = stage_named(stage)
     actual, expected = whole_rows(actual, stage).astype(np.float64), expected.astype(np.float64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from mha_spec import Gate, Refusal, Rope, Temperature
+from mha_spec import Gate, InputError, Rope, Temperature
 from parity.models.config import Config, Value
 from parity.models.families.encoders import OF_MODERNBERT
 from parity.models.families.usual import BIASES, HEADS, IN_PART, MOST_BIAS, PAIRED, SOME_BIAS, WIDTH, family
@@ -46,7 +46,7 @@ def _rotates(config: Config, index: int) -> Value:
     if told is None or not told.value:
         return Value(not is_last(index, period, 4), period.origin if period else "every fourth: this family's default")
     if index >= len(told.value):
-        raise Refusal("no_rope_layers", "be one for each layer", str(len(told.value)))
+        raise InputError("no_rope_layers", "be one for each layer", str(len(told.value)))
     return Value(bool(told.value[index]), f"no_rope_layers[{index}]")
 
 
@@ -94,7 +94,7 @@ def _kind_of_minimax_m2(config: Config, index: int) -> str:
     if told is None:
         return "full_attention"
     if index >= len(told.value):
-        raise Refusal("attn_type_list", "be one for each layer", str(len(told.value)))
+        raise InputError("attn_type_list", "be one for each layer", str(len(told.value)))
     return "full_attention" if told.value[index] == 1 else f"attn_type_list {told.value[index]}"
 
 
@@ -110,7 +110,7 @@ def _of_gemma4(name: str, of_full: str) -> Rule:
             of_layer = each.value.get(place.layer, each.value.get(str(place.layer), {}))
             where = f"{each.origin}.{place.layer}"
             if not isinstance(of_layer, Mapping):
-                raise Refusal(where, "hold values by name", {where: of_layer})
+                raise InputError(where, "hold values by name", {where: of_layer})
             if name not in of_layer:
                 return usual
             check_kind(name, of_layer[name], f"{where}.")
@@ -140,7 +140,7 @@ def _rope_of_each_layer(place: ConfigLayer) -> Value:
     if bases is None:
         return turned
     if place.layer >= len(bases.value):
-        raise Refusal("layer_rope_theta", "be one for each layer", str(len(bases.value)))
+        raise InputError("layer_rope_theta", "be one for each layer", str(len(bases.value)))
     base = bases.value[place.layer]
     origin = f"{bases.origin}[{place.layer}], {turned.origin}"
     return Value(dataclasses.replace(turned.value, theta=base) if base else None, origin)
@@ -149,7 +149,7 @@ def _rope_of_each_layer(place: ConfigLayer) -> Value:
 def _width_of_hunyuan(place: ConfigLayer) -> Value:
     older = place.config.find("attention_head_dim")
     if older is not None and older.value != head_dim(place):  # transformers reads the other key
-        raise Refusal("attention_head_dim", f"be head_dim={head_dim(place)}", {older.origin: older.value})
+        raise InputError("attention_head_dim", f"be head_dim={head_dim(place)}", {older.origin: older.value})
     return place.config.find("head_dim") or NOTHING
 
 
@@ -162,7 +162,7 @@ def _rope_of_hunyuan(place: ConfigLayer) -> Value:
     values, size = place.config.section(own[0]), head_dim(place)
     kind = values.find("rope_type", "type")
     if kind is None or kind.value != "dynamic":
-        raise Refusal("alpha", "be that of rope_type dynamic", repr(kind and kind.value))
+        raise InputError("alpha", "be that of rope_type dynamic", repr(kind and kind.value))
     values.find("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # which transformers then ignores
     base = values.find("rope_theta") or place.config.read("rope_theta")
     theta = base.value * alpha.value ** (size / (size - 2))
@@ -179,7 +179,7 @@ def _window_of_modernbert_decoder(place: ConfigLayer) -> Value:
     if (
         half is not None and half.value != whole.value // 2
     ):  # transformers derives one from the other unless both are present
-        raise Refusal(
+        raise InputError(
             "sliding_window",
             "be local_attention // 2",
             f"sliding_window={half.value} and local_attention={whole.value} ({whole.origin})",
@@ -195,7 +195,7 @@ def _rotated_of_cohere2_moe(place: ConfigLayer) -> Value:
     )
     dense, prefix = place.config.find("mlp_layer_types"), place.config.read("first_k_dense_replace", default=0)
     if dense is not None and place.layer >= len(dense.value):
-        raise Refusal("mlp_layer_types", "be one for each layer", str(len(dense.value)))
+        raise InputError("mlp_layer_types", "be one for each layer", str(len(dense.value)))
     is_dense = dense.value[place.layer] == "dense" if dense else place.layer < prefix.value
     if place.kind == "sliding_attention":
         return found

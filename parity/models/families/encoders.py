@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mha_spec import GridBias, Refusal, RelativeBias, Rope
+from mha_spec import GridBias, InputError, RelativeBias, Rope
 from parity.models.config import Config, Value
 from parity.models.families.usual import PLAIN, SOME_BIAS, family
 from parity.models.rules import ConfigLayer, Family, first_of, key, optional, positioned, rope
@@ -172,7 +172,7 @@ def _grid_of_beit(place: ConfigLayer) -> Value:
     if not has_own.value and not has_common.value:
         return Value(None, "")
     if has_own.value and has_common.value:
-        raise Refusal(common, f"be False with {own}", {common: True})
+        raise InputError(common, f"be False with {own}", {common: True})
     image, patch = place.config.read("image_size", default=224), place.config.read("patch_size", default=16)
     height, width = image.value if isinstance(image.value, (tuple, list)) else (image.value, image.value)
     grid = GridBias(height // patch.value, width // patch.value, class_token=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-from mha_spec import Alibi, Refusal, Rope
-from parity.models.config import Config, MissingKey, Value
+from mha_spec import Alibi, InputError, Rope
+from parity.models.config import Config, MissingKeyError, Value
 from parity.models.families.usual import IN_PART, MOST_BIAS, PLAIN, family
 from parity.models.rope import read_rope
 from parity.models.rules import NOTHING, ConfigLayer, Family, Rule, key, norm, only, optional, rope, where
@@ -54,7 +54,7 @@ def _with_alibi(rule: Rule, *, is_with: bool = True) -> Rule:
     def if_so(place: ConfigLayer) -> Value:
         has_alibi = place.config.read("alibi", default=False)
         found = Value(None, "")
-        with suppress(MissingKey):
+        with suppress(MissingKeyError):
             found = rule(place)
         return Value(found.value, f"{has_alibi.origin}, {found.origin}") if has_alibi.value == is_with else NOTHING
 
@@ -80,10 +80,10 @@ def _kind_of_gpt_neo(config: Config, index: int) -> str:
     told, pattern = config.find("attention_layers"), config.read("attention_types", default=[[["global", "local"], 12]])
     each = told.value if told else [kind for kinds, count in pattern.value for _ in range(count) for kind in kinds]
     if index >= len(each):
-        raise Refusal("attention_layers", "be one for each layer", str(len(each)))
+        raise InputError("attention_layers", "be one for each layer", str(len(each)))
     if each[index] not in KINDS_OF_GPT_NEO:
         hint = f"by {'attention_layers' if told else 'attention_types'}"
-        raise Refusal(f"layer {index}", f"be one of {', '.join(KINDS_OF_GPT_NEO)}", repr(each[index]), hint=hint)
+        raise InputError(f"layer {index}", f"be one of {', '.join(KINDS_OF_GPT_NEO)}", repr(each[index]), hint=hint)
     return KINDS_OF_GPT_NEO[each[index]]
 
 
@@ -102,7 +102,7 @@ def _rope_of_dbrx(place: ConfigLayer) -> Value:
         size = place.config.read("d_model", "hidden_size").value // place.config.read("n_heads").value
         found = read_rope(place.config, size, layer_type=place.kind, theta=None)
         if own is not None and own.value != found.value.theta:
-            raise Refusal("attn_config.rope_theta", f"be {found.origin}={found.value.theta}", str(own.value))
+            raise InputError("attn_config.rope_theta", f"be {found.origin}={found.value.theta}", str(own.value))
         return found
     return Value(Rope(own.value), own.origin)
 

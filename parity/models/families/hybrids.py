@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mha_spec import Gate, Refusal
+from mha_spec import Gate, InputError
 from mha_spec.rules import as_count
 from parity.models.config import Config, Value
 from parity.models.families.usual import BIASES, HEADS, SOME_BIAS, WIDTH, family
@@ -46,7 +46,7 @@ def _rope_of_lfm2(place: ConfigLayer) -> Value:
     """Return the RoPE of LFM2: released models contain the base twice."""
     found, again = rope()(place), place.config.find("theta")
     if again is not None and again.value != found.value.theta:
-        raise Refusal("theta", "be rope_theta", f"theta={again.value} and {found.origin} {found.value.theta}")
+        raise InputError("theta", "be rope_theta", f"theta={again.value} and {found.origin} {found.value.theta}")
     return found
 
 
@@ -65,7 +65,7 @@ def _kind_of_nemotron_h(config: Config, index: int) -> str:
     words, letters = config.find("layers_block_type"), config.find("hybrid_override_pattern")
     each = words or letters or config.read("layers_block_type")
     if index >= len(each.value):
-        raise Refusal(each.origin, "have a word for each layer", str(len(each.value)))
+        raise InputError(each.origin, "have a word for each layer", str(len(each.value)))
     told: str = each.value[index]
     return KINDS_OF_NEMOTRON_H.get(told, told)
 

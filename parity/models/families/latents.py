@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from mha_spec import Latent, Refusal, YarnScaling
+from mha_spec import InputError, Latent, YarnScaling
 from parity.models.config import Config, Value
 from parity.models.families.usual import SOME_BIAS, family, stack
 from parity.models.rules import NOTHING, ConfigLayer, Family, Rule, heads, key, rope, tempered_by_rope
@@ -23,7 +23,7 @@ def _scaled_latent(place: ConfigLayer) -> Value:
     """Return latents with the factors sqrt(d_model / rank)."""
     found, width = _latent(place), place.config.read("hidden_size").value
     if found.value.q_rank is None:
-        raise Refusal("the configuration", "have q_lora_rank: there is no layer without it", q_lora_rank=None)
+        raise InputError("the configuration", "have q_lora_rank: there is no layer without it", q_lora_rank=None)
     q_factor, kv_factor = (math.sqrt(width / rank) for rank in (found.value.q_rank, found.value.kv_rank))
     factors = replace(found.value, q_factor=q_factor, kv_factor=kv_factor)
     return Value(factors, f"{found.origin}, factors of hidden_size over both ranks")
@@ -74,7 +74,7 @@ def _kind_of_kimi_linear(config: Config, index: int) -> str:
     full, linear = (config.section("linear_attn_config").find(f"{name}_layers") for name in ("full_attn", "kda"))
     if full is None or linear is None or (index + 1 in full.value) == (index + 1 in linear.value):
         got = {f"{name}_layers": each and each.value for name, each in (("full_attn", full), ("kda", linear))}
-        raise Refusal("linear_attn_config", "say one kind of each layer", got)
+        raise InputError("linear_attn_config", "say one kind of each layer", got)
     return "full_attention" if index + 1 in full.value else "linear_attention"
 
 

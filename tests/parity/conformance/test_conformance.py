@@ -960,7 +960,7 @@ def test_reason_for_no_support_is_printed(capsys):
     """The command prints the first error with which an option is not supported."""
     assert main(["conformance", "--libraries", "--only", "mha_torch.fused", "--checks", "weights"]) == 0
     out = capsys.readouterr().out
-    assert "mha_torch.fused, weights: refused (float32, eval, no grad, with weights: Refusal: need_weights" in out
+    assert "mha_torch.fused, weights: refused (float32, eval, no grad, with weights: InputError: need_weights" in out
 
 
 @pytest.mark.parametrize("penalty", [-100.0, -3e4])

@@ -13,7 +13,7 @@ import torch
 from helpers.refusals import refuses
 
 import parity
-from mha_spec import AttentionSpec, Refusal
+from mha_spec import AttentionSpec, InputError
 from parity.cli.main import main
 from parity.conformance.discover import framework_of
 from parity.conformance.examine import examine
@@ -72,7 +72,7 @@ def of_torch(weights, x):
 @pytest.mark.parametrize("target", [fused, apart, jax.jit(apart), LINEN, LINEN.apply, of_torch])
 def test_missing_params_raise_an_error(target):
     """A function of weights without `params` raises an error that names the argument."""
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(InputError) as caught:
         examine(target, framework="torch" if target is of_torch else "jax")
     assert (caught.value.argument, caught.value.remedy.keys()) == ("params", {"params"})
 
@@ -105,7 +105,7 @@ def test_unsuitable_params_raise_an_error(target, params):
     """Empty or non-numeric weights, and targets that do not
     accept any, raise an error about `params`.
     """
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(InputError) as caught:
         with_params(target, params, "mine")
     assert caught.value.argument == "params"
 
@@ -119,7 +119,7 @@ def test_unknown_width_requires_d_model():
     def self_attention(x):
         return torch.softmax(x @ weights @ x.mT, -1) @ x
 
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(InputError) as caught:
         examine(self_attention, ["attends"], framework="torch")
     assert "d_model" in caught.value.remedy
     found = examine(self_attention, ["attends"], ["float32"], framework="torch", d_model=WIDTH)

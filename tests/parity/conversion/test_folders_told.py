@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import mha_torch
-from mha_spec import Refusal, Rope
+from mha_spec import InputError, Rope
 from parity import from_transformers, load, load_into, run_model, specs_of
 from parity.cli.main import main
 from parity.conversion.layers import open_layers
@@ -320,7 +320,7 @@ def test_dropped_scaling_hides_no_rope_base(canonical, tmp_path, capsys):
 def test_invalid_config_values_raise(family, changes, argument):
     """An impossible value in a configuration raises an error that names its key."""
     config = json.loads(transformers.AutoConfig.for_model(family).to_json_string(use_diff=False))
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(InputError) as refused:
         specs_of(config | changes)
     assert argument in f"{refused.value.argument} {refused.value.rule}"
 

@@ -9,9 +9,9 @@ from mha_spec import (
     AttentionSpec,
     DynamicScaling,
     GridBias,
+    InputError,
     Llama3Scaling,
     LongRopeScaling,
-    Refusal,
     RelativeBias,
     RelativeProducts,
     Rope,
@@ -117,5 +117,5 @@ def test_hidden_scaling_depends_on_dtype():
 def test_scores_beyond_memory_raise():
     """Scores of 2^17 tokens exceed the memory and raise an error; those of 64 do not."""
     check_memory(PLAIN, 64)
-    with pytest.raises(Refusal, match="GiB"):
+    with pytest.raises(InputError, match="GiB"):
         check_memory(PLAIN, 1 << 17)

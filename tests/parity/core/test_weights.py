@@ -18,7 +18,7 @@ from hypothesis.extra import numpy as hnp
 import mha_jax
 import mha_torch
 import parity
-from mha_spec import Refusal, Rope
+from mha_spec import InputError, Rope
 from parity import AttentionSpec, check_weights, load_tensors, load_weights, random_weights, save_tensors, save_weights
 from parity.core.weights import pack_qkv, unpack_qkv
 
@@ -363,7 +363,7 @@ def test_truncated_file_raises(tmp_path, part):
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=300)
 @given(position=st.integers(0, 10_000), byte=st.integers(0, 255))
 def test_damaged_header_raises_or_loads(tmp_path, position, byte):
-    """A file with one changed byte in its header raises a `Refusal`, or its weights are valid."""
+    """A file with one changed byte in its header raises a `InputError`, or its weights are valid."""
     path = tmp_path / "w"
     save_weights(path, random_weights(SPEC), SPEC)
     data = bytearray(path.read_bytes())
@@ -372,7 +372,7 @@ def test_damaged_header_raises_or_loads(tmp_path, position, byte):
     path.write_bytes(data)
     try:
         found, spec = load_weights(path)
-    except Refusal:
+    except InputError:
         return
     check_weights(found, spec)  # weights that load must be valid
 

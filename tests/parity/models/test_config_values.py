@@ -11,7 +11,7 @@ import pytest
 import transformers
 from helpers.refusals import refuses
 
-from mha_spec import Refusal
+from mha_spec import InputError
 from parity.cli.main import main
 from parity.models.config import Config
 from parity.models.families import FAMILIES
@@ -78,7 +78,7 @@ def message_of(values):
     """Return the error message for a configuration, or an empty text if it is valid."""
     try:
         specs_of(values)
-    except Refusal as error:
+    except InputError as error:
         return str(error)
     return ""
 
@@ -127,7 +127,7 @@ def test_default_values_have_their_kind():
                 num_checked += 1
                 try:
                     KINDS[name](name, value)
-                except Refusal as error:
+                except InputError as error:
                     refused.append(f"{family}: {error}")
     assert refused == []
     assert num_checked > 1000
@@ -168,7 +168,7 @@ def test_missing_window_names_its_key():
 def test_huge_pattern_repeat_raises():
     """A pattern of layers repeated 10^12 times raises an error instead of filling the memory."""
     values = {**values_of("gpt_neo"), "attention_layers": None, "attention_types": [[["global"], 10**12]]}
-    with pytest.raises(Refusal, match="attention_types"):
+    with pytest.raises(InputError, match="attention_types"):
         specs_of(values)
 
 
@@ -246,5 +246,5 @@ def test_overflow_of_two_values_names_them():
     """A base of 1e300 and an alpha of 1e308 together raise an error that names `alpha`."""
     scaling = {"type": "dynamic", "factor": 1.0, "alpha": 1e308}
     values = {"model_type": "hunyuan_v1_dense", "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
-    with pytest.raises(Refusal, match="alpha"):
+    with pytest.raises(InputError, match="alpha"):
         specs_of({**values, "head_dim": 4, "rope_theta": 1e300, "rope_scaling": scaling})

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 import parity
-from mha_spec import Refusal, Rope
+from mha_spec import InputError, Rope
 from parity.cli.main import main
 from parity.conversion.convert import convert_file
 from parity.files import open_tensors
@@ -126,7 +126,7 @@ def test_unread_keys_must_be_dropped(model, tmp_path, capsys):
     again = tmp_path / "c.npz"
     assert main(["convert", str(target), str(again), "--to", "W_q"]) == 0
     assert compared(capsys, source, again, *FLAGS)[0] == 2
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(InputError) as caught:
         convert_file(again, tmp_path / "d.npz", target="W_q", drop=["sliding_windows"])
     assert caught.value.argument == "drop"
 

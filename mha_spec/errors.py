@@ -24,10 +24,10 @@ Remedy = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 """Settings by name, or alternatives of them."""
 
 
-class Refusal(ValueError):
+class InputError(ValueError):
     """Bad input: an argument, the rule that it breaks, and what was passed.
 
-        raise Refusal("num_heads", "be a multiple of num_kv_heads", num_heads=4, num_kv_heads=3)
+        raise InputError("num_heads", "be a multiple of num_kv_heads", num_heads=4, num_kv_heads=3)
 
     prints "num_heads must be a multiple of num_kv_heads, got num_heads=4 and num_kv_heads=3". The
     text is built on demand.
@@ -129,7 +129,7 @@ class Refusal(ValueError):
         return other
 
 
-class WrongType(Refusal, TypeError):
+class InputTypeError(InputError, TypeError):
     """Bad input of the wrong type, also a `TypeError`."""
 
 
