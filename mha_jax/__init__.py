@@ -24,17 +24,19 @@ from mha_jax.features.rope import apply_rope
 from mha_jax.features.temperature import apply_temperature
 from mha_jax.functional import multi_head_attention
 from mha_jax.heads import combine_heads, repeat_kv_heads, split_heads
-from mha_jax.kernels import fused
+from mha_jax.kernels import Kernel, fused
 from mha_jax.kernels.nonfinite import contained
+from mha_jax.kernels.plain_sdpa import plain_sdpa
 from mha_jax.mask_arrays import (
     create_causal_mask,
     create_causal_mask_with_cache,
     create_padding_mask,
     create_sliding_window_mask,
 )
-from mha_jax.masks import create_attention_mask
+from mha_jax.masks import Mask, create_attention_mask
 from mha_jax.mha import MultiHeadAttention, MultiHeadSelfAttention
 from mha_jax.projections import apply_gate, project_output, project_qkv
+from mha_jax.scores import Scores
 from mha_jax.stages import (
     apply_dropout,
     attention_context,
@@ -46,11 +48,14 @@ from mha_jax.weights import project_with
 
 __all__ = [
     "KVCache",
+    "Kernel",
     "LatentCache",
+    "Mask",
     "MultiHeadAttention",
     "MultiHeadAttentionWithCache",
     "MultiHeadLatentAttention",
     "MultiHeadSelfAttention",
+    "Scores",
     "absorb_keys",
     "absorb_values",
     "append_to_cache",
@@ -79,6 +84,7 @@ __all__ = [
     "multi_head_attention",
     "multi_head_attention_with_cache",
     "multi_head_latent_attention",
+    "plain_sdpa",
     "project_latents",
     "project_output",
     "project_qkv",

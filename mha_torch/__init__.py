@@ -21,17 +21,19 @@ from mha_torch.features.rope import apply_rope
 from mha_torch.features.temperature import apply_temperature
 from mha_torch.functional import multi_head_attention
 from mha_torch.heads import combine_heads, repeat_kv_heads, split_heads
-from mha_torch.kernels import fused
+from mha_torch.kernels import Kernel, fused
 from mha_torch.kernels.nonfinite import contained
+from mha_torch.kernels.plain_sdpa import plain_sdpa
 from mha_torch.mask_arrays import (
     create_causal_mask,
     create_causal_mask_with_cache,
     create_padding_mask,
     create_sliding_window_mask,
 )
-from mha_torch.masks import create_attention_mask
+from mha_torch.masks import Mask, create_attention_mask
 from mha_torch.mha import MultiHeadAttention, MultiHeadSelfAttention
 from mha_torch.projections import apply_gate, project_output, project_qkv
+from mha_torch.scores import Scores
 from mha_torch.stages import (
     apply_dropout,
     attention_context,
@@ -43,11 +45,14 @@ from mha_torch.weights import project_with
 
 __all__ = [
     "KVCache",
+    "Kernel",
     "LatentCache",
+    "Mask",
     "MultiHeadAttention",
     "MultiHeadAttentionWithCache",
     "MultiHeadLatentAttention",
     "MultiHeadSelfAttention",
+    "Scores",
     "absorb_keys",
     "absorb_values",
     "append_to_cache",
@@ -76,6 +81,7 @@ __all__ = [
     "multi_head_attention",
     "multi_head_attention_with_cache",
     "multi_head_latent_attention",
+    "plain_sdpa",
     "project_latents",
     "project_output",
     "project_qkv",

@@ -46,7 +46,7 @@ from mha_tt.features.rope import Rotation, apply_rope
 from mha_tt.features.temperature import apply_temperature
 from mha_tt.functional import multi_head_attention
 from mha_tt.heads import combine_heads, repeat_kv_heads, split_heads
-from mha_tt.kernels import fused
+from mha_tt.kernels import Kernel, fused
 from mha_tt.kernels.nonfinite import contained
 from mha_tt.layout import head_slots, padded_head_dim
 from mha_tt.mask_arrays import (
@@ -55,9 +55,10 @@ from mha_tt.mask_arrays import (
     create_padding_mask,
     create_sliding_window_mask,
 )
-from mha_tt.masks import DeviceMask, create_attention_mask
+from mha_tt.masks import DeviceMask, Mask, create_attention_mask
 from mha_tt.mha import MultiHeadAttention, MultiHeadSelfAttention
 from mha_tt.projections import apply_gate, project_output, project_qkv
+from mha_tt.scores import Scores
 from mha_tt.stages import (
     apply_dropout,
     attention_context,
@@ -71,13 +72,16 @@ __all__ = [
     "DeviceMask",
     "HeadWeights",
     "KVCache",
+    "Kernel",
     "LatentCache",
+    "Mask",
     "MultiHeadAttention",
     "MultiHeadAttentionWithCache",
     "MultiHeadLatentAttention",
     "MultiHeadSelfAttention",
     "PagedKVCache",
     "Rotation",
+    "Scores",
     "absorb_keys",
     "absorb_values",
     "accurate_config",

@@ -155,7 +155,9 @@ def call(
             scale=scale,
             enable_gqa=bool(query.shape[1] != key.shape[1]),
         )
-    return context[..., :width].to(dtype)
+    if context.shape[3] != width:
+        context = context[..., :width]
+    return context.to(dtype)
 
 
 def _kernels_for(query: Tensor, attn_mask: Tensor | None) -> AbstractContextManager[Any]:

@@ -36,6 +36,7 @@ WORDS = {
 EXTRA_FILES = {  # and folders
     "jax": {
         "kernels/cpu/",  # fused CPU kernels, which the other frameworks provide
+        "kernels/plain_sdpa.py",  # the framework's function in a few lines; ttnn's has a device's limits
         "kernels/library.py",  # the framework's own kernel, for other devices,
         "kernels/splash.py",  # and the one for TPUs
         "compiled.py",  # compiles once for callers who do not
@@ -45,6 +46,7 @@ EXTRA_FILES = {  # and folders
         "parallel/ring.py",  # or keys and values circulate
     },
     "torch": {
+        "kernels/plain_sdpa.py",  # the framework's function in a few lines; ttnn's has a device's limits
         "kernels/flex.py",  # a second kernel of the framework's own, for CUDA
         "kernels/sdpa.py",  # the first one, with the cheapest form of a mask,
         "kernels/windows.py",  # and a few queries at a time within windows
@@ -430,8 +432,18 @@ def test_packages_have_same_public_names(name):
     """The packages have the public names of mha_torch in the same order, apart from listed
     extra names.
     """
-    extra = {Path(file).stem for file in [*EXTRA_FILES[name], *files_of(name)] if not is_shared(name, file)}
-    assert [public for public in all_of(name) if public not in extra and not is_extra(name, public)] == all_of("torch")
+    assert shared_public_names(name) == shared_public_names("torch")
+
+
+def shared_public_names(name):
+    """Return the public names of a package that the others must also have."""
+    own_files = {Path(file).stem for file in [*EXTRA_FILES[name], *files_of(name)] if not is_shared(name, file)}
+    shared = []
+    for public in all_of(name):
+        is_type_of_kernels = public == "Kernel"  # in the `__init__.py` of a folder, which others need not have
+        if is_type_of_kernels or not (public in own_files or is_extra(name, public)):
+            shared.append(public)
+    return shared
 
 
 @every_sibling
@@ -446,7 +458,10 @@ def test_public_names_are_defined_in_modules(name):
             imported |= {alias.name for alias in public}
             place = "/".join(node.module.split(".")[1:])
             inside = folder(name) / place
-            there = {path.stem for path in inside.iterdir()} if inside.is_dir() else definitions(name, f"{place}.py")
+            if inside.is_dir():
+                there = {path.stem for path in inside.iterdir()} | set(definitions(name, f"{place}/__init__.py"))
+            else:
+                there = set(definitions(name, f"{place}.py"))
             assert not [alias.name for alias in node.names if alias.name not in there]
     assert imported == set(all_of(name))
 

@@ -53,6 +53,22 @@ def test_layer_passes_arguments_to_kernel(sibling):
     assert scores.bias is bias
 
 
+@pytest.mark.parametrize(
+    "hides", [{}, {"is_causal": True}, {"is_causal": True, "key_padding_lengths": [0, 3]}], ids=str
+)
+@pytest.mark.parametrize("spec", [AttentionSpec(16, 4, num_kv_heads=2, window_size=2), SPEC], ids=["plain", "capped"])
+def test_plain_sdpa_matches_default_kernel(sibling, spec, hides):
+    """A layer with the plain kernel of its framework has the outputs of the default kernel, also for scores that the
+    framework's function does not support.
+    """
+    layer, x = filled(sibling, "MultiHeadAttention", spec), tokens(sibling)
+    hides = {name: sibling.array(np.array(x, np.int32)) if isinstance(x, list) else x for name, x in hides.items()}
+    expected, _ = layer(x, **hides)
+    layer.kernel = sibling.package.plain_sdpa
+    found, _ = layer(x, **hides)
+    np.testing.assert_allclose(sibling.numpy(found), sibling.numpy(expected), rtol=1e-5, atol=1e-6)
+
+
 def test_attention_weights_bypass_the_kernel(sibling):
     """With `need_weights=True`, a layer returns attention weights and does not call its kernel."""
     layer = filled(sibling, "MultiHeadAttention", SPEC)
