@@ -7,8 +7,9 @@
 
 raises an error for anything but two floating-point arrays of four axes whose B and S are equal. A
 name stands for one size in all arguments of a call. "#B" may also be 1, "*B" are any number of
-axes, "..." are any axes, and a product or sum of sizes is any size. Functions check by hand what is
-beyond annotations: sizes against the specification, lengths, and dtypes that must agree.
+axes, "..." and "*#scores" are any axes, and a number, product or sum of sizes is any size.
+Functions check by hand what is beyond annotations: sizes against the specification, lengths, and
+dtypes that must agree.
 """
 
 from __future__ import annotations
@@ -141,6 +142,7 @@ class ArrayRule:
         if axes is None:
             in_words = " or ".join(axes.in_words() for axes in self.alternatives)
             raise InputError(name, f"have axes {in_words}", {f"{name}.shape": tuple(shape)})
+        # A dtype of another framework's arrays is known by its name.
         if x.dtype not in self.dtypes and getattr(x.dtype, "name", None) not in self.dtypes:
             hint = OF_NUMBERS if name == "mask" else ""
             raise InputTypeError(name, f"be {self.kind}", {f"{name}.dtype": x.dtype}, hint=hint)
@@ -157,35 +159,35 @@ class ArrayRule:
             if axis not in first:
                 first[axis] = Compared(name, shape, size)
             elif size != first[axis].size:
-                raise _differs(name, shape, axis, first[axis])
+                raise _size_error(name, shape, axis, first[axis])
 
     def _axes_of(self, rank: int, first: Mapping[str, Compared]) -> Axes | None:
-        """Return the alternative of this rank, if possible with as many batch axes as earlier
+        """Return the alternative of this rank, if possible with as many batch axes as compared
         arguments.
         """
-        fitting = None
+        alternative = None
         for axes in self.alternatives:
             num_batch_axes = rank - len(axes.names)
             if num_batch_axes < 0 or (num_batch_axes > 0 and axes.batch is None):
                 continue
-            earlier = None if axes.batch is None else first.get(axes.batch)
-            if earlier is None or earlier.size == num_batch_axes:
+            compared = None if axes.batch is None else first.get(axes.batch)
+            if compared is None or compared.size == num_batch_axes:
                 return axes
-            fitting = axes
-        return fitting
+            alternative = axes
+        return alternative
 
 
 def _check_batch(name: str, shape: Any, num_batch_axes: int, other: Compared) -> None:
     """Refuse an array with other batch axes than an earlier argument."""
     if num_batch_axes != other.size:
-        raise _differs(name, shape, "batch axes", other)
+        raise _size_error(name, shape, "batch axes", other)
     # One by one: torch.compile cannot compare tuples of symbolic sizes.
     for index in range(num_batch_axes):
         if shape[index] != other.shape[index]:
-            raise _differs(name, shape, "batch axes", other)
+            raise _size_error(name, shape, "batch axes", other)
 
 
-def _differs(name: str, shape: Any, axis: str, other: Compared) -> InputError:
+def _size_error(name: str, shape: Any, axis: str, other: Compared) -> InputError:
     """Return the error of an argument whose axis has another size than that of an earlier one."""
     shapes = {f"{name}.shape": tuple(shape), f"{other.name}.shape": tuple(other.shape)}
     return InputError(name, f"have the {axis} of {other.name}", shapes)
@@ -224,7 +226,7 @@ def checking(
                     rules[name].check(name, x, first)
             return function(*arguments, **keywords)
 
-        vars(check_and_call)["is_checked"] = True
+        vars(check_and_call)["is_checked"] = True  # for tests
         return check_and_call  # pyright: ignore[reportReturnType]
 
     return checked
@@ -240,11 +242,11 @@ def _rules_of(
         for name, arrays in arrays_of.items()
         if arrays
     }
-    uses = Counter[str]()
+    num_arguments = Counter[str]()
     for alternatives in axes_of.values():
-        uses.update({name for axes in alternatives for name in axes.names if name})
-        uses.update({axes.batch for axes in alternatives if axes.batch})
-    shared_names = [name for name, number in uses.items() if number > 1]
+        num_arguments.update({name for axes in alternatives for name in axes.names if name})
+        num_arguments.update({axes.batch for axes in alternatives if axes.batch})
+    shared_names = [name for name, number in num_arguments.items() if number > 1]
     rules = {}
     for name, alternatives in axes_of.items():
         arrays = arrays_of[name]
@@ -253,9 +255,11 @@ def _rules_of(
             array_types.get(array.array_type.__name__, array.array_type) for array in arrays
         )
         options = get_args(parameters[name].annotation)
-        others = [option for option in options if option not in arrays and option is not type(None)]
-        other_types = tuple(option for option in others if isinstance(option, type))
-        accepts_others = len(other_types) < len(others)
+        other_options = [
+            option for option in options if option not in arrays and option is not type(None)
+        ]
+        other_types = tuple(option for option in other_options if isinstance(option, type))
+        accepts_others = len(other_types) < len(other_options)
         compared = tuple(dict.fromkeys(axes.comparing(shared_names) for axes in alternatives))
         rules[name] = ArrayRule(
             tuple(types), other_types, kind, frozenset(dtypes[kind]), compared, accepts_others

@@ -429,16 +429,19 @@ class AttentionSpec(Record):
         }
 
     def _latent_projections(self, latent: Latent) -> dict[str, Projection]:
-        q_bias, kv_bias, _ = self.qkv_biases
-        projections = {"q_proj": Projection((self.q_width,), self.d_in, q_bias)}
-        if latent.q_rank is not None:
-            projections = {"q_a_proj": Projection((latent.q_rank,), self.d_in, q_bias)}
-            projections["q_b_proj"] = Projection((self.q_width,), latent.q_rank, False)
-        projections["kv_a_proj"] = Projection((latent.width,), self.d_in, kv_bias)
-        own_features = self.head_dim - latent.rope_dim + self.value_head_dim
+        q_bias, kv_bias, _ = self.qkv_biases  # kv_a_proj stands for k_proj and v_proj
+        if latent.q_rank is None:
+            projections = {"q_proj": Projection((self.q_width,), self.d_in, q_bias)}
+        else:
+            projections = {
+                "q_a_proj": Projection((latent.q_rank,), self.d_in, q_bias),
+                "q_b_proj": Projection((self.q_width,), latent.q_rank, False),
+            }
+        kv_b_width = self.num_heads * (self.head_dim - latent.rope_dim + self.value_head_dim)
         return {
             **projections,
-            "kv_b_proj": Projection((self.num_heads * own_features,), latent.kv_rank, False),
+            "kv_a_proj": Projection((latent.width,), self.d_in, kv_bias),
+            "kv_b_proj": Projection((kv_b_width,), latent.kv_rank, False),
         }
 
     @property
@@ -466,10 +469,11 @@ class AttentionSpec(Record):
         """
         latent = check_latent(self)
         wider = 2 * latent.kv_rank + latent.rope_dim - self.head_dim - self.value_head_dim
-        made = latent.kv_rank * (self.head_dim - latent.rope_dim + self.value_head_dim)
-        return num_queries * wider < made * (
-            1 if num_slots is None else max(num_slots / max(num_queries, 1), 1.0)
-        )
+        expansion = latent.kv_rank * (self.head_dim - latent.rope_dim + self.value_head_dim)
+        slots_per_query = 1.0
+        if num_slots is not None:
+            slots_per_query = max(num_slots / max(num_queries, 1), 1.0)
+        return num_queries * wider < expansion * slots_per_query
 
     @property
     def projections(self) -> dict[str, Projection]:
@@ -508,8 +512,8 @@ class AttentionSpec(Record):
             "q_norm": self.qk_norm,
             "k_norm": None if self.shared_kv else self.qk_norm,
             "v_norm": self.v_norm,
+            "context_norm": self.context_norm,
         }
-        norms["context_norm"] = self.context_norm
         return {name: norm for name, norm in norms.items() if norm is not None}
 
     @property
@@ -568,7 +572,7 @@ class AttentionSpec(Record):
         return shapes_of({**self.qkv_projections, **self._output_projections}) | self.parameters
 
     @property
-    def held_shapes(self) -> dict[str, tuple[int, ...]]:
+    def stored_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the stored weights by name; projections are (out, in) and (out,)."""
         return shapes_of(self.projections) | self.parameters
 

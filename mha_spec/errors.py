@@ -83,6 +83,7 @@ class InputError(ValueError):
         advice = [_alternatives(_each(self.remedy)), self.hint]
         parts = [_escape(part) for part in (self.where, self.argument, self.rule, *got, *advice)]
         text = ""
+        # Cut the longest parts, 20 characters shorter each time, until the message fits.
         for length in range(MAX_LENGTH, 0, -20):
             where, argument, rule, *rest = (_cut(part, length) for part in parts)
             values = _listed(rest[: len(got)])
@@ -216,6 +217,7 @@ def _alternatives(remedies: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _listed(values: list[str]) -> str:
+    """Return values as in "a, b and c"; "" without any."""
     if values:
         return " and ".join(filter(None, [", ".join(values[:-1]), values[-1]]))
     return ""

@@ -11,6 +11,8 @@ from mha_spec.rules import as_count
 class Span(NamedTuple):
     """Keys that a query may attend to, by position.
 
+    Exactly one of the two is set: see `span_of`.
+
     Attributes:
         window_size: queries attend to keys less than this many positions away; or None.
         chunk_size: queries attend to keys of their own chunk of this many positions; or None.

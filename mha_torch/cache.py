@@ -235,10 +235,10 @@ def append_to_cache(
     """Append the keys and values of new tokens to the cache.
 
     Args:
-        cache: contains `cache.lengths` tokens. Do not use it afterwards, but a `cache.copy()` made
-            before: under `torch.no_grad()` its storage is reused, and its next use raises an error.
-            It is copied if sequences share storage (`expand`), or if it was created in inference
-            mode and this call is not.
+        cache: contains `cache.lengths` tokens. Do not use it afterwards: under `torch.no_grad()`
+            its storage is reused, and its next use raises an error. To keep it, pass
+            `cache.copy()`. It is copied if sequences share storage (`expand`), or if it was created
+            in inference mode and this call is not.
         key, value: (B, K, T, H) and (B, K, T, Hv), in the cache's dtype.
         new_lengths: number of real tokens of each sequence, 0..T, (B,); the rest is right padding,
             which is not cached. Default: all.

@@ -129,7 +129,8 @@ def cached_layer(
     if spec.has_positions:
         if positions is None:
             positions = before.lengths[:, None] + torch.arange(seq_len, device=x.device)
-        if is_padding is not None:  # padding adds no length
+        if is_padding is not None:
+            # Frequencies may depend on the last position: padding must not move it.
             positions = torch.where(is_padding, positions[..., :1], positions)
     q, new = _project_new_tokens(layer.project, x, before, spec, positions)
     if not spec.shared_kv:
@@ -139,10 +140,12 @@ def cached_layer(
     if scores_spec is not spec:
         scores = replace(scores, spec=scores_spec)
     scores = scores.block(slice(0, seq_len), slots)
-    visible = _mask_of_slots(mask, slots, spec, before.lengths, lengths, seq_len)
-    context = layer.kernel(q, k, v, visible, scores)
+    full_mask = _mask_of_slots(mask, slots, spec, before.lengths, lengths, seq_len)
+    context = layer.kernel(q, k, v, full_mask, scores)
     # After the kernel: a step that raised an error can be repeated.
     mark_written_over(before, cache)
+    # Lengths are unknown in a compiled graph or on an accelerator: sequences without room become
+    # NaN instead of an error.
     if lengths is None:
         if new_lengths is None:
             added = seq_len
@@ -199,15 +202,11 @@ def _keys_and_values(
     """
     if isinstance(cache, KVCache):
         return q, cache.keys[:, :, slots], cache.values[:, :, slots], spec
-    (latents,) = (x[:, :, slots] for x in cache.slots.values())
+    latents = cache.slots["latents"][:, :, slots]
     if kv_b is None:
         return q, *expand_latents(project, latents, spec), spec
-    return (
-        absorb_keys(q, kv_b, spec),
-        latents,
-        latents[..., : check_latent(spec).kv_rank],
-        spec.absorbed,
-    )
+    values = latents[..., : check_latent(spec).kv_rank]
+    return absorb_keys(q, kv_b, spec), latents, values, spec.absorbed
 
 
 def _mask_of_slots(
@@ -219,26 +218,26 @@ def _mask_of_slots(
     seq_len: int,
 ) -> Mask:
     """Return the mask of some slots for the new tokens."""
+    # A single token of equally long sequences attends to all slots of its span; biases by distance
+    # need its position.
     if lengths and seq_len == 1 and not spec.has_distance_bias and min(lengths) == max(lengths):
-        # A single token attends to all filled slots of its span.
         return Mask(block_of(mask, slice(0, 1), slots))
-    visible = Mask(mask, is_causal=True, span=spec.span, q_offset=before)
+    full_mask = Mask(mask, is_causal=True, span=spec.span, q_offset=before)
     if lengths is None:
-        return visible
-    visible = visible.block(slice(0, seq_len), slots)
+        return full_mask
+    full_mask = full_mask.block(slice(0, seq_len), slots)
     last = max(lengths, default=0)
     # A prompt: causality hides right padding.
     if last == 0:
-        return replace(visible, q_offset=None)
-    return visible
+        return replace(full_mask, q_offset=None)
+    return full_mask
 
 
 def cache_dtype(weight: Tensor) -> torch.dtype:
     """Return the cache dtype of a module with this weight: that of autocast if it is on, else of
     the weight.
     """
-    is_cast = is_autocast_on(weight.device) and weight.dtype != torch.float64
-    if is_cast:
+    if is_autocast_on(weight.device) and weight.dtype != torch.float64:  # autocast skips float64
         return torch.get_autocast_dtype(weight.device.type)
     return weight.dtype
 
@@ -271,10 +270,14 @@ class MultiHeadAttentionWithCache(AttentionLayer):
         weight = next(self.parameters())
         dtype = cache_dtype(weight) if dtype is None else dtype
         spec = self.spec
-        device = weight.device
-        widths = {"head_dim": spec.head_dim, "value_head_dim": spec.value_head_dim}
         return init_cache(
-            batch_size, spec.num_kv_heads, capacity, dtype=dtype, device=device, **widths
+            batch_size,
+            spec.num_kv_heads,
+            capacity,
+            spec.head_dim,
+            dtype,
+            value_head_dim=spec.value_head_dim,
+            device=weight.device,
         )
 
     @checked
@@ -292,8 +295,8 @@ class MultiHeadAttentionWithCache(AttentionLayer):
 
         Args:
             x: new tokens, (B, T, d_in): a prompt, a part of one, or one token per sequence.
-            cache: tokens so far. Do not use it afterwards, but a `cache.copy()` made before: its
-                storage may be reused. With `shared_kv` the cache of another layer, which has
+            cache: tokens so far. Do not use it afterwards: its storage may be reused. To keep it,
+                pass `cache.copy()`. With `shared_kv` the cache of another layer, which has
                 already appended the new tokens; it is returned unchanged.
             new_lengths: number of real tokens of each sequence, 0..T, (B,). The rest is right
                 padding with arbitrary contents: it is not cached, not attended to, and its output

@@ -1,6 +1,4 @@
-"""Argument checks in the order of the data flow. Messages: `<what> must <rule>, got
-<name>=<value>`.
-"""
+"""Argument checks in the order of the data flow. Messages: `<what> must <rule>, got <x>=<y>`."""
 
 from __future__ import annotations
 
@@ -115,9 +113,9 @@ def check_lengths(
 def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:
     """Refuse weights whose names or shapes are not exactly those of the layer."""
     check_spec(spec)
-    check_names("weights", weights, spec.held_shapes)
-    first = next(iter(spec.held_shapes))
-    for name, shape in spec.held_shapes.items():
+    check_names("weights", weights, spec.stored_shapes)
+    first = next(iter(spec.stored_shapes))
+    for name, shape in spec.stored_shapes.items():
         weight = weights[name]
         check_weight(name, weight, shape)
         if weight.dtype != weights[first].dtype:
@@ -139,10 +137,15 @@ def check_score_weights(
         check_device(name, weights[name], query.device, "query")
 
 
-def check_names(argument: str, weights: Mapping[str, Tensor], names: Collection[str]) -> None:
-    """Refuse weights that do not have exactly these names."""
+def check_mapping(argument: str, weights: object) -> None:
+    """Refuse anything but a mapping."""
     if not isinstance(weights, Mapping):
         raise InputTypeError(argument, "be a mapping of names to tensors", type(weights).__name__)
+
+
+def check_names(argument: str, weights: Mapping[str, Tensor], names: Collection[str]) -> None:
+    """Refuse weights that do not have exactly these names."""
+    check_mapping(argument, weights)
     missing = sorted(set(names) - weights.keys())
     unexpected = sorted(weights.keys() - set(names))
     if missing or unexpected:
@@ -179,7 +182,7 @@ def check_layer_inputs(
     if key is None and value is not None:
         raise InputError("value", "come with a key", "key=None and a value")
     if key is None and spec.d_kv != spec.d_in and not spec.shared_kv:
-        raise InputError("key", f"be given, with {spec.d_kv} features", key=None)
+        raise InputError("key", f"be passed, with {spec.d_kv} features", key=None)
     if key is not None and spec.rope is not None and not spec.shared_kv:
         raise InputError("key", "be None (self-attention) with RoPE", f"a key and rope={spec.rope}")
     if key is not None and spec.latent is not None:
@@ -220,7 +223,7 @@ def check_shared_kv(
     queries.
     """
     if key is None or value is None:
-        rule = "be given with shared_kv: those of another layer"
+        rule = "come from another layer with shared_kv"
         raise InputError(" and ".join(names), rule, "None")
     check_floating(names[0], key, rank=4)
     for name, x, width in zip(
@@ -238,11 +241,9 @@ def check_projected(name: str, x: Tensor, weight: Tensor) -> None:
 
     For a distributed weight, its engine decides the part, dtype and device when it is used.
     """
-    if (x.shape[-1], x.dtype, x.device) == (
-        weight.shape[1],
-        weight.dtype,
-        weight.device,
-    ) or is_distributed(weight):
+    has_width = x.shape[-1] == weight.shape[1]
+    fits = has_width and x.dtype == weight.dtype and x.device == weight.device
+    if fits or is_distributed(weight):
         return
     if x.shape[-1] != weight.shape[1]:
         raise InputError(
@@ -263,17 +264,17 @@ def check_features(name: str, x: Tensor, width: int) -> None:
     """Refuse the output of a projection that is distributed or has another width, as if it had only
     some heads.
     """
-    if x.shape[-1] != width or is_distributed(x):
-        if is_distributed(x):
-            kind = "in a DTensor"
-        else:
-            kind = ""
-        raise InputError(
-            name,
-            f"return {width} features in a tensor of this process",
-            f"{x.shape[-1]} features {kind}".rstrip(),
-            hint="mha_torch.parallel.plan divides heads with all that belongs to them",
-        )
+    shown = f"{x.shape[-1]} features"
+    if is_distributed(x):
+        shown += " in a DTensor"
+    elif x.shape[-1] == width:
+        return
+    raise InputError(
+        name,
+        f"return {width} features in a tensor of this process",
+        shown,
+        hint="shard with mha_torch.parallel.plan",
+    )
 
 
 def check_positions(positions: Tensor, batch_size: int, seq_len: int, rope: Rope | None) -> None:
@@ -292,9 +293,7 @@ def check_positions(positions: Tensor, batch_size: int, seq_len: int, rope: Rope
 def check_layer_positions(
     positions: Tensor | None, batch_size: int, seq_len: int, spec: AttentionSpec
 ) -> None:
-    """Refuse positions that do not fit; a layer without RoPE and temperature ignores those that
-    do.
-    """
+    """Refuse positions that do not fit; layers without RoPE and temperature ignore the rest."""
     if positions is not None:
         check_positions(positions, batch_size, seq_len, spec.rope)
 

@@ -44,8 +44,7 @@ def multi_head_attention(
 
     Args:
         weights: the state dict of `MultiHeadAttention`: `<name>.weight` (out, in) and `<name>.bias`
-            (out,) of each projection, those of norms, `sinks` (N,) and `relative_bias`
-            (num_buckets, N).
+            (out,) of each projection, those of norms, and those that change scores, see `Scores`.
         spec: the layer.
         training: apply dropout to attention weights and outputs, at the rates of the spec.
         dropout_keep: True for attention weights to keep, instead of a random draw; uses the plain

@@ -58,13 +58,15 @@ def create_attention_mask(
     as_boolean("is_causal", is_causal)
     span = span_of(window_size, chunk_size)
     batch_size = None
-    visible = Mask(None, is_causal, key_padding_lengths, segment_ids, span)
-    if visible.segments is not None:
-        batch_size = next(iter(getattr(next(iter(visible.segments), None), "shape", ())), 0)
-        _check_segments(visible.segments, batch_size, seq_len_q, seq_len_k)
+    full_mask = Mask(None, is_causal, key_padding_lengths, segment_ids, span)
+    if full_mask.segments is not None:
+        # 0 if the ids, which are unchecked, have no axes: `_check_segments` then refuses them.
+        shape = next((getattr(ids, "shape", ()) for ids in full_mask.segments), ())
+        batch_size = next(iter(shape), 0)
+        _check_segments(full_mask.segments, batch_size, seq_len_q, seq_len_k)
     if key_padding_lengths is not None:
         check_lengths("key_padding_lengths", key_padding_lengths, batch_size, seq_len_k)
-    return visible.implicit_bool(seq_len_q, seq_len_k, device)
+    return full_mask.implicit_bool(seq_len_q, seq_len_k, device)
 
 
 @dataclass(frozen=True, eq=False)  # comparing arrays yields no single truth value
@@ -137,7 +139,9 @@ class Mask:
         if bias is None:
             return self
         is_hidden = torch.isneginf(bias)
-        return replace(self, mask=is_hidden if self.mask is None else self.mask | is_hidden)
+        if self.mask is not None:
+            is_hidden = self.mask | is_hidden
+        return replace(self, mask=is_hidden)
 
     def to_bool(
         self, seq_len_q: int, seq_len_k: int, device: torch.device | str | None = None
@@ -182,8 +186,8 @@ class Mask:
             hidden = hidden.logical_or_(keys < first[:, None, :, None])
         if self.segments is None:
             return hidden
-        of_queries, of_keys = (ids.to(stop.device) for ids in self.segments)
-        return hidden | (of_queries[:, None, :, None] != of_keys[:, None, None, :])
+        query_ids, key_ids = (ids.to(stop.device) for ids in self.segments)
+        return hidden | (query_ids[:, None, :, None] != key_ids[:, None, None, :])
 
     def key_range(
         self, seq_len_q: int, seq_len_k: int, device: torch.device | str | None = None
@@ -198,8 +202,8 @@ class Mask:
             lengths = None
         else:
             lengths = as_lengths(self.key_padding_lengths, device)
-        # (B or 1, T).
-        positions = _positions(seq_len_q, device if lengths is None else lengths.device)[None]
+        start = device if lengths is None else lengths.device
+        positions = _positions(seq_len_q, start)[None]  # (B or 1, T)
         if self.q_offset is not None:
             positions = self.q_offset.to(positions)[:, None] + positions
         first = torch.zeros_like(positions)

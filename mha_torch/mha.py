@@ -44,9 +44,7 @@ def attention_layer(
     need_weights: bool,
     positions: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the output of a layer and, if requested, its attention weights: check, project,
-    attend, project.
-    """
+    """Return a layer's output and attention weights (or None): check, project, attend, project."""
     spec = layer.spec
     check_layer_inputs(query, key, value, positions, spec)
     key = query if key is None else key
@@ -57,7 +55,7 @@ def attention_layer(
     scores_shape = (query.shape[0], spec.num_heads, query.shape[1], key.shape[-2])
     mask.check(scores_shape, query)
     scores.check_arguments(scores_shape, query)
-    # Where tokens are divided, the kernel finds the local ones.
+    # Where tokens are divided, the kernel finds the padding of the local ones.
     find = getattr(layer.kernel, "find_padding", find_padding)
     mask, is_padding = find(mask, query.shape[0], key.shape[-2], query.device)
 
@@ -149,7 +147,7 @@ class AttentionLayer(nn.Module):
     relative_keys: nn.Parameter
     relative_queries: nn.Parameter
 
-    _is_self_attention = False  # accepts no separate keys and values
+    _is_self_attention = False  # True: accepts no separate keys and values
 
     def __init__(
         self,
@@ -253,12 +251,11 @@ def _draw(weight: Tensor, widths: tuple[int, ...]) -> None:
 
 
 class MultiHeadAttention(AttentionLayer):
-    """Multi-head attention of queries over keys and values. Constructor arguments: see
-    `AttentionLayer`.
+    """Multi-head attention of queries over keys and values.
 
     A call returns a pair: the output, and the attention weights or None. `MultiHeadSelfAttention`
     returns the output alone, for sequences of modules. Sizes are fields of the specification:
-    `layer.spec.num_heads`.
+    `layer.spec.num_heads`. Constructor arguments: see `AttentionLayer`.
     """
 
     @checked
@@ -284,8 +281,8 @@ class MultiHeadAttention(AttentionLayer):
             query: (B, T, d_in).
             key: (B, S, d_kv); default: self-attention. With `shared_kv` the keys of another layer,
                 (B, K, S, H), as `project_qkv` returns them.
-            value: (B, S, d_kv); default: the key. With `shared_kv` the values of that layer, (B, K,
-                S, Hv).
+            value: (B, S, d_kv); default: the key. With `shared_kv` the values of that layer,
+                (B, K, S, Hv).
             bias: added to the scores, in the dtype of query; broadcasts to (B, N, T, S). -inf masks
                 a key.
             need_weights: also return the attention weights; uses the plain path.
@@ -302,13 +299,13 @@ class MultiHeadAttention(AttentionLayer):
                 the lengths are not integers.
             ValueError: if the shapes do not fit, devices differ, or a length lies outside 0..S.
         """
-        visible = Mask(mask, is_causal, key_padding_lengths, segment_ids)
+        full_mask = Mask(mask, is_causal, key_padding_lengths, segment_ids)
         output, attn_weights = attention_layer(
             self,
             query,
             key,
             value,
-            visible,
+            full_mask,
             bias=bias,
             need_weights=need_weights,
             positions=positions,
@@ -317,8 +314,9 @@ class MultiHeadAttention(AttentionLayer):
 
 
 class MultiHeadSelfAttention(AttentionLayer):
-    """Multi-head attention of a sequence over itself. Constructor arguments: see
-    `AttentionLayer`.
+    """Multi-head attention of a sequence over itself.
+
+    Constructor arguments: see `AttentionLayer`.
     """
 
     _is_self_attention = True
@@ -349,8 +347,8 @@ class MultiHeadSelfAttention(AttentionLayer):
             Output (B, T, E). At padded positions it is the attention of the padding over the real
             tokens.
         """
-        visible = Mask(mask, is_causal, key_padding_lengths, segment_ids)
+        full_mask = Mask(mask, is_causal, key_padding_lengths, segment_ids)
         output, _ = attention_layer(
-            self, x, None, None, visible, bias=bias, need_weights=False, positions=positions
+            self, x, None, None, full_mask, bias=bias, need_weights=False, positions=positions
         )
         return self.drop_output(output)

@@ -37,9 +37,7 @@ class Scores:
     dropout_keep: Bool[Tensor, "*#scores"] | None = None
 
     def check_arguments(self, scores_shape: tuple[int, ...], query: Tensor) -> None:
-        """Refuse what a call of a layer brings and does not fit the scores (B, N, T, S) or their
-        queries.
-        """
+        """Refuse arguments of a call that do not fit the scores (B, N, T, S) or their queries."""
         if self.bias is not None:
             check_bias(self.bias, scores_shape, query)
         if self.dropout_keep is not None:

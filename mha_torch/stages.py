@@ -21,6 +21,7 @@ from mha_torch.checks import (
     check_broadcasts,
     check_grid,
     check_heads,
+    check_mapping,
     check_score_weights,
     check_scored,
 )
@@ -42,8 +43,7 @@ def attention_scores(
     q_offset: Int[Tensor, " #B"] | None = None,
     learned: Mapping[str, Float[Tensor, "..."]] | None = None,
 ) -> Float[Tensor, "B N T S"]:
-    """Return scaled dot products of queries and keys, with soft cap and biases, in at least
-    float32.
+    """Return scaled dot products of queries and keys, capped and biased, in at least float32.
 
     The scale is 1 / sqrt(H) unless the spec has one. ALiBi subtracts slope * distance; a relative
     bias adds numbers from a table. Relative products add scaled products of queries and vectors of
@@ -66,6 +66,7 @@ def attention_scores(
     scores_shape = (*query.shape[:3], key.shape[2])
     if bias is not None:
         check_bias(bias, scores_shape, query)
+    check_mapping("learned", learned)
     # Sinks are part of the softmax.
     tables = {name: table for name, table in learned.items() if name != "sinks"}
     table_shapes = {name: shape for name, shape in rules.score_shapes.items() if name != "sinks"}
@@ -106,11 +107,10 @@ def masked_softmax(
     mask: Bool[Tensor, "*#scores"] | None = None,
     sinks: Float[Tensor, " N"] | None = None,
 ) -> Float[Tensor, "B N T S"]:
-    """Softmax over keys, in at least float32. Masked keys get weight exactly 0; fully masked rows
-    are all 0.
+    """Softmax over keys, in at least float32, with weights of exactly 0 for masked keys.
 
-    A sink is the logit of one extra key that is never masked; its weight is dropped from the
-    result.
+    Fully masked rows are all 0. A sink is the logit of one extra key that is never masked; its
+    weight is dropped from the result.
 
     Source: the sinks: gpt-oss model card, arXiv:2508.10925, section 2.
     """
@@ -132,8 +132,8 @@ def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
     # a row of -inf would be NaN, and so would its gradient: scores of fully masked rows are 0, and
     # their weights become 0 afterwards.
     empty_rows = mask.all(dim=-1, keepdim=True)
-    masked_scores = torch.where(empty_rows, 0.0, -torch.inf).to(scores.dtype)
-    scores = torch.where(mask, masked_scores, scores)
+    fill = torch.where(empty_rows, 0.0, -torch.inf).to(scores.dtype)
+    scores = torch.where(mask, fill, scores)
     return torch.softmax(scores, dim=-1).masked_fill(empty_rows, 0.0)
 
 
@@ -154,10 +154,9 @@ def apply_dropout(
     rate: float,
     keep: Bool[Tensor, "*#scores"] | None = None,
 ) -> Float[Tensor, "B N T S"]:
-    """Drop each attention weight with probability `rate`, 0 <= rate < 1, and divide the others by 1
-    - rate.
+    """Drop each attention weight with probability `rate`, and divide the others by 1 - rate.
 
-    `keep` is True for weights to keep; default: a random draw.
+    0 <= rate < 1. `keep` is True for weights to keep; default: a random draw.
     """
     rate = as_rate("dropout", rate)
     if keep is None:
@@ -218,20 +217,21 @@ def scaled_dot_product_attention(
     check_heads(query, key, value)
     rules = BareHeads(query.shape[3]) if spec is None else spec
     check_scored(query, key, rules)
-    visible = Mask(mask, is_causal, key_padding_lengths, segment_ids).within(rules)
-    scores = Scores(rules, bias, {} if learned is None else learned, dropout, dropout_keep)
+    full_mask = Mask(mask, is_causal, key_padding_lengths, segment_ids).within(rules)
+    learned = {} if learned is None else learned
+    scores = Scores(rules, bias, learned, dropout, dropout_keep)
     scores_shape = (*query.shape[:3], key.shape[2])
-    visible.check(scores_shape, query)
+    full_mask.check(scores_shape, query)
     scores.check(scores_shape, query)
-    # Where tokens are divided, the kernel finds the local ones.
+    # Where tokens are divided, the kernel finds the padding of the local ones.
     find = getattr(kernel, "find_padding", find_padding)
-    visible, key, value = zero_heads_in_padding(visible, key, value, find)
+    full_mask, key, value = zero_heads_in_padding(full_mask, key, value, find)
     check = getattr(kernel, "check", None)
     if check is not None:
-        check(query, key, value, visible, scores)
+        check(query, key, value, full_mask, scores)
     if kernel is not None:
-        return kernel(query, key, value, visible, scores), None
-    context, attn_weights = attend(query, key, value, visible, scores)
+        return kernel(query, key, value, full_mask, scores), None
+    context, attn_weights = attend(query, key, value, full_mask, scores)
     return context, attn_weights if need_weights else None
 
 
@@ -246,9 +246,8 @@ def attend(
     logits = attention_scores(query, key, scores.bias, scores.spec, mask.q_offset, scores.learned)
     hidden = mask.with_bias(scores.bias).to_bool(query.shape[2], key.shape[2], query.device)
     attn_weights = masked_softmax(logits, hidden, scores.learned.get("sinks")).to(query.dtype)
-    return attention_context(
-        apply_dropout(attn_weights, scores.dropout, scores.dropout_keep), value
-    ), attn_weights
+    dropped = apply_dropout(attn_weights, scores.dropout, scores.dropout_keep)
+    return attention_context(dropped, value), attn_weights
 
 
 def check_attention(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> None:

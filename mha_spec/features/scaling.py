@@ -277,7 +277,7 @@ class YarnScaling(Scaling):
         if (self.mscale is None) != (self.mscale_all_dim is None):
             raise InputError(
                 "mscale and mscale_all_dim",
-                "be given together",
+                "be set together",
                 mscale=self.mscale,
                 mscale_all_dim=self.mscale_all_dim,
             )
@@ -311,8 +311,10 @@ class YarnScaling(Scaling):
             low = math.floor(low)
             high = math.ceil(high)
         low = max(low, 0)
-        high = min(high, features - 1)
-        return low, high + 0.001 if low == high else high
+        high = min(high, features - 1)  # features, not pairs, as in transformers
+        if low == high:  # `frequencies` divides by the difference
+            high += 0.001
+        return low, high
 
     def _pair_of(self, turns: float, theta: float, features: int) -> float:
         """Return the fractional index of the pair with this many turns in the original context."""

@@ -114,12 +114,12 @@ def expand_latents(
     latent = check_latent(spec)
     check_latents("latents", latents, latent)
     shared = latents[..., latent.kv_rank :]
-    own_features = spec.head_dim - latent.rope_dim
+    unshared_features = spec.head_dim - latent.rope_dim
     kv = project("kv_b_proj", latents[:, 0, :, : latent.kv_rank])
-    check_features("kv_b_proj", kv, spec.num_heads * (own_features + spec.value_head_dim))
+    check_features("kv_b_proj", kv, spec.num_heads * (unshared_features + spec.value_head_dim))
     kv = split_heads(kv, spec.num_heads)
     shared = shared.expand(-1, spec.num_heads, -1, -1)
-    return torch.cat([kv[..., :own_features], shared], dim=-1), kv[..., own_features:]
+    return torch.cat([kv[..., :unshared_features], shared], dim=-1), kv[..., unshared_features:]
 
 
 def absorb_keys(
@@ -142,8 +142,10 @@ def absorb_keys(
     Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.2.
     """
     of_keys, _ = _weights_of_heads(kv_b, spec)
-    own_features = of_keys.shape[1]
-    return torch.cat([torch.matmul(q[..., :own_features], of_keys), q[..., own_features:]], dim=-1)
+    unshared_features = of_keys.shape[1]
+    return torch.cat(
+        [torch.matmul(q[..., :unshared_features], of_keys), q[..., unshared_features:]], dim=-1
+    )
 
 
 def absorb_values(
@@ -179,9 +181,9 @@ def _normed(project: Project, name: str, x: Tensor, latent: Latent) -> Tensor:
 
 def _weights_of_heads(kv_b: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """Return the parts of kv_b for keys and for values, (N, features, kv_rank) each."""
-    own_features = spec.head_dim - check_latent(spec).rope_dim
-    weights = kv_b.view(spec.num_heads, own_features + spec.value_head_dim, kv_b.shape[1])
-    return weights[:, :own_features], weights[:, own_features:]
+    unshared_features = spec.head_dim - check_latent(spec).rope_dim
+    weights = kv_b.view(spec.num_heads, unshared_features + spec.value_head_dim, kv_b.shape[1])
+    return weights[:, :unshared_features], weights[:, unshared_features:]
 
 
 def init_latent_cache(

@@ -76,7 +76,7 @@ def attend(
 
     Source: FlexAttention, arXiv:2412.05496; torch.nn.attention.flex_attention.
     """
-    first, stop = _seen_keys(mask, query.shape[0], query.shape[2], key.shape[2], query.device)
+    first, stop = _key_ranges(mask, query.shape[0], query.shape[2], key.shape[2], query.device)
     context, lse = _attend_between(query, key, value, first, stop, mask.segments, scores)
     return zero_where(context, torch.isneginf(lse))  # fully masked rows
 
@@ -141,7 +141,7 @@ def _score_mod(query: Tensor, scores: Scores) -> Callable[..., Tensor] | None:
 # ---- Masks ---------------------------------------------------------------------------------------
 
 
-def _seen_keys(
+def _key_ranges(
     mask: Mask, batch_size: int, seq_len_q: int, seq_len_k: int, device: torch.device
 ) -> tuple[Int[Tensor, "B T"], Int[Tensor, "B T"]]:
     """Return the first key of each query and the one after its last; they are equal in a fully
@@ -167,15 +167,15 @@ def _block_mask(
     """
 
     def mask_mod(batch: Tensor, head: Tensor, row: Tensor, place: Tensor) -> Tensor:
-        is_seen = (place >= first[batch, row]) & (place < stop[batch, row])
+        is_visible = (place >= first[batch, row]) & (place < stop[batch, row])
         if segments is None:
-            return is_seen
-        return is_seen & (segments[0][batch, row] == segments[1][batch, place])
+            return is_visible
+        return is_visible & (segments[0][batch, row] == segments[1][batch, place])
 
-    in_part, whole = _seen_blocks(first, stop, seq_len_k, segments)
+    partial, full = _visible_blocks(first, stop, seq_len_k, segments)
     return library.BlockMask.from_kv_blocks(
-        *_listed(in_part),
-        *_listed(whole),
+        *_listed(partial),
+        *_listed(full),
         BLOCK_SIZE=_BLOCK_SIZE,
         mask_mod=mask_mod,
         compute_q_blocks=has_gradient,
@@ -183,7 +183,7 @@ def _block_mask(
     )
 
 
-def _seen_blocks(
+def _visible_blocks(
     first: Int[Tensor, "B T"],
     stop: Int[Tensor, "B T"],
     seq_len_k: int,
@@ -193,31 +193,31 @@ def _seen_blocks(
     count as partial.
     """
     is_empty = first == stop
-    more = (0, -first.shape[1] % _BLOCK_SIZE)
+    padding = (0, -first.shape[1] % _BLOCK_SIZE)
     # Fully masked and missing rows get the empty range: all keys before the first, or after the
     # last.
-    first = F.pad(first.masked_fill(is_empty, seq_len_k), more, value=seq_len_k).unflatten(
+    first = F.pad(first.masked_fill(is_empty, seq_len_k), padding, value=seq_len_k).unflatten(
         1, (-1, _BLOCK_SIZE)
     )
-    stop = F.pad(stop.masked_fill(is_empty, 0), more).unflatten(1, (-1, _BLOCK_SIZE))
+    stop = F.pad(stop.masked_fill(is_empty, 0), padding).unflatten(1, (-1, _BLOCK_SIZE))
     begins = torch.arange(0, seq_len_k, _BLOCK_SIZE, device=first.device)
     ends = begins + _BLOCK_SIZE
-    sees = (first.amin(2)[..., None] < ends) & (stop.amax(2)[..., None] > begins)
-    whole = (first.amax(2)[..., None] <= begins) & (stop.amin(2)[..., None] >= ends)
+    is_visible = (first.amin(2)[..., None] < ends) & (stop.amax(2)[..., None] > begins)
+    is_full = (first.amax(2)[..., None] <= begins) & (stop.amin(2)[..., None] >= ends)
     if segments is not None:
         (least, largest), (least_key, largest_key) = (_id_ranges(ids) for ids in segments)
-        sees = (
-            sees
+        is_visible = (
+            is_visible
             & (least[..., None] <= largest_key[:, None])
             & (largest[..., None] >= least_key[:, None])
         )
         # Full only if both blocks have one and the same segment.
-        whole = (
-            whole
+        is_full = (
+            is_full
             & (least[..., None] == largest_key[:, None])
             & (largest[..., None] == least_key[:, None])
         )
-    return (sees & ~whole)[:, None], whole[:, None]
+    return (is_visible & ~is_full)[:, None], is_full[:, None]
 
 
 def _id_ranges(ids: Int[Tensor, "B L"]) -> tuple[Int[Tensor, "B blocks"], Int[Tensor, "B blocks"]]:

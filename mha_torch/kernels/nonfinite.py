@@ -85,12 +85,12 @@ def _contain(
     key = zero_where(key, nonfinite_keys)
     value = zero_where(value, nonfinite_keys)
     nonfinite_keys = nonfinite_keys[..., 0].repeat_interleave(num_groups, dim=1)
-    visible = mask.with_bias(scores.bias)
-    nan_rows = nan_rows | attends_to_any(nonfinite_keys, seq_len_q, visible)
+    full_mask = mask.with_bias(scores.bias)
+    nan_rows = nan_rows | attends_to_any(nonfinite_keys, seq_len_q, full_mask)
     if scores.bias is not None:
         nonfinite_bias = torch.isnan(scores.bias) | torch.isposinf(scores.bias)
         scores = replace(scores, bias=zero_where(scores.bias, nonfinite_bias))
-        hidden = visible.to_bool(seq_len_q, key.shape[2], query.device)
+        hidden = full_mask.to_bool(seq_len_q, key.shape[2], query.device)
         if hidden is not None:
             nonfinite_bias = nonfinite_bias & ~hidden
         nan_rows = nan_rows | nonfinite_bias.any(dim=-1, keepdim=True)
@@ -101,7 +101,7 @@ def _contain(
         factor = query.shape[3] * max(scores.spec.score_scale, 1.0)
         is_zero = (context == 0).all(dim=-1, keepdim=True)
         nan_rows = nan_rows | (is_zero & _may_overflow(largest_in_query, largest_in_key, factor))
-    has_key = attends_to_any(torch.ones_like(nonfinite_keys), seq_len_q, visible)
+    has_key = attends_to_any(torch.ones_like(nonfinite_keys), seq_len_q, full_mask)
     return nan_where(context, nan_rows & has_key)
 
 

@@ -25,7 +25,7 @@ _QUERIES_WITH_BIAS = 128
 """Queries per block if each score has a bias that is computed for the call."""
 
 _FEW_QUERIES = 32
-"""Maximum number of queries of a decoding step."""
+"""Maximum number of queries of a decoding step, for which cuDNN would plan each time."""
 
 _NOT_CUDNN = {
     SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
@@ -49,12 +49,12 @@ def supports(scores: Scores) -> bool:
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
     """Return the context, with the cheapest form of the mask."""
-    rate = scores.dropout
-    scale = scores.spec.score_scale
-    sinks = scores.learned.get("sinks")
-    # Without causality the relative bias is computed at once, which is faster. A grid bias depends
-    # on more than distances.
     spec = scores.spec
+    scale = spec.score_scale
+    rate = scores.dropout
+    sinks = scores.learned.get("sinks")
+    # Blocks of queries share a bias that depends on distances only, as that of a grid does not.
+    # Without causality it is faster to compute a relative bias at once.
     in_blocks = spec.alibi_slopes is not None or (
         isinstance(spec.relative_bias, RelativeBias) and mask.is_causal
     )
@@ -62,16 +62,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores
         return _attend_in_query_blocks(query, key, value, mask, scores)
     is_plain = mask.has_only("is_causal", "key_padding_lengths")
     if is_plain and scores.bias is None and not spec.has_distance_bias:
-        lengths = mask.key_padding_lengths
-        if lengths is None:  # no mask, or one that the kernel supports
-            return call(
+        if mask.key_padding_lengths is None:  # no mask, or one that the kernel supports
+            return sdpa(
                 query, key, value, sinks, is_causal=mask.is_causal, dropout=rate, scale=scale
             )
-        known = known_lengths(query, mask)
-        if known and all(known):  # no row is fully masked
-            return _attend_by_sequence(
-                query, key, value, replace(mask, key_padding_lengths=known), scores
-            )
+        lengths = known_lengths(query, mask)
+        if lengths and all(lengths):  # no row is fully masked
+            return _attend_by_sequence(query, key, value, lengths, scores, is_causal=mask.is_causal)
     seq_len_k = key.shape[2]
     bias = scores.bias
     hidden = mask.with_bias(bias).to_bool(query.shape[2], seq_len_k, query.device)
@@ -94,13 +91,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores
             attn_mask = ~hidden
         else:
             attn_mask = torch.where(hidden, -torch.inf, bias.where(~masked_rows, 0.0))
-    context = call(query, key, value, sinks, attn_mask=attn_mask, dropout=rate, scale=scale)
+    context = sdpa(query, key, value, sinks, attn_mask=attn_mask, dropout=rate, scale=scale)
     if masked_rows is None:
         return context
     return context.masked_fill(masked_rows, 0.0)
 
 
-def call(
+def sdpa(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -114,12 +111,13 @@ def call(
     """Call PyTorch's function; also with sinks, and with values of another width than keys."""
     dtype = query.dtype
     if sinks is not None:
-        head_dim = value.shape[-1]
-        first = int(is_causal)
+        value_width = value.shape[-1]
+        # A dummy query shifts causality by one, so that every query attends to the sink.
+        num_before = int(is_causal)
         query, key, value, attn_mask = _with_sinks(
-            query, key, value, sinks, attn_mask, scale, num_before=first
+            query, key, value, sinks, attn_mask, scale, num_before=num_before
         )
-        context = call(
+        context = sdpa(
             query,
             key,
             value,
@@ -128,7 +126,7 @@ def call(
             dropout=dropout,
             scale=scale,
         )
-        return context[:, :, first:, :head_dim]
+        return context[:, :, num_before:, :value_width]
     if attn_mask is not None:
         attn_mask = attn_mask[(None,) * (4 - attn_mask.ndim)].expand(-1, -1, -1, key.shape[2])
         if query.is_cuda:  # masked CUDA kernels need N key heads and a bias in the dtype of queries
@@ -199,9 +197,9 @@ def _with_sinks(
     The key is 0 except for two extra features, in which each query has the sink of its head, split
     in two for half precision.
     """
-    wanted = at_least_float32(sinks) / scale
-    coarse = wanted.to(query.dtype)
-    parts = torch.stack([coarse, (wanted - coarse).to(query.dtype)], dim=-1)  # (N, 2)
+    products = at_least_float32(sinks) / scale  # dot products that give the sinks
+    rounded = products.to(query.dtype)
+    parts = torch.stack([rounded, (products - rounded).to(query.dtype)], dim=-1)  # (N, 2)
     parts = parts[:, None].expand(*query.shape[:3], 2)
     query = F.pad(torch.cat([query, parts], dim=-1), (0, 0, num_before, 0))
     first = F.pad(key.new_zeros(*key.shape[:2], 1, key.shape[3]), (0, 2), value=1.0)
@@ -242,11 +240,11 @@ def _attend_in_query_blocks(
     options: Any = {"dropout": scores.dropout, "scale": scores.spec.score_scale}
     contexts = []
     shared = None
-    last = (seq_len_q - 1) // size * size
-    # The bias of the last block contains that of all others.
+    last_begin = (seq_len_q - 1) // size * size
+    # The bias of the last_begin block contains that of all others.
     if mask.has_only("is_causal") and scores.bias is None:
-        stop = last + (size if mask.is_causal else seq_len_k)
-        q_offset = torch.full((1,), last, device=query.device)
+        stop = last_begin + (size if mask.is_causal else seq_len_k)
+        q_offset = torch.full((1,), last_begin, device=query.device)
         shared = _distance_bias(query[:, :, :size], stop, q_offset, scores)
         if mask.is_causal:
             hidden = replace(mask, q_offset=q_offset).implicit_bool(size, stop, query.device)
@@ -259,9 +257,9 @@ def _attend_in_query_blocks(
             stop = seq_len_k
         parts = (query[:, :, begin:end], key[:, :, :stop], value[:, :, :stop])
         if shared is not None:
-            attn_mask = shared[:, :, : end - begin, last - begin : last - begin + stop]
+            attn_mask = shared[:, :, : end - begin, last_begin - begin : last_begin - begin + stop]
             contexts.append(
-                call(*parts, scores.learned.get("sinks"), attn_mask=attn_mask, **options)
+                sdpa(*parts, scores.learned.get("sinks"), attn_mask=attn_mask, **options)
             )
             continue
         rows = slice(begin, end)
@@ -271,23 +269,28 @@ def _attend_in_query_blocks(
 
 
 def _attend_by_sequence(
-    query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: list[int],
+    scores: Scores,
+    *,
+    is_causal: bool,
 ) -> Tensor:
     """Attend each sequence over its real keys only, without a mask and without work for padding."""
-    lengths = mask.key_padding_lengths
     sinks = scores.learned.get("sinks")
     options: Any = {"dropout": scores.dropout, "scale": scores.spec.score_scale}
     contexts = [
-        call(
+        sdpa(
             q[None],
             k[None, :, :length],
             v[None, :, :length],
             sinks,
-            is_causal=mask.is_causal,
+            is_causal=is_causal,
             **options,
         )
         for q, k, v, length in zip(
-            query.unbind(), key.unbind(), value.unbind(), lengths or (), strict=True
+            query.unbind(), key.unbind(), value.unbind(), lengths, strict=True
         )
     ]
     return concat(contexts)
@@ -346,7 +349,6 @@ def check_context_parallel(
         raise InputError(
             unsupported[0],
             "be None under context_parallel, whose ring knows causality only",
-            hint="mha_torch.parallel.shard(layer, mesh, tokens=…) takes lengths, windows, chunks, "
-            "sinks and "
-            "relative biases",
+            hint="mha_torch.parallel.shard(layer, mesh, tokens=…) takes lengths, windows, "
+            "chunks, sinks and relative biases",
         )

@@ -125,7 +125,7 @@ def _attend_in_blocks(
         parts = (query[:, :, rows], keys_in(keys), values_in(keys))
         if bias is not None and span.first(end - 1) < seq_len_k:  # no row is fully masked
             attn_mask = bias[: end - begin, before - begin + first : before - begin + stop]
-            contexts.append(sdpa.call(*parts, sinks, attn_mask=attn_mask, **options))
+            contexts.append(sdpa.sdpa(*parts, sinks, attn_mask=attn_mask, **options))
             continue
         inside = mask.block(rows, keys)
         if span.chunk_size is not None:  # a query attends to its chunk, up to itself if causal
@@ -166,7 +166,7 @@ def _attend_interior(
     keys, values = (
         x[:, within].unfold(1, num_keys, size).permute(1, 0, 3, 2) for x in (key, value)
     )
-    context = sdpa.call(
+    context = sdpa.sdpa(
         rows, keys, values, attn_mask=bias.repeat(query.shape[0] // num_kv_heads, 1), **options
     )
     return context.unflatten(2, (-1, size)).permute(1, 2, 0, 3, 4).flatten(0, 1).flatten(1, 2)

@@ -129,7 +129,7 @@ def check_held(names: Iterable[str], spec: AttentionSpec) -> None:
     Raises:
         ValueError: if names are missing or unexpected.
     """
-    wanted, held = set(spec.held_shapes), set(names)
+    wanted, held = set(spec.stored_shapes), set(names)
     missing, unexpected = sorted(wanted - held), sorted(held - wanted)
     if missing or unexpected:
         wrapped = "a projection that is wrapped, as by LoRA, must be merged first" if missing and unexpected else ""

@@ -76,7 +76,7 @@ def public_calls(package):
             method = vars(public).get("forward") or vars(public).get("__call__")
             if method is not None:
                 calls[name] = method
-        elif callable(public):
+        elif inspect.isfunction(public):
             calls[name] = public
     return calls
 

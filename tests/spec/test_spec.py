@@ -197,7 +197,7 @@ def test_value_head_dim_sets_value_widths():
     assert weight_shapes(spec) | {"v_norm.weight": (12,)} == weight_shapes(spec)
     shapes = {name: weight_shapes(spec)[f"{name}_proj.weight"] for name in ("q", "k", "v", "out", "gate")}
     assert shapes == {"q": (32, 32), "k": (16, 32), "v": (24, 32), "out": (32, 48), "gate": (48, 32)}
-    assert replace(spec, fused_qkv=True).held_shapes["qkv_proj.weight"] == (72, 32)
+    assert replace(spec, fused_qkv=True).stored_shapes["qkv_proj.weight"] == (72, 32)
     assert replace(spec, out_proj=False).output_width == 48
     assert spec.cache_nbytes(2, 5, np.dtype(np.float32)) == 2 * 5 * (16 + 24) * 4
     assert AttentionSpec.from_json(spec.to_json()) == spec

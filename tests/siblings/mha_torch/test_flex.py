@@ -170,7 +170,7 @@ def test_blocks_match_visible_keys(lengths, span):
         hidden = visible.implicit_bool(num_queries, num_keys).expand(BATCH, 1, -1, -1).numpy()
         more = [(0, 0), (0, 0), (0, -num_queries % 128), (0, -num_keys % 128)]
         padded = np.pad(hidden, more, constant_values=True).reshape(BATCH, -(-num_queries // 128), 128, -1, 128)
-        first, stop = flex._seen_keys(visible, BATCH, num_queries, num_keys, torch.device("cpu"))
+        first, stop = flex._key_ranges(visible, BATCH, num_queries, num_keys, torch.device("cpu"))
         block_mask = flex._block_mask(first, stop, num_keys, has_gradient=True)
         found = [np.zeros((BATCH, *padded.shape[1::2]), bool) for _ in range(2)]
         lists = [
@@ -192,10 +192,10 @@ def test_blocks_match_visible_keys(lengths, span):
 def test_blocks_out_of_reach_are_skipped():
     """With a window and lengths, only blocks within reach are computed."""
     visible = Mask(None, True, [1024, 100], span=AttentionSpec(16, 1, window_size=128).span)
-    in_part, whole = flex._seen_blocks(*flex._seen_keys(visible, 2, 1024, 1024, torch.device("cpu")), 1024)
-    assert not whole.any()
-    assert in_part[0, 0].sum(dim=1).tolist() == [1] + [2] * 7
-    assert in_part[1, 0].sum(dim=1).tolist() == [1, 1] + [0] * 6
+    partial, full = flex._visible_blocks(*flex._key_ranges(visible, 2, 1024, 1024, torch.device("cpu")), 1024)
+    assert not full.any()
+    assert partial[0, 0].sum(dim=1).tolist() == [1] + [2] * 7
+    assert partial[1, 0].sum(dim=1).tolist() == [1, 1] + [0] * 6
 
 
 def test_flex_replaces_only_masked_sdpa(monkeypatch):
