@@ -73,17 +73,17 @@ def cast(arrays: _Tree, dtype: DTypeLike | None) -> _Tree:
     if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
         raise InputTypeError("dtype", "be floating point", dtype=jnp.dtype(dtype))
 
-    found: dict[int, Any] = {}  # an array passed twice stays one
+    cast_arrays: dict[int, Any] = {}  # an array passed twice stays one
 
     def cast_one(x: Any) -> Any:
         if isinstance(x, Mapping):
-            return {name: cast_one(each) for name, each in x.items()}
+            return {name: cast_one(leaf) for name, leaf in x.items()}
         if isinstance(x, (tuple, list)):
             return tuple(map(cast_one, x))
         is_floating = isinstance(x, Array) and jnp.issubdtype(x.dtype, jnp.floating)
         # Other types are checked elsewhere.
         if is_floating:
-            return found.setdefault(id(x), x.astype(dtype))
+            return cast_arrays.setdefault(id(x), x.astype(dtype))
         return x
 
     return cast_one(arrays)

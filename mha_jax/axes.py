@@ -42,7 +42,7 @@ def with_one_batch_axis(attend: Attend) -> Attend:
         if segments is not None:
             kinds = zip(segments, "TS", strict=True)
             segments = tuple(
-                _merge("segment_ids", ids, axes, kept, is_exact=True) for ids, kept in kinds
+                _merge("segment_ids", ids, axes, letter, is_exact=True) for ids, letter in kinds
             )
         hidden = _merge("mask", mask.mask, axes)
         mask = replace(mask, mask=hidden, key_padding_lengths=lengths, segment_ids=segments)
@@ -68,12 +68,12 @@ def with_one_batch_axis(attend: Attend) -> Attend:
 
 
 def _merge(
-    name: str, x: Any, axes: tuple[int, ...], kept: str = "N T S", *, is_exact: bool = False
+    name: str, x: Any, axes: tuple[int, ...], other_axes: str = "N T S", *, is_exact: bool = False
 ) -> Any:
     """Return x with one batch axis, of size 1 if all sequences share it."""
     if not isinstance(x, Array):
         return x  # the layer will reject it
-    whole, merged = merged_shapes(name, tuple(x.shape), axes, kept, is_exact=is_exact)
+    whole, merged = merged_shapes(name, tuple(x.shape), axes, other_axes, is_exact=is_exact)
     xp = np if isinstance(x, np.ndarray) else jnp  # jnp would narrow NumPy's float64
     return (x if x.shape == whole else xp.broadcast_to(x, whole)).reshape(merged)
 

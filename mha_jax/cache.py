@@ -134,13 +134,13 @@ class Cache:
             lengths = [lengths] * self.lengths.shape[0]
         check_lengths("lengths", _on_host(lengths), self.lengths.shape[0], self.capacity)
         if not isinstance(lengths, Tracer) and not isinstance(self.lengths, Tracer):
-            kept = np.asarray(lengths)
-            held = np.asarray(self.lengths)
-            if bool((kept > held).any()):
+            shorter = np.asarray(lengths)
+            old_lengths = np.asarray(self.lengths)
+            if bool((shorter > old_lengths).any()):
                 raise InputError(
                     "lengths",
                     "not exceed those of the cache",
-                    f"lengths={kept.tolist()} and {held.tolist()}",
+                    f"lengths={shorter.tolist()} and {old_lengths.tolist()}",
                 )
         lengths = jnp.minimum(jnp.asarray(lengths, jnp.int32), self.lengths)
         is_free = jnp.arange(self.capacity, dtype=jnp.int32)[None] >= lengths[:, None]  # (B, S)
@@ -221,8 +221,8 @@ def append_to_cache(
     """Append the keys and values of new tokens to the cache.
 
     Args:
-        cache: contains `cache.lengths` tokens. Do not use it afterwards, but a `cache.copy()` made
-            before: its storage may be reused.
+        cache: contains `cache.lengths` tokens. Do not use it afterwards: its storage may be reused.
+            To keep it, pass `cache.copy()`.
         key, value: (B, K, T, H) and (B, K, T, Hv), in the cache's dtype.
         new_lengths: number of real tokens of each sequence, 0..T, (B,); the rest is right padding,
             which is not cached. Default: all.
@@ -246,16 +246,16 @@ def append_checked(cache: CacheT, new: tuple[Array, ...], added: Array) -> Cache
     """Append new tokens to each array of slots, without checks."""
     seq_len = new[0].shape[2]
     # They may be NumPy arrays.
-    held = map(jnp.asarray, cache.slots.values())
+    arrays = map(jnp.asarray, cache.slots.values())
     lengths = jnp.asarray(cache.lengths)
     added = jnp.where(has_room(cache, added, seq_len), added, 0)
     is_real = jnp.arange(seq_len, dtype=jnp.int32)[None] < added[:, None]
     # (B, T), beyond = dropped.
     slots = jnp.where(is_real, token_positions(lengths, seq_len), cache.capacity)
     # Sequence by sequence, so that devices need no data of others.
-    put = jax.vmap(lambda held, slots, new: held.at[:, slots].set(new, mode="drop"))
+    put = jax.vmap(lambda old, slots, new: old.at[:, slots].set(new, mode="drop"))
     return cache.with_slots(
-        (put(x, slots, y) for x, y in zip(held, new, strict=True)), lengths + added
+        (put(x, slots, y) for x, y in zip(arrays, new, strict=True)), lengths + added
     )
 
 

@@ -129,7 +129,8 @@ def cached_layer(
     if spec.has_positions:
         if positions is None:
             positions = token_positions(lengths, seq_len)
-        if new_lengths is not None:  # padding adds no length
+        # Frequencies may depend on the last position: padding must not move it.
+        if new_lengths is not None:
             positions = _of_real_tokens(positions, added)
     q, new = _project_new_tokens(layer.project, x, before, spec, positions)
     if not spec.shared_kv:
@@ -139,14 +140,14 @@ def cached_layer(
         scores = replace(scores, spec=scores_spec)
     # Full sequences attend to an existing slot, so that their output is finite before it is set to
     # NaN.
-    visible = Mask(
+    full_mask = Mask(
         mask, is_causal=True, span=spec.span, q_offset=jnp.minimum(lengths, cache.capacity - 1)
     )
     if seq_len == 1:
         attend = step_of(layer.kernel)
     else:
         attend = layer.kernel
-    context = attend(q, k, v, visible, scores)
+    context = attend(q, k, v, full_mask, scores)
     if kv_b is not None:
         context = absorb_values(context, kv_b, spec)
     output = project_output(layer.project, context, x, spec)
@@ -179,12 +180,8 @@ def _keys_and_values(
     (latents,) = cache.slots.values()
     if kv_b is None:
         return q, *expand_latents(project, latents, spec), spec
-    return (
-        absorb_keys(q, kv_b, spec),
-        latents,
-        latents[..., : check_latent(spec).kv_rank],
-        spec.absorbed,
-    )
+    values = latents[..., : check_latent(spec).kv_rank]
+    return absorb_keys(q, kv_b, spec), latents, values, spec.absorbed
 
 
 @compiled()
@@ -237,11 +234,17 @@ class MultiHeadAttentionWithCache(AttentionLayer):
         """
         dtype = self.dtype if dtype is None else dtype
         if dtype is None:
-            held: Projection = getattr(self, next(iter(self.spec.projections)))
-            dtype = held.kernel[...].dtype
+            projection: Projection = getattr(self, next(iter(self.spec.projections)))
+            dtype = projection.kernel[...].dtype
         spec = self.spec
-        widths = {"head_dim": spec.head_dim, "value_head_dim": spec.value_head_dim}
-        return init_cache(batch_size, spec.num_kv_heads, capacity, dtype=dtype, **widths)
+        return init_cache(
+            batch_size,
+            spec.num_kv_heads,
+            capacity,
+            spec.head_dim,
+            value_head_dim=spec.value_head_dim,
+            dtype=dtype,
+        )
 
     @checked
     def __call__(
@@ -258,8 +261,8 @@ class MultiHeadAttentionWithCache(AttentionLayer):
 
         Args:
             x: new tokens, (B, T, d_in): a prompt, a part of one, or one token per sequence.
-            cache: tokens so far. Do not use it afterwards, but a `cache.copy()` made before: its
-                storage may be reused. With `shared_kv` the cache of another layer, which has
+            cache: tokens so far. Do not use it afterwards: its storage may be reused. To keep it,
+                pass `cache.copy()`. With `shared_kv` the cache of another layer, which has
                 already appended the new tokens; it is returned unchanged.
             new_lengths: number of real tokens of each sequence, 0..T, (B,). The rest is right
                 padding: it is not cached, and its output is 0. Default: all.

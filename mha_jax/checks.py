@@ -1,6 +1,4 @@
-"""Argument checks in the order of the data flow. Messages: `<what> must <rule>, got
-<name>=<value>`.
-"""
+"""Argument checks in the order of the data flow. Messages: `<what> must <rule>, got <x>=<y>`."""
 
 from __future__ import annotations
 
@@ -121,7 +119,7 @@ def check_weights(weights: Mapping[str, Any], spec: AttentionSpec) -> None:
         name.replace("proj.weight", "proj.kernel"): shape
         if name in spec.parameters
         else shape[::-1]
-        for name, shape in spec.held_shapes.items()
+        for name, shape in spec.stored_shapes.items()
     }
     check_names("weights", arrays, shapes)
     first = next(iter(shapes))
@@ -145,10 +143,15 @@ def check_score_weights(
         check_weight(name, weights[name], shape)
 
 
-def check_names(argument: str, weights: Mapping[str, Array], names: Collection[str]) -> None:
-    """Refuse weights that do not have exactly these names."""
+def check_mapping(argument: str, weights: object) -> None:
+    """Refuse anything but a mapping."""
     if not isinstance(weights, Mapping):
         raise InputTypeError(argument, "be a mapping of names to arrays", type(weights).__name__)
+
+
+def check_names(argument: str, weights: Mapping[str, Array], names: Collection[str]) -> None:
+    """Refuse weights that do not have exactly these names."""
+    check_mapping(argument, weights)
     missing = sorted(set(names) - weights.keys())
     unexpected = sorted(weights.keys() - set(names))
     if missing or unexpected:
@@ -178,7 +181,7 @@ def check_layer_inputs(
     if key is None and value is not None:
         raise InputError("value", "come with a key", "key=None and a value")
     if key is None and spec.d_kv != spec.d_in and not spec.shared_kv:
-        raise InputError("key", f"be given, with {spec.d_kv} features", key=None)
+        raise InputError("key", f"be passed, with {spec.d_kv} features", key=None)
     if key is not None and spec.rope is not None and not spec.shared_kv:
         raise InputError("key", "be None (self-attention) with RoPE", f"a key and rope={spec.rope}")
     if key is not None and spec.latent is not None:
@@ -218,7 +221,7 @@ def check_shared_kv(
     queries.
     """
     if key is None or value is None:
-        rule = "be given with shared_kv: those of another layer"
+        rule = "come from another layer with shared_kv"
         raise InputError(" and ".join(names), rule, "None")
     check_floating(names[0], key, rank=4)
     for name, x, width in zip(
@@ -266,9 +269,7 @@ def check_positions(positions: Array, batch_size: int, seq_len: int, rope: Rope 
 def check_layer_positions(
     positions: Array | None, batch_size: int, seq_len: int, spec: AttentionSpec
 ) -> None:
-    """Refuse positions that do not fit; a layer without RoPE and temperature ignores those that
-    do.
-    """
+    """Refuse positions that do not fit; layers without RoPE and temperature ignore the rest."""
     if positions is not None:
         check_positions(positions, batch_size, seq_len, spec.rope)
 
@@ -279,12 +280,12 @@ def check_normed(x: Array, norm: Norm, weight: Array | None, bias: Array | None)
     shapes = norm.shapes(x.shape[1] if norm.per_head else 1, x.shape[-1])
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is None:
-            found = None
+            shape = None
         else:
-            found = tuple(parameter.shape)
-        if found != shapes.get(name):
+            shape = tuple(parameter.shape)
+        if shape != shapes.get(name):
             raise InputError(
-                name, f"have shape {shapes.get(name)} for {norm}", {f"{name}.shape": found}
+                name, f"have shape {shapes.get(name)} for {norm}", {f"{name}.shape": shape}
             )
 
 
@@ -320,9 +321,7 @@ def check_scored(query: Array, key: Array, spec: AttentionSpec | BareHeads) -> N
 
 
 def check_bias(bias: Array, scores_shape: tuple[int, ...], query: Array) -> None:
-    """Refuse a bias that does not fit the queries, or does not broadcast to the scores (B, N, T,
-    S).
-    """
+    """Refuse a bias that does not fit the queries, or does not broadcast to the scores."""
     if bias.dtype != query.dtype:
         raise InputTypeError(
             "bias",

@@ -47,8 +47,7 @@ def multi_head_attention(
 
     Args:
         weights: Flax params: {`<name>`: {`kernel` (in, out), `bias` (out,)}} of projections,
-            {`<name>`: {`weight`, `bias`}} of norms, `sinks` (N,) and `relative_bias` (num_buckets,
-            N).
+            {`<name>`: {`weight`, `bias`}} of norms, and those that change scores, see `Scores`.
         spec: the layer.
         training: apply dropout to attention weights and outputs, at the rates of the spec.
         dropout_keep: True for attention weights to keep, instead of a random draw; uses the plain
@@ -67,7 +66,7 @@ def multi_head_attention(
             "dropout_keep", "come with training=True", "dropout_keep and training=False"
         )
     if dropout_rng is None:
-        context_rng, output_rng = (None, None)
+        context_rng = output_rng = None
     else:
         context_rng, output_rng = jax.random.split(dropout_rng)
     output, attn_weights = attention_layer(
@@ -80,5 +79,5 @@ def multi_head_attention(
         need_weights=need_weights,
         positions=positions,
     )
-    output = apply_dropout(output, spec.output_dropout if training else 0.0, rng=output_rng)
-    return output, attn_weights
+    rate = spec.output_dropout if training else 0.0
+    return apply_dropout(output, rate, rng=output_rng), attn_weights

@@ -53,13 +53,15 @@ def create_attention_mask(
     as_boolean("is_causal", is_causal)
     span = span_of(window_size, chunk_size)
     batch_size = None
-    visible = Mask(None, is_causal, key_padding_lengths, segment_ids, span)
-    if visible.segments is not None:
-        batch_size = next(iter(getattr(next(iter(visible.segments), None), "shape", ())), 0)
-        _check_segments(visible.segments, batch_size, seq_len_q, seq_len_k)
+    full_mask = Mask(None, is_causal, key_padding_lengths, segment_ids, span)
+    if full_mask.segments is not None:
+        # 0 if the ids, which are unchecked, have no axes: `_check_segments` then rejects them.
+        shape = next((getattr(ids, "shape", ()) for ids in full_mask.segments), ())
+        batch_size = next(iter(shape), 0)
+        _check_segments(full_mask.segments, batch_size, seq_len_q, seq_len_k)
     if key_padding_lengths is not None:
         check_lengths("key_padding_lengths", key_padding_lengths, batch_size, seq_len_k)
-    return visible.implicit_bool(seq_len_q, seq_len_k)
+    return full_mask.implicit_bool(seq_len_q, seq_len_k)
 
 
 @jax.tree_util.register_dataclass
@@ -136,12 +138,9 @@ class Mask:
         if bias is None:
             return self
         is_hidden = jnp.isneginf(bias)
-        return replace(
-            self,
-            mask=is_hidden
-            if self.mask is None
-            else to_scores_rank(self.mask) | to_scores_rank(is_hidden),
-        )
+        if self.mask is not None:
+            is_hidden = to_scores_rank(self.mask) | to_scores_rank(is_hidden)
+        return replace(self, mask=is_hidden)
 
     def to_bool(self, seq_len_q: int, seq_len_k: int) -> Bool[Array, "..."] | None:
         """Return the boolean mask, including causality, padding, span and segments; None if nothing
@@ -198,8 +197,8 @@ def _implicit_bool(mask: Mask, seq_len_q: int, seq_len_k: int) -> Array:
     if mask.span is not None:
         hidden = hidden | (keys < first[:, None, :, None])
     if mask.segments is not None:
-        of_queries, of_keys = mask.segments
-        hidden = hidden | (of_queries[:, None, :, None] != of_keys[:, None, None, :])
+        query_ids, key_ids = mask.segments
+        hidden = hidden | (query_ids[:, None, :, None] != key_ids[:, None, None, :])
     return hidden
 
 

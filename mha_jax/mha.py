@@ -71,9 +71,7 @@ def attention_layer(
     need_weights: bool,
     positions: Array | None,
 ) -> tuple[Array, Array | None]:
-    """Return the output of a layer and, if requested, its attention weights: check, project,
-    attend, project.
-    """
+    """Return a layer's output and attention weights (or None): check, project, attend, project."""
     spec = layer.spec
     check_layer_inputs(query, key, value, positions, spec)
     key = query if key is None else key
@@ -83,7 +81,7 @@ def attention_layer(
     scores_shape = (query.shape[0], spec.num_heads, query.shape[1], key.shape[-2])
     mask.check(scores_shape)
     scores.check_arguments(scores_shape, query)
-    # Where tokens are divided, the kernel finds the local ones.
+    # Where tokens are divided, the kernel finds the padding of the local ones.
     find = getattr(layer.kernel, "find_padding", find_padding)
     mask, is_padding = find(mask, query.shape[0], key.shape[-2])
 
@@ -170,12 +168,9 @@ class Projection(nnx.Linear):
     ) -> Float[Array, "B T d_out"]:
         """Return x @ kernel + bias, in `dtype`; default: that of x."""
         del out_sharding  # argument of nnx.Linear; here the sharding follows from the inputs
-        return linear(
-            *cast(
-                (inputs, self.kernel[...], None if self.bias is None else self.bias[...]),
-                self.dtype,
-            )
-        )
+        bias = None if self.bias is None else self.bias[...]
+        inputs, kernel, bias = cast((inputs, self.kernel[...], bias), self.dtype)
+        return linear(inputs, kernel, bias)
 
 
 class AttentionLayer(nnx.Module):
@@ -225,7 +220,7 @@ class AttentionLayer(nnx.Module):
     relative_keys: nnx.Param[Array]
     relative_queries: nnx.Param[Array]
 
-    _is_self_attention = False  # accepts no separate keys and values
+    _is_self_attention = False  # True: accepts no separate keys and values
 
     def __init__(
         self,
@@ -239,14 +234,12 @@ class AttentionLayer(nnx.Module):
     ) -> None:
         spec = spec_from(spec, num_heads, fields)
         check_spec(spec, is_self_attention=self._is_self_attention)
-        if dtype is None:
-            dtype = None
-        else:
+        if dtype is not None:
             dtype = jnp.dtype(dtype)
         dtypes: Any = {"dtype": dtype, "param_dtype": param_dtype}
-        for name, given in dtypes.items():
-            if given is not None and not jnp.issubdtype(jnp.dtype(given), jnp.floating):
-                raise InputTypeError(name, "be floating point", {name: jnp.dtype(given)})
+        for name, option in dtypes.items():
+            if option is not None and not jnp.issubdtype(jnp.dtype(option), jnp.floating):
+                raise InputTypeError(name, "be floating point", {name: jnp.dtype(option)})
         _check_streams(rngs, spec)
         self.spec, self.dtype = spec, dtype
         self.kernel: Kernel = fused.attend
@@ -303,10 +296,10 @@ class AttentionLayer(nnx.Module):
         learned = {
             name: cast(getattr(self, name)[...], self.dtype) for name in self.spec.score_shapes
         }
-        if self.deterministic:
-            dropout = 0.0
-        else:
+        if not self.deterministic:
             dropout = self.spec.dropout
+        else:
+            dropout = 0.0
         return Scores(self.spec, bias, learned, dropout, dropout_rng=self.dropout_rng(dropout))
 
     def dropout_rng(self, rate: float) -> jax.Array | None:
@@ -344,12 +337,11 @@ def _check_streams(rngs: nnx.Rngs, spec: AttentionSpec) -> None:
 
 
 class MultiHeadAttention(AttentionLayer):
-    """Multi-head attention of queries over keys and values. Constructor arguments: see
-    `AttentionLayer`.
+    """Multi-head attention of queries over keys and values.
 
     A call returns a pair: the output, and the attention weights or None. `MultiHeadSelfAttention`
     returns the output alone, for sequences of modules. Sizes are fields of the specification:
-    `layer.spec.num_heads`.
+    `layer.spec.num_heads`. Constructor arguments: see `AttentionLayer`.
     """
 
     @checked
@@ -375,8 +367,8 @@ class MultiHeadAttention(AttentionLayer):
             query: (B, T, d_in).
             key: (B, S, d_kv); default: self-attention. With `shared_kv` the keys of another layer,
                 (B, K, S, H), as `project_qkv` returns them.
-            value: (B, S, d_kv); default: the key. With `shared_kv` the values of that layer, (B, K,
-                S, Hv).
+            value: (B, S, d_kv); default: the key. With `shared_kv` the values of that layer,
+                (B, K, S, Hv).
             bias: added to the scores, in the dtype of query; broadcasts to (B, N, T, S). -inf masks
                 a key.
             need_weights: also return the attention weights; uses the plain path.
@@ -389,17 +381,18 @@ class MultiHeadAttention(AttentionLayer):
             dropout (B, N, T, S) or None.
 
         Raises:
-            TypeError: if an input is not floating point, dtypes differ, or the mask is not boolean.
-            ValueError: if the shapes do not fit.
+            TypeError: if an input is not floating point, dtypes differ, the mask is not boolean or
+                the lengths are not integers.
+            ValueError: if the shapes do not fit, or a known length lies outside 0..S.
         """
         query, key, value, bias = cast((query, key, value, bias), self.dtype)
-        visible = Mask(mask, is_causal, key_padding_lengths, segment_ids)
+        full_mask = Mask(mask, is_causal, key_padding_lengths, segment_ids)
         output, attn_weights = attention_layer(
             self,
             query,
             key,
             value,
-            visible,
+            full_mask,
             bias=bias,
             need_weights=need_weights,
             positions=positions,
@@ -408,8 +401,9 @@ class MultiHeadAttention(AttentionLayer):
 
 
 class MultiHeadSelfAttention(AttentionLayer):
-    """Multi-head attention of a sequence over itself. Constructor arguments: see
-    `AttentionLayer`.
+    """Multi-head attention of a sequence over itself.
+
+    Constructor arguments: see `AttentionLayer`.
     """
 
     _is_self_attention = True
@@ -441,8 +435,8 @@ class MultiHeadSelfAttention(AttentionLayer):
             tokens.
         """
         x, bias = cast((x, bias), self.dtype)
-        visible = Mask(mask, is_causal, key_padding_lengths, segment_ids)
+        full_mask = Mask(mask, is_causal, key_padding_lengths, segment_ids)
         output, _ = attention_layer(
-            self, x, None, None, visible, bias=bias, need_weights=False, positions=positions
+            self, x, None, None, full_mask, bias=bias, need_weights=False, positions=positions
         )
         return self.drop_output(output)

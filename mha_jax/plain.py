@@ -1,7 +1,7 @@
 """The tutorial: multi-head attention as in the paper. It imports nothing of this package.
 
-Axes: B batch, T query tokens, S key tokens, P cached tokens, N heads, H features per head, and the
-features of a token, E = N * H.
+Axes: B batch, T query tokens, S key tokens, P cached tokens, N heads, H features per head,
+E = N * H features per token.
 A mask is boolean, True = masked (the query may not attend to the key), and broadcasts to
 (B, N, T, S).
 
@@ -152,8 +152,8 @@ class MultiHeadSelfAttention(AttentionLayer):
         q = self.q_proj(x)
         k = self.k_proj(x)
         v = self.v_proj(x)
-        output, _ = multi_head_attention_core(q, k, v, self.num_heads, mask, self.dropout)
-        return self.out_proj(output)
+        context, _ = multi_head_attention_core(q, k, v, self.num_heads, mask, self.dropout)
+        return self.out_proj(context)
 
 
 class MultiHeadAttention(AttentionLayer):
@@ -174,8 +174,8 @@ class MultiHeadAttention(AttentionLayer):
         q = self.q_proj(query)
         k = self.k_proj(key)
         v = self.v_proj(value)
-        output, weights = multi_head_attention_core(q, k, v, self.num_heads, mask, self.dropout)
-        return self.out_proj(output), weights if need_weights else None
+        context, weights = multi_head_attention_core(q, k, v, self.num_heads, mask, self.dropout)
+        return self.out_proj(context), weights if need_weights else None
 
 
 class MultiHeadAttentionWithCache(AttentionLayer):

@@ -40,9 +40,7 @@ class Scores:
     dropout_rng: jax.Array | None = None
 
     def check_arguments(self, scores_shape: tuple[int, ...], query: Array) -> None:
-        """Refuse what a call of a layer brings and does not fit the scores (B, N, T, S) or their
-        queries.
-        """
+        """Refuse arguments of a call that do not fit the scores (B, N, T, S) or their queries."""
         if self.bias is not None:
             check_bias(self.bias, scores_shape, query)
         if self.dropout_keep is not None:

@@ -17,6 +17,7 @@ from mha_jax.checks import (
     check_broadcasts,
     check_grid,
     check_heads,
+    check_mapping,
     check_score_weights,
     check_scored,
 )
@@ -43,8 +44,7 @@ def attention_scores(
     q_offset: Int[Array, " #B"] | None = None,
     learned: Mapping[str, Float[Array, "..."]] | None = None,
 ) -> Float[Array, "B N T S"]:
-    """Return scaled dot products of queries and keys, with soft cap and biases, in at least
-    float32.
+    """Return scaled dot products of queries and keys, capped and biased, in at least float32.
 
     The scale is 1 / sqrt(H) unless the spec has one. ALiBi subtracts slope * distance; a relative
     bias adds numbers from a table. Relative products add scaled products of queries and vectors of
@@ -67,10 +67,9 @@ def attention_scores(
     scores_shape = (*query.shape[:3], key.shape[2])
     if bias is not None:
         check_bias(bias, scores_shape, query)
+    check_mapping("learned", learned)
     # Sinks are part of the softmax.
-    tables = learned
-    if isinstance(learned, Mapping):
-        tables = {name: table for name, table in learned.items() if name != "sinks"}
+    tables = {name: table for name, table in learned.items() if name != "sinks"}
     table_shapes = {name: shape for name, shape in rules.score_shapes.items() if name != "sinks"}
     check_score_weights(tables, table_shapes)
     if isinstance(rules.relative_bias, GridBias):
@@ -106,11 +105,10 @@ def masked_softmax(
     mask: Bool[Array, "*#scores"] | None = None,
     sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B N T S"]:
-    """Softmax over keys, in at least float32. Masked keys get weight exactly 0; fully masked rows
-    are all 0.
+    """Softmax over keys, in at least float32, with weights of exactly 0 for masked keys.
 
-    A sink is the logit of one extra key that is never masked; its weight is dropped from the
-    result.
+    Fully masked rows are all 0. A sink is the logit of one extra key that is never masked; its
+    weight is dropped from the result.
 
     Source: the sinks: gpt-oss model card, arXiv:2508.10925, section 2.
     """
@@ -123,12 +121,10 @@ def masked_softmax(
         column = jnp.broadcast_to(
             at_least_float32(sinks)[None, :, None, None], (*scores.shape[:3], 1)
         )
-        if mask is not None:
-            mask = to_scores_rank(mask)
-            mask = jnp.broadcast_to(mask, (*mask.shape[:3], scores.shape[3]))
-            mask = jnp.pad(mask, [(0, 0), (0, 0), (0, 0), (0, 1)])
         column = reshard_like(column.astype(scores.dtype), scores)
-        return _softmax(jnp.concatenate([scores, column], axis=3), mask)[..., :-1]
+        if mask is not None:
+            scores = jnp.where(to_scores_rank(mask), -jnp.inf, scores)
+        return jax.nn.softmax(jnp.concatenate([scores, column], axis=3), axis=-1)[..., :-1]
     return _softmax(scores, mask)
 
 
@@ -162,10 +158,9 @@ def apply_dropout(
     *,
     rng: jax.Array | None = None,
 ) -> Float[Array, "B N T S"]:
-    """Drop each attention weight with probability `rate`, 0 <= rate < 1, and divide the others by 1
-    - rate.
+    """Drop each attention weight with probability `rate`, and divide the others by 1 - rate.
 
-    `keep` is True for weights to keep; default: a random draw with the key `rng`.
+    0 <= rate < 1. `keep` is True for weights to keep; default: a random draw with the key `rng`.
 
     Raises:
         ValueError: if the rate is out of range, or both `keep` and `rng` are None.
@@ -233,21 +228,21 @@ def scaled_dot_product_attention(
     check_heads(query, key, value)
     rules = BareHeads(query.shape[3]) if spec is None else spec
     check_scored(query, key, rules)
-    visible = Mask(mask, is_causal, key_padding_lengths, segment_ids).within(rules)
+    full_mask = Mask(mask, is_causal, key_padding_lengths, segment_ids).within(rules)
     learned = {} if learned is None else learned
     scores = Scores(rules, bias, learned, dropout, dropout_keep, dropout_rng)
     scores_shape = (*query.shape[:3], key.shape[2])
-    visible.check(scores_shape)
+    full_mask.check(scores_shape)
     scores.check(scores_shape, query)
-    # Where tokens are divided, the kernel finds the local ones.
+    # Where tokens are divided, the kernel finds the padding of the local ones.
     find = getattr(kernel, "find_padding", find_padding)
-    visible, key, value = zero_heads_in_padding(visible, key, value, find)
-    visible = visible.as_arrays()
+    full_mask, key, value = zero_heads_in_padding(full_mask, key, value, find)
+    full_mask = full_mask.as_arrays()
     if kernel is not None:
-        return kernel(query, key, value, visible, scores), None
+        return kernel(query, key, value, full_mask, scores), None
     if not need_weights:
-        return attend_without_weights(query, key, value, visible, scores), None
-    return attend(query, key, value, visible, scores)
+        return attend_without_weights(query, key, value, full_mask, scores), None
+    return attend(query, key, value, full_mask, scores)
 
 
 @compiled()

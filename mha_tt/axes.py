@@ -43,7 +43,7 @@ def with_one_batch_axis(attend: Attend) -> Attend:
         if segments is not None:
             kinds = zip(segments, "TS", strict=True)
             segments = tuple(
-                _merge("segment_ids", ids, axes, kept, is_exact=True) for ids, kept in kinds
+                _merge("segment_ids", ids, axes, letter, is_exact=True) for ids, letter in kinds
             )
         hidden = _merge("mask", mask.mask, axes)
         mask = replace(mask, mask=hidden, key_padding_lengths=lengths, segment_ids=segments)
@@ -72,14 +72,14 @@ def with_one_batch_axis(attend: Attend) -> Attend:
 
 
 def _merge(
-    name: str, x: Any, axes: tuple[int, ...], kept: str = "N T S", *, is_exact: bool = False
+    name: str, x: Any, axes: tuple[int, ...], other_axes: str = "N T S", *, is_exact: bool = False
 ) -> Any:
     """Return x with one batch axis, of size 1 if all sequences share it."""
     if isinstance(x, DeviceMask) and x.shape[0] != 1:
         x = x.mask
     if not isinstance(x, (np.ndarray, Tensor)):
         return x  # None or one for all sequences, or the layer will reject it
-    whole, merged = merged_shapes(name, tuple(x.shape), axes, kept, is_exact=is_exact)
+    whole, merged = merged_shapes(name, tuple(x.shape), axes, other_axes, is_exact=is_exact)
     if isinstance(x, np.ndarray):
         return np.broadcast_to(x, whole).reshape(merged)
     if tuple(x.shape) != whole:

@@ -58,8 +58,9 @@ class Cache:
         raise NotImplementedError
 
     capacity: int  # not in the shape of the slots, which fill whole tiles
-    pages: Any = None  # for a paged cache: pages of each sequence, in order, (B, P), on the host,
-    page_table: Int[Tensor, "B P"] | None = None  # and on the device
+    # Pages of each sequence, in order, (B, P), if paged: on the host and on the device.
+    pages: Any = None
+    page_table: Int[Tensor, "B P"] | None = None
     # Kept on the device for the next step; dropped by any other change.
     places: DecodePositions | None = None
 
@@ -255,8 +256,8 @@ def append_to_cache(
     """Append the keys and values of new tokens to the cache.
 
     Args:
-        cache: contains `cache.lengths` tokens. Do not use it afterwards, but a `cache.copy()` made
-            before: its storage is reused, and its next use raises an error.
+        cache: contains `cache.lengths` tokens. Do not use it afterwards: its storage is reused, and
+            its next use raises an error. To keep it, pass `cache.copy()`.
         key, value: (B, K, T, H) and (B, K, T, Hv), in the cache's dtype or, for a bfloat8_b cache,
             bfloat16.
         new_lengths: number of real tokens of each sequence, 0..T, (B,); the rest is right padding,
@@ -347,7 +348,7 @@ def create_cache_mask(
 def num_added(
     cache: Cache, seq_len: int, new_lengths: np.ndarray | Sequence[int] | None
 ) -> np.ndarray:
-    """How many tokens are appended to each sequence, (B,)."""
+    """Return the number of tokens to append to each sequence, (B,)."""
     if new_lengths is None:
         added = np.full(len(cache.lengths), seq_len)
     else:
@@ -372,14 +373,14 @@ def write_rows(cache: Cache, new: Sequence[Tensor], slots: np.ndarray | Tensor) 
         where = slots
     else:
         where = upload_integers(slots, device=device)
-    for held, rows in zip(cache.slots.values(), new, strict=True):
+    for stored, rows in zip(cache.slots.values(), new, strict=True):
         if rows.dtype == ttnn.bfloat8_b:
             rows = as_dtype(rows, ttnn.bfloat16)
         if not rows.is_sharded():
             sharded = one_core_each(batch_size, round_up(rows.shape[2]), rows.shape[3], device)
             rows = ttnn.to_memory_config(rows, sharded)
         ttnn.experimental.paged_update_cache(
-            held, rows, update_idxs_tensor=where, page_table=cache.page_table
+            stored, rows, update_idxs_tensor=where, page_table=cache.page_table
         )
 
 

@@ -115,7 +115,7 @@ def cached_layer(
         positions = None
     if kv_b is not None:
         scores = replace(scores, spec=spec.absorbed)
-    visible = Mask(mask, is_causal=True, span=spec.span)
+    full_mask = Mask(mask, is_causal=True, span=spec.span)
     are_all_real = new_lengths is None or (np.asarray(new_lengths) == seq_len).all()
     is_plain_step = (
         seq_len == 1
@@ -125,7 +125,7 @@ def cached_layer(
         and spec.temperature is None
     )
     if is_plain_step and not spec.shared_kv:  # the kernel of a step appends
-        kernel = _kernel_of_step(layer, x, cache, visible, scores)
+        kernel = _kernel_of_step(layer, x, cache, full_mask, scores)
         if kernel is not None:
             return decode_step(layer, kernel, x, cache, scores, None if kv_b is None else kv_b())
     if 0 in (batch_size, seq_len):
@@ -156,7 +156,7 @@ def cached_layer(
         attend = _attend_in_step
     else:
         attend = _attend_in_prefill
-    context, after = attend(layer, q, new, before, new_lengths, visible, scores)
+    context, after = attend(layer, q, new, before, new_lengths, full_mask, scores)
     # After the kernel: a step that raised an error can be repeated.
     mark_written_over(before, after)
     if heads is not None:
@@ -266,9 +266,9 @@ def _kernel_of_step(
     The step form multiplies a mask by the scale (tt-metal#55337). Its windows are correct, but leak
     non-finite values of keys before the window (docs/reference/ttnn.md).
     """
-    first, *others = cache.slots.values()
-    if others:
-        are_alike = others[0].shape[3] == first.shape[3]
+    first, *values = cache.slots.values()
+    if values:
+        are_alike = values[0].shape[3] == first.shape[3]
     else:
         are_alike = not _are_expanded(scores)
     has_mask = mask.mask is not None or mask.span is not None or scores.bias is not None
@@ -339,9 +339,9 @@ def _attend(
     if len(slots) == 1 and _are_expanded(scores):
         keys, values = expand_latents(layer.project, as_dtype(keys, q.dtype), layer.spec)
     rows = slice(0, q.shape[2])
-    held = slice(0, keys.shape[2])
-    mask = replace(mask, mask=block_of(mask.mask, rows, held))
-    scores = scores.block(rows, held)
+    slots_with_keys = slice(0, keys.shape[2])
+    mask = replace(mask, mask=block_of(mask.mask, rows, slots_with_keys))
+    scores = scores.block(rows, slots_with_keys)
     return layer.kernel(q, keys, values, mask, scores)
 
 
@@ -413,8 +413,8 @@ class MultiHeadAttentionWithCache(AttentionLayer):
         Args:
             x: new tokens, (B, T, d_in): a prompt, a part of one, or one token per sequence. On the
                 device, in the dtype of the module.
-            cache: tokens so far. Do not use it afterwards, but a `cache.copy()` made before: its
-                storage is reused. With `shared_kv` the cache of another layer, which has already
+            cache: tokens so far. Do not use it afterwards: its storage is reused. To keep it, pass
+                `cache.copy()`. With `shared_kv` the cache of another layer, which has already
                 appended the new tokens; it is returned unchanged.
             new_lengths: number of real tokens of each sequence, 0..T, (B,). The rest is right
                 padding with arbitrary contents: it is not cached, not attended to, and its output

@@ -1,6 +1,4 @@
-"""Argument checks in the order of the data flow. Messages: `<what> must <rule>, got
-<name>=<value>`.
-"""
+"""Argument checks in the order of the data flow. Messages: `<what> must <rule>, got <x>=<y>`."""
 
 from __future__ import annotations
 
@@ -190,10 +188,15 @@ def check_score_weights(
         check_weight(name, weights[name], score_weight_shape(name, shape, query.shape[3]))
 
 
-def check_names(argument: str, weights: Mapping[str, Tensor], names: Collection[str]) -> None:
-    """Refuse weights that do not have exactly these names."""
+def check_mapping(argument: str, weights: object) -> None:
+    """Refuse anything but a mapping."""
     if not isinstance(weights, Mapping):
         raise InputTypeError(argument, "be a mapping of names to tensors", type(weights).__name__)
+
+
+def check_names(argument: str, weights: Mapping[str, Tensor], names: Collection[str]) -> None:
+    """Refuse weights that do not have exactly these names."""
+    check_mapping(argument, weights)
     missing = sorted(set(names) - weights.keys())
     unexpected = sorted(weights.keys() - set(names))
     if missing or unexpected:
@@ -234,7 +237,7 @@ def check_layer_inputs(
     if key is None and value is not None:
         raise InputError("value", "come with a key", "key=None and a value")
     if key is None and spec.d_kv != spec.d_in and not spec.shared_kv:
-        raise InputError("key", f"be given, with {spec.d_kv} features", key=None)
+        raise InputError("key", f"be passed, with {spec.d_kv} features", key=None)
     if key is not None and spec.rope is not None and not spec.shared_kv:
         raise InputError("key", "be None (self-attention) with RoPE", f"a key and rope={spec.rope}")
     if key is not None and spec.latent is not None:
@@ -275,7 +278,7 @@ def check_shared_kv(
     queries.
     """
     if key is None or value is None:
-        rule = "be given with shared_kv: those of another layer"
+        rule = "come from another layer with shared_kv"
         raise InputError(" and ".join(names), rule, "None")
     check_floating(names[0], key, rank=4)
     for name, x, width in zip(
@@ -333,10 +336,12 @@ def check_positions(positions: object, batch_size: int, seq_len: int, rope: Rope
     """Refuse positions that are not integers of shape (B, T) or (1, T), or with sections (axes, B
     or 1, T).
     """
-    if (found := getattr(positions, "counts", None)) is not None:  # a Rotation
-        if found not in ((batch_size, seq_len), (1, seq_len)):
+    if (counts := getattr(positions, "counts", None)) is not None:  # a Rotation
+        if counts not in ((batch_size, seq_len), (1, seq_len)):
             raise InputError(
-                "positions", f"be (B or 1, T) = ({batch_size} or 1, {seq_len})", f"those of {found}"
+                "positions",
+                f"be (B or 1, T) = ({batch_size} or 1, {seq_len})",
+                f"those of {counts}",
             )
         return
     is_flat = getattr(positions, "ndim", 2) == 2
@@ -351,9 +356,7 @@ def check_positions(positions: object, batch_size: int, seq_len: int, rope: Rope
 def check_layer_positions(
     positions: object, batch_size: int, seq_len: int, spec: AttentionSpec
 ) -> None:
-    """Refuse positions that do not fit; a layer without RoPE and temperature ignores those that
-    do.
-    """
+    """Refuse positions that do not fit; layers without RoPE and temperature ignore the rest."""
     if positions is not None:
         check_positions(positions, batch_size, seq_len, spec.rope)
 
@@ -371,11 +374,11 @@ def check_normed(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | No
         else:
             expected = None
         if parameter is None:
-            found = None
+            shape = None
         else:
-            found = tuple(parameter.shape)
-        if found != expected:
-            raise InputError(name, f"have shape {expected} for {norm}", {f"{name}.shape": found})
+            shape = tuple(parameter.shape)
+        if shape != expected:
+            raise InputError(name, f"have shape {expected} for {norm}", {f"{name}.shape": shape})
 
 
 def check_latents(name: str, latents: Tensor, spec: AttentionSpec) -> None:
@@ -432,9 +435,7 @@ def check_heads_of_spec(query: Tensor, num_heads: int, spec: AttentionSpec | Bar
 
 
 def check_bias(bias: np.ndarray | Tensor, scores_shape: tuple[int, ...], query: Tensor) -> None:
-    """Refuse a bias that does not fit the queries, or does not broadcast to the scores (B, N, T,
-    S).
-    """
+    """Refuse a bias that does not fit the queries, or does not broadcast to the scores."""
     # An array is rounded to the dtype of the device when it is uploaded.
     if isinstance(bias, Tensor):
         check_tiles("bias", bias)

@@ -35,15 +35,15 @@ def target() -> str | None:
 
 def describe_target() -> str:
     """Describe the device that would be opened now, and why."""
-    found = target()
-    if found == "mock":
+    kind = target()
+    if kind == "mock":
         board = Path(os.environ["TT_METAL_MOCK_CLUSTER_DESC_PATH"]).stem
         return f"mock {board} (no hardware: ttnn validates every program and computes nothing)"
-    if found == "simulator":
+    if kind == "simulator":
         compiler = _compiler() or "none found"
         simulator = os.environ["TT_METAL_SIMULATOR"]
         return f"simulator (TT_METAL_SIMULATOR={simulator}; compiler: {compiler})"
-    if found == "silicon":
+    if kind == "silicon":
         return f"silicon ({', '.join(_cards())})"
     return "nothing (no /dev/tenstorrent/*, TT_METAL_SIMULATOR is not set, no mock board is in use)"
 
@@ -186,7 +186,7 @@ def accurate_config(device: ttnn.MeshDevice) -> ttnn.DeviceComputeKernelConfig:
 
 
 def fast_config(device: ttnn.MeshDevice) -> ttnn.DeviceComputeKernelConfig:
-    """Return a fast arithmetic: HiFi2, which drops a bit of each operand, bfloat16 sums,
+    """Return fast arithmetic: HiFi2 (without the lowest bit of one operand), bfloat16 sums, and
     approximate exponentials.
     """
     return ttnn.init_device_compute_kernel_config(
@@ -297,9 +297,9 @@ def upload_parts(
     """
     parts = [np.array(array, dtype=np.float32, order="C") for array in arrays]
     places = np.indices(tuple(device.shape))[axis].ravel().tolist()
-    held = [parts[place] for place in places]
-    hosts = [ttnn.Tensor(array, dtype, None, ttnn.TILE_LAYOUT) for array in held]
-    return _sent(ttnn.from_host_shards(hosts, device.shape), device, held)
+    by_chip = [parts[place] for place in places]
+    hosts = [ttnn.Tensor(array, dtype, None, ttnn.TILE_LAYOUT) for array in by_chip]
+    return _sent(ttnn.from_host_shards(hosts, device.shape), device, by_chip)
 
 
 def upload_integers(
@@ -343,12 +343,12 @@ def download(tensor: ttnn.Tensor) -> np.ndarray:
 
 def read_back(tensor: ttnn.Tensor) -> np.ndarray:
     """Read back a tensor from a device that computes, exactly, as float32."""
-    first, *others = (
+    first, *copies = (
         ttnn.to_dtype(part, ttnn.float32).to_numpy()
         for part in ttnn.get_device_tensors(ttnn.from_device(tensor))
     )
-    for chip, other in enumerate(others, 1):
-        if not np.array_equal(first, other, equal_nan=True):
+    for chip, copy in enumerate(copies, 1):
+        if not np.array_equal(first, copy, equal_nan=True):
             raise InputError(
                 "tensor",
                 "be the same on all chips to be read as one",
@@ -376,7 +376,7 @@ def zeros(shape: Sequence[int], dtype: ttnn.DataType, device: ttnn.MeshDevice) -
     cache.
     """
     if dtype == ttnn.bfloat8_b:
-        made_as = ttnn.bfloat16
+        wide = ttnn.bfloat16
     else:
-        made_as = dtype
-    return as_dtype(ttnn.zeros(shape, dtype=made_as, layout=ttnn.TILE_LAYOUT, device=device), dtype)
+        wide = dtype
+    return as_dtype(ttnn.zeros(shape, dtype=wide, layout=ttnn.TILE_LAYOUT, device=device), dtype)

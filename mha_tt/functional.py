@@ -78,4 +78,6 @@ def multi_head_attention(
         need_weights=need_weights,
         positions=positions,
     )
-    return drop("output", output, spec.output_dropout if training else 0.0, seed + 1), attn_weights
+    rate = spec.output_dropout if training else 0.0
+    # Another seed: attention weights and outputs are dropped independently.
+    return drop("output", output, rate, seed + 1), attn_weights

@@ -139,21 +139,21 @@ def _blocks(part: str, spec: AttentionSpec) -> list[_Block]:
     # Not features of heads: ttnn supports any width.
     if part.startswith("q_a_") and latent.q_rank is not None:
         return [_Block(np.arange(latent.q_rank), latent.q_rank)]
-    own = _block(spec.head_dim - latent.rope_dim)
+    unshared = _block(spec.head_dim - latent.rope_dim)
     compressed = _block(latent.kv_rank)
     # Equally wide without RoPE, so that the width of cached vectors depends on kv_rank and rope_dim
     # only.
     shared = _Block(
         head_slots(latent.rope_dim, rope=spec.rope), padded_head_dim(latent.rope_dim, rope=True)
     )
-    found = {
+    blocks = {
         "kv_a_proj": [compressed, shared],
         "kv_a_norm": [compressed],
-        "kv_b_proj": [own, values],
+        "kv_b_proj": [unshared, values],
     }
     if is_of_keys:
-        return [own, shared]
-    return found.get(part, [values])
+        return [unshared, shared]
+    return blocks.get(part, [values])
 
 
 def _block(features: int, rope: Rope | None = None) -> _Block:

@@ -66,13 +66,15 @@ def create_attention_mask(
     as_boolean("is_causal", is_causal)
     span = span_of(window_size, chunk_size)
     batch_size = None
-    visible = Mask(None, is_causal, key_padding_lengths, segment_ids, span)
-    if visible.segments is not None:
-        batch_size = next(iter(getattr(next(iter(visible.segments), None), "shape", ())), 0)
-        _check_segments(visible.segments, batch_size, seq_len_q, seq_len_k)
+    full_mask = Mask(None, is_causal, key_padding_lengths, segment_ids, span)
+    if full_mask.segments is not None:
+        # 0 if the ids, which are unchecked, have no axes: `_check_segments` then rejects them.
+        shape = next((getattr(ids, "shape", ()) for ids in full_mask.segments), ())
+        batch_size = next(iter(shape), 0)
+        _check_segments(full_mask.segments, batch_size, seq_len_q, seq_len_k)
     if key_padding_lengths is not None:
         check_lengths("key_padding_lengths", key_padding_lengths, batch_size, seq_len_k)
-    return visible.implicit_bool(seq_len_q, seq_len_k)
+    return full_mask.implicit_bool(seq_len_q, seq_len_k)
 
 
 class DeviceMask:
@@ -171,9 +173,11 @@ def _known(mask: Bool[np.ndarray, "..."]) -> tuple[bool, int | None]:
     if mask.shape[:2] != (1, 1) or mask.shape[2] != mask.shape[3] or not mask.size:
         return False, None
     seq_len = mask.shape[2]
-    seen = max(1, seq_len - np.count_nonzero(mask[0, 0, -1:]))  # keys of the last query
-    is_causal = np.array_equal(mask[0, 0], create_sliding_window_mask(seq_len, window_size=seen))
-    return is_causal, seen if is_causal and seen < seq_len else None
+    num_keys = max(1, seq_len - np.count_nonzero(mask[0, 0, -1:]))  # of the last query
+    is_causal = np.array_equal(
+        mask[0, 0], create_sliding_window_mask(seq_len, window_size=num_keys)
+    )
+    return is_causal, num_keys if is_causal and num_keys < seq_len else None
 
 
 class CausalMask(DeviceMask):
@@ -293,9 +297,9 @@ class Mask:
         is_hidden = bias == -np.inf
         if not is_hidden.any():
             return self
-        return replace(
-            self, mask=is_hidden if self.mask is None else is_hidden | on_host(self.mask)
-        )
+        if self.mask is not None:
+            is_hidden = is_hidden | on_host(self.mask)
+        return replace(self, mask=is_hidden)
 
     def to_bool(self, seq_len_q: int, seq_len_k: int, device: ttnn.MeshDevice) -> DeviceMask | None:
         """Return the mask for a device, including all other fields; None if nothing is hidden."""
@@ -325,8 +329,8 @@ class Mask:
             hidden |= keys < first[:, None, :, None]
         if self.segments is None:
             return hidden
-        of_queries, of_keys = self.segments
-        return hidden | (of_queries[:, None, :, None] != of_keys[:, None, None, :])
+        query_ids, key_ids = self.segments
+        return hidden | (query_ids[:, None, :, None] != key_ids[:, None, None, :])
 
     def key_range(
         self, seq_len_q: int, seq_len_k: int

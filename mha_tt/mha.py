@@ -51,9 +51,7 @@ def attention_layer(
     need_weights: bool,
     positions: np.ndarray | Rotation | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the output of a layer and, if requested, its attention weights: check, project,
-    attend, project.
-    """
+    """Return a layer's output and attention weights (or None): check, project, attend, project."""
     spec = layer.spec
     check_layer_inputs(query, key, value, positions, spec)
     key = query if key is None else key
@@ -91,9 +89,10 @@ class FunctionalLayer:
     dropout_keep: Bool[np.ndarray, "*#scores"] | None = None
     seed: int = 0
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None
-    kept: PreparedWeights | None = None
+    prepared: PreparedWeights | None = None
 
     def __post_init__(self) -> None:
+        """Give the default kernel the arithmetic of this layer."""
         if self.kernel is fused.attend:
             object.__setattr__(self, "kernel", fused.FusedAttention(self.compute_kernel_config))
 
@@ -143,7 +142,7 @@ class AttentionLayer:
         heads: mesh dimension that heads are divided over, or None.
         kernel: computes the context, unless need_weights is set; can be replaced, which also
             affects steps.
-        kept: tensors shared by the steps of the layer.
+        prepared: tensors shared by the steps of the layer.
 
     Raises:
         TypeError: if spec is neither an `AttentionSpec` nor an integer, a field is unknown, or a
@@ -152,7 +151,7 @@ class AttentionLayer:
             another width.
     """
 
-    _is_self_attention = False  # accepts no separate keys and values
+    _is_self_attention = False  # True: accepts no separate keys and values
 
     def __init__(
         self,
@@ -179,7 +178,7 @@ class AttentionLayer:
         self.rng = np.random.default_rng() if rng is None else rng
         self.training = True
         self.kernel: Kernel = fused.FusedAttention(self.compute_kernel_config)
-        self.kept = PreparedWeights()
+        self.prepared = PreparedWeights()
         self._rotation: Rotation | None = None
         self._causal_mask: CausalMask | None = None
         self.load_weights(self._draw_weights())
@@ -234,8 +233,10 @@ class AttentionLayer:
         return f"{type(self).__name__}({', '.join(words)})"
 
     def project(self, name: str, x: Float[Tensor, "B T d_in"]) -> Float[Tensor, "B T d_out"]:
-        """Call the projection or norm `name` as a module, so that replaced layers (LoRA, quantized)
-        are used.
+        """Apply the projection or norm `name`.
+
+        Subclasses may override it (LoRA, quantized weights). With divided heads, the outputs of
+        out_proj are summed over the chips.
         """
         project = project_with(
             self.weights, self.spec, compute_kernel_config=self.compute_kernel_config
@@ -258,9 +259,7 @@ class AttentionLayer:
         """Apply output dropout, in training and at a rate above 0."""
         if not self._drops:
             return output
-        return drop(
-            "output", output, self.spec.output_dropout if self.training else 0.0, self._draw_seed()
-        )
+        return drop("output", output, self.spec.output_dropout, self._draw_seed())
 
     @property
     def plain_weights(self) -> Mapping[str, Tensor] | None:
@@ -269,7 +268,7 @@ class AttentionLayer:
             return self.weights
         return None
 
-    def _with_kept(
+    def _with_cached(
         self, seq_len: int, mask: Mask, positions: np.ndarray | Rotation | None
     ) -> tuple[Mask, np.ndarray | Rotation | None]:
         """Return mask and positions of self-attention; causal masks and default rotations are
@@ -316,12 +315,11 @@ class AttentionLayer:
 
 
 class MultiHeadAttention(AttentionLayer):
-    """Multi-head attention of queries over keys and values. Constructor arguments: see
-    `AttentionLayer`.
+    """Multi-head attention of queries over keys and values.
 
     A call returns a pair: the output, and the attention weights or None. `MultiHeadSelfAttention`
     returns the output alone, for sequences of modules. Sizes are fields of the specification:
-    `layer.spec.num_heads`.
+    `layer.spec.num_heads`. Constructor arguments: see `AttentionLayer`.
     """
 
     @checked
@@ -347,8 +345,8 @@ class MultiHeadAttention(AttentionLayer):
             query: (B, T, d_in), on the device, in the dtype of the module.
             key: (B, S, d_kv); default: self-attention. With `shared_kv` the keys of another layer,
                 (B, K, S, H), as `project_qkv` returns them.
-            value: (B, S, d_kv); default: the key. With `shared_kv` the values of that layer, (B, K,
-                S, Hv).
+            value: (B, S, d_kv); default: the key. With `shared_kv` the values of that layer,
+                (B, K, S, Hv).
             bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key. On the device
                 it has the dtype of query (for bfloat8_b also bfloat16) and is not read: a row that
                 is all -inf returns the mean of the values.
@@ -367,19 +365,27 @@ class MultiHeadAttention(AttentionLayer):
             ValueError: if the shapes do not fit, or a length lies outside 0..S.
         """
         self.check_input("query", query)
-        visible = Mask(mask, is_causal, key_padding_lengths, segment_ids)
+        full_mask = Mask(mask, is_causal, key_padding_lengths, segment_ids)
         places = positions
         if key is None:
-            visible, places = self._with_kept(query.shape[-2], visible, positions)
+            full_mask, places = self._with_cached(query.shape[-2], full_mask, positions)
         output, attn_weights = attention_layer(
-            self, query, key, value, visible, bias=bias, need_weights=need_weights, positions=places
+            self,
+            query,
+            key,
+            value,
+            full_mask,
+            bias=bias,
+            need_weights=need_weights,
+            positions=places,
         )
         return self.drop_output(output), attn_weights
 
 
 class MultiHeadSelfAttention(AttentionLayer):
-    """Multi-head attention of a sequence over itself. Constructor arguments: see
-    `AttentionLayer`.
+    """Multi-head attention of a sequence over itself.
+
+    Constructor arguments: see `AttentionLayer`.
     """
 
     _is_self_attention = True
@@ -411,9 +417,9 @@ class MultiHeadSelfAttention(AttentionLayer):
             tokens.
         """
         self.check_input("x", x)
-        visible = Mask(mask, is_causal, key_padding_lengths, segment_ids)
-        visible, places = self._with_kept(x.shape[-2], visible, positions)
+        full_mask = Mask(mask, is_causal, key_padding_lengths, segment_ids)
+        full_mask, places = self._with_cached(x.shape[-2], full_mask, positions)
         output, _ = attention_layer(
-            self, x, None, None, visible, bias=bias, need_weights=False, positions=places
+            self, x, None, None, full_mask, bias=bias, need_weights=False, positions=places
         )
         return self.drop_output(output)

@@ -51,9 +51,7 @@ class Scores:
     seed: int = 0
 
     def check_arguments(self, scores_shape: tuple[int, ...], query: Tensor) -> None:
-        """Refuse what a call of a layer brings and does not fit the scores (B, N, T, S) or their
-        queries.
-        """
+        """Refuse arguments of a call that do not fit the scores (B, N, T, S) or their queries."""
         if self.bias is not None:
             check_bias(self.bias, scores_shape, query)
         if self.dropout_keep is not None:
@@ -68,7 +66,7 @@ class Scores:
         as_rate("dropout", self.dropout)
 
     def block(self, rows: slice, keys: slice) -> Scores:
-        """Return the scores of a block of queries and keys."""
+        """Return the scores of a block of queries and keys. Cached calls have no `dropout_keep`."""
         if self.bias is None:
             return self
         return replace(self, bias=block_of(self.bias, rows, keys))

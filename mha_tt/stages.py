@@ -26,7 +26,7 @@ from mha_tt.checks import (
     check_broadcasts,
     check_grid,
     check_heads,
-    check_names,
+    check_mapping,
     check_score_weights,
     check_scored,
     check_tiles,
@@ -53,8 +53,7 @@ def attention_scores(
     *,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> Float[Tensor, "B N T S"]:
-    """Return scaled dot products of queries and keys, with soft cap and biases, in at least
-    float32.
+    """Return scaled dot products of queries and keys, capped and biased, in at least float32.
 
     The scale is 1 / sqrt(H) unless the spec has one. ALiBi subtracts slope * distance; a relative
     bias adds numbers from a table. Relative products add scaled products of queries and vectors of
@@ -80,7 +79,7 @@ def attention_scores(
     scores_shape = (*tuple(query.shape)[:3], key.shape[2])
     if bias is not None:
         check_bias(bias, scores_shape, query)
-    check_names("learned", learned, rules.score_shapes)
+    check_mapping("learned", learned)
     # Sinks are part of the softmax.
     tables = {name: table for name, table in learned.items() if name != "sinks"}
     table_shapes = {name: shape for name, shape in rules.score_shapes.items() if name != "sinks"}
@@ -130,11 +129,10 @@ def masked_softmax(
     *,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> Float[Tensor, "B N T S"]:
-    """Softmax over keys, in at least float32. Masked keys get weight exactly 0; fully masked rows
-    are all 0.
+    """Softmax over keys, in at least float32, with weights of exactly 0 for masked keys.
 
-    A sink is the logit of one extra key that is never masked; its weight is dropped from the
-    result.
+    Fully masked rows are all 0. A sink is the logit of one extra key that is never masked; its
+    weight is dropped from the result.
 
     Source: the sinks: gpt-oss model card, arXiv:2508.10925, section 2.
     """
@@ -172,12 +170,15 @@ def attention_context(
     """Return the weighted sum of values, accumulated in at least float32, in the dtype of value."""
     check_tiles("attn_weights", attn_weights)
     check_tiles("value", value)
+    # A cache may have a narrower dtype than the weights.
+    if value.dtype == ttnn.bfloat8_b:
+        dtype = attn_weights.dtype
+    else:
+        dtype = value.dtype
     return ttnn.matmul(
         attn_weights,
         repeat_kv_heads(value, attn_weights.shape[1]),
-        dtype=attn_weights.dtype
-        if value.dtype == ttnn.bfloat8_b
-        else value.dtype,  # a cache may have a narrower dtype
+        dtype=dtype,
         compute_kernel_config=compute_kernel_config or accurate_config(value.device()),
     )
 
@@ -189,23 +190,22 @@ def apply_dropout(
     *,
     seed: int = 0,
 ) -> Float[Tensor, "B N T S"]:
-    """Drop each attention weight with probability `rate`, 0 <= rate < 1, and divide the others by 1
-    - rate.
+    """Drop each attention weight with probability `rate`, and divide the others by 1 - rate.
 
-    `keep` is True for weights to keep; default: a random draw by the seed, which the device
-    supports only in bfloat16.
+    0 <= rate < 1. `keep` is True for weights to keep; default: a random draw by the seed, which the
+    device supports only in bfloat16.
 
     Raises:
         TypeError: if a draw is needed and the weights are not bfloat16.
     """
     rate = as_rate("dropout", rate)
-    if keep is not None:
-        check_broadcasts("keep", keep.shape, tuple(attn_weights.shape))
-        kept = keep.reshape((1,) * (4 - keep.ndim) + keep.shape) / (1.0 - rate)
-        return ttnn.multiply(
-            attn_weights, upload(kept, device=attn_weights.device(), dtype=ttnn.float32)
-        )
-    return drop("attn_weights", attn_weights, rate, seed)
+    if keep is None:
+        return drop("attn_weights", attn_weights, rate, seed)
+    check_broadcasts("keep", keep.shape, tuple(attn_weights.shape))
+    factors = keep.reshape((1,) * (4 - keep.ndim) + keep.shape) / (1.0 - rate)
+    return ttnn.multiply(
+        attn_weights, upload(factors, device=attn_weights.device(), dtype=ttnn.float32)
+    )
 
 
 def drop(name: str, x: Tensor, rate: float, seed: int) -> Tensor:
@@ -282,15 +282,16 @@ def scaled_dot_product_attention(
     check_heads(query, key, value)
     rules = BareHeads(query.shape[3]) if spec is None else spec
     check_scored(query, key, rules)
-    visible = Mask(mask, is_causal, key_padding_lengths, segment_ids).within(rules)
-    scores = Scores(rules, bias, {} if learned is None else learned, dropout, dropout_keep, seed)
+    full_mask = Mask(mask, is_causal, key_padding_lengths, segment_ids).within(rules)
+    learned = {} if learned is None else learned
+    scores = Scores(rules, bias, learned, dropout, dropout_keep, seed)
     scores_shape = (*tuple(query.shape)[:3], key.shape[2])
-    visible.check(scores_shape)
+    full_mask.check(scores_shape)
     scores.check(scores_shape, query)
-    key, value = zero_heads_in_padding(visible, key, value)
+    key, value = zero_heads_in_padding(full_mask, key, value)
     if kernel is not None:
-        return kernel(query, key, value, visible, scores), None
-    context, attn_weights = attend(query, key, value, visible, scores, compute_kernel_config)
+        return kernel(query, key, value, full_mask, scores), None
+    context, attn_weights = attend(query, key, value, full_mask, scores, compute_kernel_config)
     return context, attn_weights if need_weights else None
 
 
@@ -303,11 +304,9 @@ def attend(
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> tuple[Float[Tensor, "B N T Hv"], Float[Tensor, "B N T S"]]:
     """Return the context and the attention weights before dropout. Shapes are checked."""
-    (batch_size, num_heads, seq_len_q, _), seq_len_k, device = (
-        query.shape,
-        key.shape[2],
-        query.device(),
-    )
+    batch_size, num_heads, seq_len_q, _ = query.shape
+    seq_len_k = key.shape[2]
+    device = query.device()
     if 0 in (batch_size, seq_len_q, seq_len_k):  # most operations reject empty tensors
         shape = (batch_size, num_heads, seq_len_q)
         attn_weights = zeros((*shape, seq_len_k), query.dtype, device)

@@ -82,18 +82,18 @@ def upload_weights(
         size = 1
     else:
         size = device.shape[heads]
-    own = local_spec(spec, size)
-    parts = [_arranged(local_weights(weights, spec, size, chip), own) for chip in range(size)]
-    held = {}
+    chip_spec = local_spec(spec, size)
+    parts = [_arranged(local_weights(weights, spec, size, chip), chip_spec) for chip in range(size)]
+    tensors = {}
     for name, array in parts[0].items():
-        kept = weight_dtype(name, dtype, spec)
+        stored_dtype = weight_dtype(name, dtype, spec)
         if heads is None:
-            held[name] = upload(array, device=device, dtype=kept)
+            tensors[name] = upload(array, device=device, dtype=stored_dtype)
         else:
-            held[name] = upload_parts(
-                [part[name] for part in parts], axis=heads, device=device, dtype=kept
+            tensors[name] = upload_parts(
+                [part[name] for part in parts], axis=heads, device=device, dtype=stored_dtype
             )
-    return held
+    return tensors
 
 
 def _arranged(weights: Mapping[str, np.ndarray], spec: AttentionSpec) -> dict[str, np.ndarray]:
@@ -145,20 +145,21 @@ def download_weights(
         check_weights(weights, spec)
         return _canonical({name: download(tensor) for name, tensor in weights.items()}, spec)
     mesh = next(iter(weights.values())).device().shape
-    own = local_spec(spec, mesh[heads])
-    check_weights(weights, own)
-    held = {name: download_parts(tensor) for name, tensor in weights.items()}
+    chip_spec = local_spec(spec, mesh[heads])
+    check_weights(weights, chip_spec)
+    arrays = {name: download_parts(tensor) for name, tensor in weights.items()}
     line = lines_of(tuple(mesh), heads)[0]
     parts = [
-        _canonical({name: arrays[chip] for name, arrays in held.items()}, own) for chip in line
+        _canonical({name: chips[chip] for name, chips in arrays.items()}, chip_spec)
+        for chip in line
     ]
     return whole_weights(parts, spec)
 
 
-def _canonical(held: Mapping[str, np.ndarray], spec: AttentionSpec) -> dict[str, np.ndarray]:
+def _canonical(arranged: Mapping[str, np.ndarray], spec: AttentionSpec) -> dict[str, np.ndarray]:
     """Return canonical weights from the layout of the device: the inverse of `_arranged`."""
     arrays = {}
-    for name, array in held.items():
+    for name, array in arranged.items():
         if name not in spec.parameters:
             if name.endswith(".weight"):
                 array = array.T
@@ -167,7 +168,7 @@ def _canonical(held: Mapping[str, np.ndarray], spec: AttentionSpec) -> dict[str,
         if name.startswith("qkv_proj."):
             ends = np.cumsum([padded_width(f"{part}_proj", spec) for part in "qk"])
             parts = zip("qkv", np.split(array, ends), strict=True)
-            arrays |= {name.replace("qkv", part): each for part, each in parts}
+            arrays |= {name.replace("qkv", part): rows for part, rows in parts}
         else:
             arrays[name] = array
     canonical = {}

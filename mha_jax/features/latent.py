@@ -107,10 +107,11 @@ def expand_latents(
     latent = check_latent(spec)
     check_latents("latents", latents, latent)
     shared = latents[..., latent.kv_rank :]
-    own_features = spec.head_dim - latent.rope_dim
+    unshared_features = spec.head_dim - latent.rope_dim
     kv = split_heads(project("kv_b_proj", latents[:, 0, :, : latent.kv_rank]), spec.num_heads)
     shared = broadcast_like(shared, kv)
-    return jnp.concatenate([kv[..., :own_features], shared], axis=-1), kv[..., own_features:]
+    keys = jnp.concatenate([kv[..., :unshared_features], shared], axis=-1)
+    return keys, kv[..., unshared_features:]
 
 
 def absorb_keys(
@@ -133,11 +134,11 @@ def absorb_keys(
     Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.2.
     """
     of_keys, _ = _kernels_of_heads(kv_b, spec)
-    own_features = of_keys.shape[2]
+    unshared_features = of_keys.shape[2]
     absorbed = jnp.einsum(
-        "bnth,rnh->bntr", at_least_float32(q[..., :own_features]), at_least_float32(of_keys)
+        "bnth,rnh->bntr", at_least_float32(q[..., :unshared_features]), at_least_float32(of_keys)
     )
-    return jnp.concatenate([absorbed.astype(q.dtype), q[..., own_features:]], axis=-1)
+    return jnp.concatenate([absorbed.astype(q.dtype), q[..., unshared_features:]], axis=-1)
 
 
 def absorb_values(
@@ -174,9 +175,9 @@ def _normed(project: Project, name: str, x: Array, latent: Latent) -> Array:
 
 def _kernels_of_heads(kv_b: Array, spec: AttentionSpec) -> tuple[Array, Array]:
     """Return the parts of kv_b for keys and for values, (kv_rank, N, features) each."""
-    own_features = spec.head_dim - check_latent(spec).rope_dim
-    kernels = kv_b.reshape(kv_b.shape[0], spec.num_heads, own_features + spec.value_head_dim)
-    return kernels[..., :own_features], kernels[..., own_features:]
+    unshared_features = spec.head_dim - check_latent(spec).rope_dim
+    kernels = kv_b.reshape(kv_b.shape[0], spec.num_heads, unshared_features + spec.value_head_dim)
+    return kernels[..., :unshared_features], kernels[..., unshared_features:]
 
 
 def init_latent_cache(

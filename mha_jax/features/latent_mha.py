@@ -110,8 +110,8 @@ class MultiHeadLatentAttention(AttentionLayer):
         latent = check_latent(self.spec)
         dtype = self.dtype if dtype is None else dtype
         if dtype is None:
-            held: Projection = getattr(self, next(iter(self.spec.projections)))
-            dtype = held.kernel[...].dtype
+            projection: Projection = getattr(self, next(iter(self.spec.projections)))
+            dtype = projection.kernel[...].dtype
         return init_latent_cache(batch_size, capacity, latent.kv_rank, latent.rope_dim, dtype=dtype)
 
     @checked
@@ -143,7 +143,7 @@ class MultiHeadLatentAttention(AttentionLayer):
 
     def _kv_b(self) -> Array | None:
         """Return the kernel of kv_b_proj; None if kv_b_proj was replaced and must be called."""
-        held = self.kv_b_proj
-        if type(held) is Projection:
-            return cast(held.kernel[...], self.dtype)
+        projection = self.kv_b_proj
+        if type(projection) is Projection:
+            return cast(projection.kernel[...], self.dtype)
         return None

@@ -79,5 +79,5 @@ class NormLayer(nnx.Module):
     def __call__(self, x: Float[Array, "*tokens H"]) -> Float[Array, "*tokens H"]:
         """Return x, normalized."""
         weight, bias = (getattr(self, name, None) for name in ("weight", "bias"))
-        held = [None if held is None else held[...] for held in (weight, bias)]
-        return apply_norm(x, self.norm, *cast(held, self.dtype))
+        arrays = [None if x is None else x[...] for x in (weight, bias)]
+        return apply_norm(x, self.norm, *cast(arrays, self.dtype))

@@ -51,14 +51,14 @@ def relative_position_products(
         axes = "bnth,cnh->bntc"
     else:
         axes = "bnth,ch->bntc"
-    found = []
+    products = []
     if relative_keys is not None:
         by_bucket = jnp.einsum(axes, at_least_float32(query), at_least_float32(relative_keys))
-        found.append(jnp.take_along_axis(by_bucket, buckets, axis=3))
+        products.append(jnp.take_along_axis(by_bucket, buckets, axis=3))
     if relative_queries is not None:
         keys = at_least_float32(repeat_kv_heads(key, query.shape[1]))
         by_bucket = jnp.einsum(axes, keys, at_least_float32(relative_queries))
-        found.append(jnp.take_along_axis(by_bucket, buckets.mT, axis=3).mT)
-    if len(found) == 1:
-        return found[0]
-    return found[0] + found[1]
+        products.append(jnp.take_along_axis(by_bucket, buckets.mT, axis=3).mT)
+    if len(products) == 1:
+        return products[0]
+    return products[0] + products[1]

@@ -92,10 +92,8 @@ class FusedAttention(BlockSizes):
         """Return whether one kernel for all scores is faster than blocks; accelerators store the
         scores.
         """
-        (batch_size, num_heads, seq_len_q, _), (_, num_kv_heads, seq_len_k, _) = (
-            query.shape,
-            key.shape,
-        )
+        batch_size, num_heads, seq_len_q, _ = query.shape
+        _, num_kv_heads, seq_len_k, _ = key.shape
         if platform != "cpu":  # the scores of one query are fewer than the numbers of its keys
             return (
                 seq_len_q == 1 or batch_size * num_heads * seq_len_q * seq_len_k <= self.most_scores

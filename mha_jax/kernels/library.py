@@ -45,12 +45,12 @@ def attend(
     head_dim = max(query.shape[3], value.shape[3])
     dtype = query.dtype
     takes_cudnn = _fits_cudnn(query, value, platform)
-    told = _native_mask(mask, scores, seq_len_q, seq_len_k, takes_cudnn=takes_cudnn)
+    options = _native_mask(mask, scores, seq_len_q, seq_len_k, takes_cudnn=takes_cudnn)
     visible = None
     bias = scores.bias
     masked_rows = None
     lengths = mask.key_padding_lengths
-    if told is None:
+    if options is None:
         hidden: Any = mask.with_bias(bias).to_bool(seq_len_q, seq_len_k)
         # Fully masked rows attend to all keys instead and are set to 0 afterwards, because kernels
         # disagree about them.
@@ -63,7 +63,7 @@ def attend(
     elif mask.span is not None or lengths is not None:
         first, stop = (x.clip(0, seq_len_k) for x in mask.key_range(seq_len_q, seq_len_k))
         masked_rows = (first >= stop)[:, None, :, None]
-    if told is not None and lengths is not None:
+    if options is not None and lengths is not None:
         is_padding = padding_after(jnp.asarray(lengths), seq_len_k)[:, None, :, None]
         key = _without_gradient(key, is_padding)
         value = _without_gradient(value, is_padding)
@@ -81,7 +81,7 @@ def attend(
             visible,
             scale=scores.spec.score_scale,
             implementation="cudnn" if takes_cudnn else "xla",
-            **(told or {}),
+            **(options or {}),
         )
     context = context.astype(dtype).swapaxes(1, 2)[..., :width]
     if masked_rows is None:
@@ -128,7 +128,7 @@ def _native_mask(
     lengths = mask.key_padding_lengths
     if scores.bias is not None or not mask.has_only("is_causal", "key_padding_lengths", "span"):
         return None
-    told: dict[str, Any] = {"is_causal": mask.is_causal}
+    options: dict[str, Any] = {"is_causal": mask.is_causal}
     if span is not None:
         # cuDNN supports windows only with causality, and not more queries than keys.
         is_refused = takes_cudnn and (
@@ -137,7 +137,7 @@ def _native_mask(
         if span.window_size is None or is_refused:
             return None
         before = span.window_size - 1
-        told["local_window_size"] = (before, 0 if mask.is_causal else before)
+        options["local_window_size"] = (before, 0 if mask.is_causal else before)
     if lengths is not None:  # kernels may return anything for a row without keys
-        told["key_value_seq_lengths"] = jnp.maximum(jnp.asarray(lengths), 1)
-    return told
+        options["key_value_seq_lengths"] = jnp.maximum(jnp.asarray(lengths), 1)
+    return options

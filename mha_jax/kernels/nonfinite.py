@@ -105,16 +105,16 @@ def _set_aside(
     key = zero_where(key, nonfinite_keys)
     value = zero_where(value, nonfinite_keys)
     nonfinite_keys = jnp.repeat(nonfinite_keys[..., 0], num_groups, axis=1)
-    visible = mask.with_bias(scores.bias)
-    nan_rows = nan_rows | attends_to_any(nonfinite_keys, seq_len_q, visible)
+    full_mask = mask.with_bias(scores.bias)
+    nan_rows = nan_rows | attends_to_any(nonfinite_keys, seq_len_q, full_mask)
     bias = scores.bias
     if bias is not None:
         nonfinite_bias = jnp.isnan(bias) | jnp.isposinf(bias)
         bias = zero_where(bias, nonfinite_bias)
-        hidden: Any = visible.to_bool(seq_len_q, seq_len_k)
+        hidden: Any = full_mask.to_bool(seq_len_q, seq_len_k)
         nonfinite_bias = to_scores_rank(nonfinite_bias) & ~to_scores_rank(hidden)
         nan_rows = nan_rows | nonfinite_bias.any(axis=-1, keepdims=True)
-    has_key = attends_to_any(jnp.ones_like(nonfinite_keys), seq_len_q, visible)
+    has_key = attends_to_any(jnp.ones_like(nonfinite_keys), seq_len_q, full_mask)
     if "sinks" not in scores.learned:
         factor = query.shape[3] * max(scores.spec.score_scale, 1.0)
         may_be_lost = _may_overflow(_largest_features(query), _largest_features(key), factor)
@@ -154,13 +154,13 @@ def attends_to_any(
             jnp.take_along_axis(counts, places[:, None], axis=2) for places in (first, stop)
         )
         return (within > before)[..., None]
-    seen = _seen_keys(mask, seq_len_q, seq_len_k)
+    attended = _attended_keys(mask, seq_len_q, seq_len_k)
     shape = (*marked.shape[:2], seq_len_q, 1)
 
     def among(begin: Array | int, size: int) -> Array:
         keys = lax.dynamic_slice_in_dim(marked, begin, size, axis=2)
         return jnp.broadcast_to(
-            (seen(begin, size) & keys[:, :, None]).any(axis=-1, keepdims=True), shape
+            (attended(begin, size) & keys[:, :, None]).any(axis=-1, keepdims=True), shape
         )
 
     # Devices would have to agree on whether to check, and XLA gathers what it slices.
@@ -171,41 +171,43 @@ def attends_to_any(
     return lax.cond(marked.any(), lambda: _in_any_block(among, seq_len_k), lambda: among(0, 0))
 
 
-def _seen_keys(mask: Mask, seq_len_q: int, seq_len_k: int) -> Callable[[Array | int, int], Array]:
+def _attended_keys(
+    mask: Mask, seq_len_q: int, seq_len_k: int
+) -> Callable[[Array | int, int], Array]:
     """Return a function of the first key and the number of some: those that queries attend to, (B,
     N or 1, T, s).
     """
     first, stop = (x[:, None, :, None] for x in mask.key_range(seq_len_q, seq_len_k))
 
-    def seen(begin: Array | int, size: int) -> Array:
+    def attended(begin: Array | int, size: int) -> Array:
         keys = (begin + jnp.arange(size, dtype=jnp.int32))[None, None, None]
-        found = (keys >= first) & (keys < stop)
+        is_attended = (keys >= first) & (keys < stop)
         if mask.mask is not None:
             hidden = to_scores_rank(mask.mask)
-            found &= ~(
+            is_attended &= ~(
                 hidden
                 if hidden.shape[3] == 1
                 else lax.dynamic_slice_in_dim(hidden, begin, size, axis=3)
             )
         if mask.segments is not None:
-            of_queries, of_keys = mask.segments
-            of_keys = lax.dynamic_slice_in_dim(of_keys, begin, size, axis=1)
-            found &= of_queries[:, None, :, None] == of_keys[:, None, None]
-        return found
+            query_ids, key_ids = mask.segments
+            key_ids = lax.dynamic_slice_in_dim(key_ids, begin, size, axis=1)
+            is_attended &= query_ids[:, None, :, None] == key_ids[:, None, None]
+        return is_attended
 
-    return seen
+    return attended
 
 
-def _in_any_block(found_in: Callable[[Array | int, int], Array], seq_len_k: int) -> Array:
+def _in_any_block(is_any_of: Callable[[Array | int, int], Array], seq_len_k: int) -> Array:
     """Return whether a function of some keys is True of any of them: block by block, not of all
     pairs at once.
     """
     size = min(seq_len_k, 128)
 
-    def add(i: Array, found: Array) -> Array:
-        return found | found_in(jnp.minimum(i * size, seq_len_k - size), size)
+    def add(i: Array, is_any: Array) -> Array:
+        return is_any | is_any_of(jnp.minimum(i * size, seq_len_k - size), size)
 
-    return lax.fori_loop(1, -(-seq_len_k // max(size, 1)), add, found_in(0, size))
+    return lax.fori_loop(1, -(-seq_len_k // max(size, 1)), add, is_any_of(0, size))
 
 
 def _may_overflow(

@@ -89,31 +89,31 @@ def shard(
         if axis is not None:
             check_axis(name, axis, mesh)
     check_divides(layer.spec, 1 if heads is None else mesh.shape[heads])
-    held = []
-    for name, shape in layer.spec.held_shapes.items():
+    placements = []
+    for name, shape in layer.spec.stored_shapes.items():
         partition = _partition(name, layer.spec, mesh, heads, features)
         check_sharded_features(name, shape[::-1], partition, mesh, features)
-        held.append((_held(layer, name), partition))
-    for parameter, spec in held:
+        placements.append((_parameter(layer, name), partition))
+    for parameter, spec in placements:
         parameter.set_value(_placed(parameter.get_value(), NamedSharding(mesh, spec)))
         parameter.set_metadata("out_sharding", tuple(spec))
     if tokens is not None and mesh.axis_types[mesh.axis_names.index(tokens)] != AxisType.Explicit:
         count = layer.spec.num_kv_heads
         if heads is None:
-            others = 1
+            num_parts = 1
         else:
-            others = mesh.shape[heads]
-        if count % others:
-            own = count
+            num_parts = mesh.shape[heads]
+        if count % num_parts:
+            num_local = count
         else:
-            own = count // others
+            num_local = count // num_parts
         if isinstance(layer.kernel, ContextParallel):
-            held = layer.kernel
+            kernel = layer.kernel
         else:
-            held = ContextParallel(None, layer.kernel)
+            kernel = ContextParallel(None, layer.kernel)
         # Too few heads for all-to-all.
-        passes_keys = held.passes_keys or own % mesh.shape[tokens] != 0
-        layer.kernel = replace(held, axis=tokens, passes_keys=passes_keys)
+        passes_keys = kernel.passes_keys or num_local % mesh.shape[tokens] != 0
+        layer.kernel = replace(kernel, axis=tokens, passes_keys=passes_keys)
     return layer
 
 
@@ -164,11 +164,13 @@ def shard_cache(
         )
     if heads is None or num_heads % mesh.shape[heads]:
         heads = None
-    held = (
+    slots_on_mesh = (
         _placed(x, NamedSharding(mesh, _of_slots(batch, heads, slots)))
         for x in cache.slots.values()
     )
-    return cache.with_slots(held, _placed(cache.lengths, NamedSharding(mesh, PartitionSpec(batch))))
+    return cache.with_slots(
+        slots_on_mesh, _placed(cache.lengths, NamedSharding(mesh, PartitionSpec(batch)))
+    )
 
 
 def _of_slots(batch: str | None, heads: str | None, slots: str | None) -> PartitionSpec:
@@ -180,14 +182,14 @@ def _of_slots(batch: str | None, heads: str | None, slots: str | None) -> Partit
 # ---- Weights -------------------------------------------------------------------------------------
 
 
-def _held(layer: AttentionLayer, name: str) -> nnx.Param[Any]:
+def _parameter(layer: AttentionLayer, name: str) -> nnx.Param[Any]:
     """Return the parameter with a canonical name."""
-    held: Any = layer
+    leaf: Any = layer
     for part in name.replace("_proj.weight", "_proj.kernel").split("."):
-        held = getattr(held, part, None)
-    if not isinstance(held, nnx.Param):
-        raise InputError("layer", f"hold {name} itself to be divided", type(held).__name__)
-    return held
+        leaf = getattr(leaf, part, None)
+    if not isinstance(leaf, nnx.Param):
+        raise InputError("layer", f"hold {name} itself to be divided", type(leaf).__name__)
+    return leaf
 
 
 def _partition(

@@ -50,7 +50,7 @@ class _Plan(NamedTuple):
     options: Options
 
 
-class _Given(NamedTuple):
+class _Terms(NamedTuple):
     """Masks and biases: rows of local queries, columns of all keys.
 
     Attributes:
@@ -121,7 +121,7 @@ def attend_to_visitors(
     sinks = scores.learned.get("sinks")
     if sinks is not None:
         sinks = sinks.reshape(1, num_kv_heads, -1, 1, 1)
-    given = _Given(as_bool, bias, mask.key_padding_lengths, sinks, mask.q_offset)  # pyright: ignore[reportArgumentType]
+    terms = _Terms(as_bool, bias, mask.key_padding_lengths, sinks, mask.q_offset)  # pyright: ignore[reportArgumentType]
     same = query.shape[2] == key.shape[2] and span is None and as_bool is None and bias is None
     is_halved = mask.is_causal and not is_cached and same and query.shape[2] % 2 == 0
     options = Options(False, Scoring.of_layer(scores.spec), sizes, is_automatic(query))
@@ -130,10 +130,10 @@ def attend_to_visitors(
     else:
         walks = _walks(mask, query.shape[2], key.shape[2], size)
     plan = _Plan(axis, size, mask.is_causal, span, is_halved, is_cached, walks, options)
-    arrays = varying((group(query), key, value, given), axis)
+    arrays = varying((group(query), key, value, terms), axis)
     if is_halved:
-        *tokens, given = arrays
-        arrays = (*(_to_halves(plan, x) for x in tokens), given)
+        *tokens, terms = arrays
+        arrays = (*(_to_halves(plan, x) for x in tokens), terms)
     attend: Any = _attend
     context = attend(plan, *arrays)
     if is_halved:
@@ -217,13 +217,13 @@ class _Pair(NamedTuple):
 
 
 def _pairs(
-    plan: _Plan, given: _Given, source: Array, seq_len_q: int, seq_len_k: int, *, is_own: bool
+    plan: _Plan, terms: _Terms, source: Array, seq_len_q: int, seq_len_k: int, *, is_local: bool
 ) -> list[_Pair]:
     """Return the pairs of local queries and of keys from a device that are not fully masked."""
     me = lax.axis_index(plan.axis)
     if not plan.is_halved:
         if plan.is_cached:
-            begin = given.q_offset
+            begin = terms.q_offset
         else:
             begin = (me * seq_len_q)[None]
         rows = _Chunk(begin, seq_len_q)  # pyright: ignore[reportArgumentType]
@@ -240,7 +240,7 @@ def _pairs(
     keys_front = chunk(source)
     keys_back = chunk(last - source)
     behind = _Pair(back, keys_front, half, 0, is_clear=True)
-    if is_own:
+    if is_local:
         return [
             _Pair(front, keys_front, 0, 0, is_diagonal=True),
             behind,
@@ -269,7 +269,7 @@ def _put(x: Array, part: Array, begin: Array | int) -> Array:
     return lax.dynamic_update_slice_in_dim(x, part, begin, axis=-2)
 
 
-def _hidden_of(plan: _Plan, given: _Given, pair: _Pair) -> Hidden:
+def _hidden_of(plan: _Plan, terms: _Terms, pair: _Pair) -> Hidden:
     """Return the masks and biases of a pair."""
     rows = pair.rows
     keys = pair.keys
@@ -279,16 +279,16 @@ def _hidden_of(plan: _Plan, given: _Given, pair: _Pair) -> Hidden:
             return x
         return lax.dynamic_slice_in_dim(x, keys.begin[0], keys.size, axis=-1)
 
-    mask = columns(given.mask)
-    bias = columns(given.bias)
-    if given.lengths is None:
+    mask = columns(terms.mask)
+    bias = columns(terms.bias)
+    if terms.lengths is None:
         lengths = None
     else:
-        lengths = jnp.clip(given.lengths - keys.begin, 0, keys.size)
+        lengths = jnp.clip(terms.lengths - keys.begin, 0, keys.size)
     if not (pair.is_clear or pair.is_diagonal):
         # (B or 1, t) and (1, 1, 1, 1, s).
         places = rows.places
-        others = keys.places[:, None, None, None]
+        key_places = keys.places[:, None, None, None]
         if plan.is_causal:
             stop = places + 1
         else:
@@ -298,7 +298,7 @@ def _hidden_of(plan: _Plan, given: _Given, pair: _Pair) -> Hidden:
             first = plan.span.first(places)
             stop = jnp.minimum(stop, plan.span.stop(places))
         first, stop = (x[:, None, None, :, None] for x in (first, stop))
-        by_place = (others < first) | (others >= stop)
+        by_place = (key_places < first) | (key_places >= stop)
         if mask is None:
             mask = by_place
         else:
@@ -365,16 +365,14 @@ def _joined(ours: _Sums, theirs: _Sums) -> _Sums:
     shift = jnp.where(jnp.isneginf(largest), 0.0, largest)
     weights = [jnp.exp(x.lse - shift) for x in (ours, theirs)]
     total = sum(weights)
-    context = ours.context * weights[0] + theirs.context * weights[1]
-    context = context / jnp.where(total == 0.0, 1.0, total)
-    lse = jnp.where(
-        jnp.isneginf(largest), -jnp.inf, shift + jnp.log(jnp.where(total == 0.0, 1.0, total))
-    )
+    total = jnp.where(total == 0.0, 1.0, total)
+    context = (ours.context * weights[0] + theirs.context * weights[1]) / total
+    lse = jnp.where(jnp.isneginf(largest), -jnp.inf, shift + jnp.log(total))
     return _Sums(context, lse)
 
 
 def _sums_of(
-    plan: _Plan, given: _Given, pair: _Pair, query: Array, key: Array, value: Array
+    plan: _Plan, terms: _Terms, pair: _Pair, query: Array, key: Array, value: Array
 ) -> _Sums:
     """Return the attention of a pair's queries over its keys."""
     rows = _cut(query, pair.rows_at, pair.rows.size)
@@ -383,11 +381,11 @@ def _sums_of(
 
     def look() -> _Sums:
         def of_sequence(hidden: Hidden, query: Array, key: Array, value: Array) -> _Sums:
-            found = sums_of_part(options, query, key, value, hidden)
-            lse = jnp.where(jnp.isposinf(found.lse), -jnp.inf, found.lse)
-            return varying(_Sums(found.context, lse), plan.axis)
+            part_sums = sums_of_part(options, query, key, value, hidden)
+            lse = jnp.where(jnp.isposinf(part_sums.lse), -jnp.inf, part_sums.lse)
+            return varying(_Sums(part_sums.context, lse), plan.axis)
 
-        return _by_sequence(plan, of_sequence, _hidden_of(plan, given, pair), rows, keys, values)
+        return _by_sequence(plan, of_sequence, _hidden_of(plan, terms, pair), rows, keys, values)
 
     sees = _sees(plan, pair)
     if sees is None:
@@ -395,16 +393,16 @@ def _sums_of(
     return lax.cond(sees, look, lambda: _nothing(rows, value.shape[3]))
 
 
-def _added(plan: _Plan, given: _Given, pairs: list[_Pair], sums: _Sums, *arrays: Array) -> _Sums:
+def _added(plan: _Plan, terms: _Terms, pairs: list[_Pair], sums: _Sums, *arrays: Array) -> _Sums:
     for pair in pairs:
-        held = _Sums(*(_cut(x, pair.rows_at, pair.rows.size) for x in sums))
-        joined = _joined(held, _sums_of(plan, given, pair, *arrays))
+        old_sums = _Sums(*(_cut(x, pair.rows_at, pair.rows.size) for x in sums))
+        joined = _joined(old_sums, _sums_of(plan, terms, pair, *arrays))
         sums = _Sums(*(_put(x, part, pair.rows_at) for x, part in zip(sums, joined, strict=True)))
     return sums
 
 
 def _walk(
-    plan: _Plan, visit: Callable[..., Any], carry: Any, held: Any, gathered: Any
+    plan: _Plan, visit: Callable[..., Any], carry: Any, arrays: Any, gathered: Any
 ) -> tuple[Any, Any]:
     """Accumulate a function over visiting arrays; return the carry, and what the arrays gathered,
     back at their device.
@@ -414,7 +412,7 @@ def _walk(
         visit: maps the carry, visiting arrays, gathered values and source device to the new carry
             and gathered values.
         carry: initial carry.
-        held: local arrays, which visit other devices.
+        arrays: local arrays, which visit other devices.
         gathered: initial value, to which values from other devices are added.
     """
     me = lax.axis_index(plan.axis)
@@ -427,39 +425,38 @@ def _walk(
 
         def step(state: Any, i: Array, direction: int = direction) -> Any:
             carry, moving = state
-            held, gathered = shifted(moving, direction)
-            carry, gathered = visit(carry, held, gathered, (me - direction * i) % plan.size)
-            return (carry, (held, gathered)), None
+            visitors, gathered = shifted(moving, direction)
+            carry, gathered = visit(carry, visitors, gathered, (me - direction * i) % plan.size)
+            return (carry, (visitors, gathered)), None
 
         if steps:
             numbers = jnp.arange(1, steps + 1, dtype=jnp.int32)
-            (carry, (_, found)), _ = lax.scan(step, (carry, (held, gathered)), numbers)
-            total = jax.tree.map(jnp.add, total, shifted(found, -direction * steps))
+            (carry, (_, returned)), _ = lax.scan(step, (carry, (arrays, gathered)), numbers)
+            total = jax.tree.map(jnp.add, total, shifted(returned, -direction * steps))
     return carry, total
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(plan: _Plan, query: Array, key: Array, value: Array, given: _Given) -> Array:
-    return _forward(plan, query, key, value, given)[0]
+def _attend(plan: _Plan, query: Array, key: Array, value: Array, terms: _Terms) -> Array:
+    return _forward(plan, query, key, value, terms)[0]
 
 
 def _forward(
-    plan: _Plan, query: Array, key: Array, value: Array, given: _Given
+    plan: _Plan, query: Array, key: Array, value: Array, terms: _Terms
 ) -> tuple[Array, tuple[Any, ...]]:
     lengths = query.shape[3], key.shape[2]
-    own = _pairs(plan, given, lax.axis_index(plan.axis), *lengths, is_own=True)
-    sums = _added(plan, given, own, _nothing(query, value.shape[3]), query, key, value)
+    local_pairs = _pairs(plan, terms, lax.axis_index(plan.axis), *lengths, is_local=True)
+    sums = _added(plan, terms, local_pairs, _nothing(query, value.shape[3]), query, key, value)
 
     def visit(
-        sums: _Sums, held: tuple[Array, Array], gathered: Any, source: Array
+        sums: _Sums, visitors: tuple[Array, Array], gathered: Any, source: Array
     ) -> tuple[_Sums, Any]:
-        return _added(
-            plan, given, _pairs(plan, given, source, *lengths, is_own=False), sums, query, *held
-        ), gathered
+        pairs = _pairs(plan, terms, source, *lengths, is_local=False)
+        return _added(plan, terms, pairs, sums, query, *visitors), gathered
 
     sums, _ = _walk(plan, visit, sums, (key, value), ())
-    if given.sinks is not None:
-        sinks = jnp.broadcast_to(at_least_float32(given.sinks), sums.lse.shape)
+    if terms.sinks is not None:
+        sinks = jnp.broadcast_to(at_least_float32(terms.sinks), sums.lse.shape)
         if plan.is_cached:  # one device has the sinks
             sinks = jnp.where(lax.axis_index(plan.axis) == 0, sinks, -jnp.inf)
         sums = _joined(sums, _Sums(jnp.zeros_like(sums.context), sinks))
@@ -468,7 +465,7 @@ def _forward(
     else:
         context, lse = sums
     lse = jnp.where(jnp.isneginf(lse), jnp.inf, lse)
-    return context.astype(query.dtype), (query, key, value, given, context, lse)
+    return context.astype(query.dtype), (query, key, value, terms, context, lse)
 
 
 def _joined_by_all(plan: _Plan, sums: _Sums) -> _Sums:
@@ -477,8 +474,10 @@ def _joined_by_all(plan: _Plan, sums: _Sums) -> _Sums:
     largest = lax.pmax(lse, plan.axis)
     weights = jnp.exp(lse - jnp.where(jnp.isneginf(largest), 0.0, largest))
     total = lax.psum(weights, plan.axis)
-    context = lax.psum(context * weights, plan.axis) / jnp.where(total == 0.0, 1.0, total)
-    lse = jnp.where(total == 0.0, -jnp.inf, largest + jnp.log(jnp.where(total == 0.0, 1.0, total)))
+    is_empty = total == 0.0  # no device has a visible key
+    total = jnp.where(is_empty, 1.0, total)
+    context = lax.psum(context * weights, plan.axis) / total
+    lse = jnp.where(is_empty, -jnp.inf, largest + jnp.log(total))
     return _Sums(context, lse)
 
 
@@ -486,8 +485,8 @@ def _joined_by_all(plan: _Plan, sums: _Sums) -> _Sums:
 
 
 def _backward(plan: _Plan, residuals: tuple[Any, ...], cotangent: Array) -> tuple[Any, ...]:
-    query, key, value, given, context, lse = residuals
-    bias: Any = given.bias
+    query, key, value, terms, context, lse = residuals
+    bias: Any = terms.bias
     query, cotangent, context, lse = varying(
         (query, at_least_float32(cotangent), context, lse), plan.axis
     )
@@ -495,57 +494,57 @@ def _backward(plan: _Plan, residuals: tuple[Any, ...], cotangent: Array) -> tupl
     lengths = query.shape[3], key.shape[2]
     me = lax.axis_index(plan.axis)
 
-    def added(pairs: list[_Pair], grads: Any, held: Any, gathered: Any) -> Any:
+    def added(pairs: list[_Pair], grads: Any, visitors: Any, gathered: Any) -> Any:
         (grad_q, grad_bias), (grad_k, grad_v) = grads, gathered
-        keys = tuple(map(at_least_float32, held))
+        keys = tuple(map(at_least_float32, visitors))
         for pair in pairs:
-            found = _gradients_of(plan, given, pair, by_row, keys)
+            pair_grads = _gradients_of(plan, terms, pair, by_row, keys)
             grad_q = _put(
-                grad_q, _cut(grad_q, pair.rows_at, pair.rows.size) + found[0], pair.rows_at
+                grad_q, _cut(grad_q, pair.rows_at, pair.rows.size) + pair_grads[0], pair.rows_at
             )
             grad_k, grad_v = (
                 _put(x, _cut(x, pair.keys_at, pair.keys.size) + part, pair.keys_at)
-                for x, part in zip((grad_k, grad_v), found[1:3], strict=True)
+                for x, part in zip((grad_k, grad_v), pair_grads[1:3], strict=True)
             )
-            if grad_bias is None:
-                grad_bias = None
-            else:
-                grad_bias = _add_columns(grad_bias, found[3], pair)
+            if grad_bias is not None:
+                grad_bias = _add_columns(grad_bias, pair_grads[3], pair)
         return (grad_q, grad_bias), (grad_k, grad_v)
 
-    def visit(grads: Any, held: Any, gathered: Any, source: Array) -> Any:
-        return added(_pairs(plan, given, source, *lengths, is_own=False), grads, held, gathered)
+    def visit(grads: Any, visitors: Any, gathered: Any, source: Array) -> Any:
+        return added(
+            _pairs(plan, terms, source, *lengths, is_local=False), grads, visitors, gathered
+        )
 
     none: Any = tuple(jnp.zeros_like(at_least_float32(x)) for x in (key, value))
     grads: Any = (
         jnp.zeros_like(by_row[0]),
-        None if given.bias is None else jnp.zeros_like(given.bias, jnp.float32),
+        None if terms.bias is None else jnp.zeros_like(terms.bias, jnp.float32),
     )
-    grads, own = added(_pairs(plan, given, me, *lengths, is_own=True), grads, (key, value), none)
+    grads, local_grads = added(
+        _pairs(plan, terms, me, *lengths, is_local=True), grads, (key, value), none
+    )
     (grad_q, grad_bias), gathered = _walk(plan, visit, grads, (key, value), none)
-    grad_k, grad_v = jax.tree.map(jnp.add, own, gathered)
-    grad_sinks = gradient_of_sinks(given.sinks, lse, context, cotangent)
+    grad_k, grad_v = jax.tree.map(jnp.add, local_grads, gathered)
+    grad_sinks = gradient_of_sinks(terms.sinks, lse, context, cotangent)
     if grad_sinks is not None and plan.is_cached:  # that of all keys, only once
         grad_sinks = jnp.where(me == 0, grad_sinks, 0.0).astype(grad_sinks.dtype)
-    if grad_bias is None:
-        grad_bias = None
-    else:
+    if grad_bias is not None:
         grad_bias = grad_bias.astype(bias.dtype)
     grads = (
         grad.astype(x.dtype)
         for grad, x in zip((grad_q, grad_k, grad_v), (query, key, value), strict=True)
     )
-    return *grads, _Given(None, grad_bias, None, grad_sinks, None)
+    return *grads, _Terms(None, grad_bias, None, grad_sinks, None)
 
 
 def _gradients_of(
-    plan: _Plan, given: _Given, pair: _Pair, by_row: tuple[Array, ...], held: tuple[Array, ...]
+    plan: _Plan, terms: _Terms, pair: _Pair, by_row: tuple[Array, ...], arrays: tuple[Array, ...]
 ) -> tuple[Any, ...]:
     """Return gradients of the queries, keys, values and bias (if any) of a pair."""
     rows = tuple(_cut(x, pair.rows_at, pair.rows.size) for x in by_row)
-    keys = tuple(_cut(x, pair.keys_at, pair.keys.size) for x in held)
+    keys = tuple(_cut(x, pair.keys_at, pair.keys.size) for x in arrays)
     options = plan.options._replace(is_causal=pair.is_diagonal)
-    hidden: Any = _hidden_of(plan, given, pair)
+    hidden: Any = _hidden_of(plan, terms, pair)
     if hidden.bias is not None:
         hidden = hidden._replace(bias=at_least_float32(hidden.bias))
 
@@ -577,8 +576,8 @@ def _add_columns(grad: Array, part: Array, pair: _Pair) -> Array:
     if part.shape == grad.shape:
         return grad + part
     begin = pair.keys.begin[0]
-    held = lax.dynamic_slice_in_dim(grad, begin, part.shape[-1], axis=-1)
-    return lax.dynamic_update_slice_in_dim(grad, held + part, begin, axis=-1)
+    columns = lax.dynamic_slice_in_dim(grad, begin, part.shape[-1], axis=-1)
+    return lax.dynamic_update_slice_in_dim(grad, columns + part, begin, axis=-1)
 
 
 _attend.defvjp(_forward, _backward)

@@ -112,11 +112,11 @@ def token_axis(query: Array, key: Array, mask: Mask, axis: Any = None) -> str | 
     """
     mesh = jax.typeof(query).sharding.mesh
     if is_explicit(query):
-        told: Any = spec_of(query)[2] if mask.q_offset is None else spec_of(key)[2]
-        if isinstance(told, tuple) and len(told) == 1:
-            axis = told[0]
+        partition: Any = spec_of(query)[2] if mask.q_offset is None else spec_of(key)[2]
+        if isinstance(partition, tuple) and len(partition) == 1:
+            axis = partition[0]
         else:
-            axis = told
+            axis = partition
     if axis is None:
         return None
     if axis not in mesh.axis_names:
@@ -127,9 +127,9 @@ def token_axis(query: Array, key: Array, mask: Mask, axis: Any = None) -> str | 
         )
     size = mesh.shape[axis]
     is_manual = _is_manual(mesh, axis)
-    divided = {"keys": key.shape[2]} | (
-        {} if mask.q_offset is not None else {"queries": query.shape[2]}
-    )
+    divided = {"keys": key.shape[2]}
+    if mask.q_offset is None:
+        divided["queries"] = query.shape[2]
     for name, count in divided.items():
         if count % size and not is_manual:
             raise InputError(
@@ -154,10 +154,10 @@ def _cannot_share(key: Array, axis: str) -> bool:
         return False
     mesh = jax.typeof(key).sharding.mesh
     over = spec_of(key)[1] or ()
-    own = key.shape[1] // math.prod(
+    num_heads = key.shape[1] // math.prod(
         mesh.shape[name] for name in ((over,) if isinstance(over, str) else over)
     )
-    return own % mesh.shape[axis] != 0
+    return num_heads % mesh.shape[axis] != 0
 
 
 @compiled("parallel")
@@ -191,28 +191,30 @@ def _attend_to_tokens(
     if is_manual:
         return work(query, key, value, mask, scores)
     tokens = PartitionSpec(None, None, axis)
-    whole = PartitionSpec()
+    replicated = PartitionSpec()
 
     def divided(x: Array) -> PartitionSpec:
         """Return the partition by query rows, or by columns (cache slots); arrays without this axis
         are replicated.
         """
         if x.ndim != 4:
-            return whole
+            return replicated
         if is_cached:
             if x.shape[3] > 1:
                 return PartitionSpec(None, None, None, axis)
-            return whole
+            return replicated
         if x.shape[2] > 1:
             return tokens
-        return whole
+        return replicated
 
     if is_cached:
-        of_query = whole
+        query_partition = replicated
     else:
-        of_query = tokens
-    specs = (of_query, tokens, tokens, *jax.tree.map(divided, (mask, scores)))
-    mapped = jax.shard_map(work, mesh=mesh, in_specs=specs, out_specs=of_query, axis_names={axis})
+        query_partition = tokens
+    specs = (query_partition, tokens, tokens, *jax.tree.map(divided, (mask, scores)))
+    mapped = jax.shard_map(
+        work, mesh=mesh, in_specs=specs, out_specs=query_partition, axis_names={axis}
+    )
     return mapped(query, key, value, mask, scores)
 
 
@@ -243,7 +245,7 @@ class _Heads(NamedTuple):
         heads = (self.num_kv_heads // self.size, self.size, -1)
         return x.reshape(*x.shape[:at], *heads, *x.shape[at + 1 :])
 
-    def own(self, x: Array | None, at: int = 1) -> Array | None:
+    def local(self, x: Array | None, at: int = 1) -> Array | None:
         """Return the local heads of a replicated array."""
         if x is None or x.shape[at] != self.num_heads or self.num_heads == 1:
             return x
@@ -252,14 +254,14 @@ class _Heads(NamedTuple):
         )
         return mine.reshape(*x.shape[:at], -1, *x.shape[at + 2 :])
 
-    def own_scores(self, scores: Scores) -> Scores:
+    def local_scores(self, scores: Scores) -> Scores:
         """Return scores with the specification and the sinks of local heads."""
         spec = scores.spec
         if not isinstance(spec, BareHeads):
             num_heads = self.num_heads // self.size
             num_kv_heads = self.num_kv_heads // self.size
             spec = replace(spec, num_heads=num_heads, num_kv_heads=num_kv_heads)
-        learned = {name: self.own(sinks, 0) for name, sinks in scores.learned.items()}
+        learned = {name: self.local(sinks, 0) for name, sinks in scores.learned.items()}
         return replace(scores, spec=spec, learned=learned)
 
     def joined(self, x: Array) -> Array:
@@ -273,7 +275,7 @@ class _Heads(NamedTuple):
         )
 
     def exchange_back(self, x: Array) -> Array:
-        """Undo `_to_halves`."""
+        """Undo `exchange`."""
         x = x.reshape(x.shape[0], self.num_kv_heads // self.size, 1, -1, *x.shape[2:])
         return self.joined(lax.all_to_all(x, self.axis, split_axis=4, concat_axis=2, tiled=True))
 
@@ -303,10 +305,10 @@ def _share_heads(
         if x is not None and x.shape[1] == heads.num_heads and x.shape[2] == query.shape[2] > 1:
             return heads.exchange(x)
         is_by_rows = x is not None and x.shape[2] == query.shape[2] > 1
-        return heads.own(lax.all_gather(x, heads.axis, axis=2, tiled=True) if is_by_rows else x)
+        return heads.local(lax.all_gather(x, heads.axis, axis=2, tiled=True) if is_by_rows else x)
 
     mask, scores = _with(mask, scores, of_scores)
-    scores = heads.own_scores(scores)
+    scores = heads.local_scores(scores)
     q, k, v = (heads.exchange(x) for x in (query, key, value))
     return heads.exchange_back(kernel(q, k, v, mask, scores))
 
@@ -324,35 +326,33 @@ def _share_heads_by_constraint(
     other dimensions.
     """
     by_heads = PartitionSpec(None, None, heads.axis)
-    whole = PartitionSpec()
+    replicated = PartitionSpec()
 
     def exchanged(x: Array) -> Array:
         return heads.constrained(heads.constrained(heads.split(x), by_heads=False), by_heads=True)
 
-    def is_by_both(x: Array | None) -> bool:
+    def has_heads_and_rows(x: Array | None) -> bool:
         return x is not None and x.shape[1] == heads.num_heads and x.shape[2] == query.shape[2] > 1
 
-    mask, scores = _with(mask, scores, lambda x: exchanged(x) if is_by_both(x) else x)
+    mask, scores = _with(mask, scores, lambda x: exchanged(x) if has_heads_and_rows(x) else x)
 
-    def own(x: Array | None) -> Array | None:
+    def local_part(x: Array | None) -> Array | None:
         # Six axes if it was exchanged.
         if x is not None and x.ndim == 6:
             return heads.joined(x)
-        return heads.own(x)
+        return heads.local(x)
 
-    def attend_with_own(
-        query: Array, key: Array, value: Array, mask: Mask, scores: Scores
-    ) -> Array:
+    def attend_locally(query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
         mask, scores = varying((mask, scores), heads.axis)
-        mask, scores = _with(mask, scores, own)
-        scores = heads.own_scores(scores)
+        mask, scores = _with(mask, scores, local_part)
+        scores = heads.local_scores(scores)
         q, k, v = (heads.joined(x) for x in (query, key, value))
         context = kernel(q, k, v, mask, scores)
         return context.reshape(*query.shape[:-1], context.shape[-1])
 
-    specs = jax.tree.map(lambda x: by_heads if x.ndim == 6 else whole, (mask, scores))
+    specs = jax.tree.map(lambda x: by_heads if x.ndim == 6 else replicated, (mask, scores))
     mapped: Any = jax.shard_map(
-        attend_with_own,
+        attend_locally,
         mesh=jax.typeof(query).sharding.mesh,
         in_specs=(*(by_heads,) * 3, *specs),
         out_specs=by_heads,

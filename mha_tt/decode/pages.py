@@ -77,8 +77,8 @@ class PagedKVCache(KVCache):
         """
         check_not_written_over(self)
         check_count("capacity", capacity, minimum=self.capacity)
-        (count, _, page_size, _), (batch_size, held) = self.keys.shape, self.pages.shape
-        added = in_order(batch_size, round_up(capacity, page_size) // page_size - held)
+        (count, _, page_size, _), (batch_size, num_pages) = self.keys.shape, self.pages.shape
+        added = in_order(batch_size, round_up(capacity, page_size) // page_size - num_pages)
 
         def extended(slots: Tensor) -> Tensor:
             if not added.size:
@@ -95,17 +95,17 @@ class PagedKVCache(KVCache):
     def is_within(self, lengths: Int[np.ndarray, " B"]) -> np.ndarray:
         """Return which slots contain the first tokens of each sequence, (pages, slots per page)."""
         page_size = self.keys.shape[2]
-        found = np.zeros((self.keys.shape[0], page_size), bool)
+        is_filled = np.zeros((self.keys.shape[0], page_size), bool)
         slots = np.arange(self.pages.shape[1] * page_size).reshape(-1, page_size)
-        found[self.pages] = slots < lengths[:, None, None]
-        return found
+        is_filled[self.pages] = slots < lengths[:, None, None]
+        return is_filled
 
-    def _with_pages(self, pages: np.ndarray, **others: np.ndarray) -> Self:
+    def _with_pages(self, pages: np.ndarray, **changes: np.ndarray) -> Self:
         return replace(
             self,
             pages=pages,
             page_table=upload_integers(pages, device=self.keys.device()),
-            **others,
+            **changes,
         )
 
 

@@ -34,18 +34,18 @@ class DecodePositions:
     Attributes:
         slots: slot of each sequence's next token, and thus the last it attends to, (B,), int32.
         table: cos and sin of all positions; None without RoPE.
-        kept: other tensors that steps of the layer need.
+        prepared: other tensors that steps of the layer need.
     """
 
     slots: Int[Tensor, " B"]
     table: RotaryTable | None
-    kept: PreparedWeights
+    prepared: PreparedWeights
 
     def __init__(
         self,
         lengths: Int[np.ndarray, " B"],
         table: RotaryTable | None,
-        kept: PreparedWeights,
+        prepared: PreparedWeights,
         *,
         is_row_each: bool,
         device: ttnn.MeshDevice,
@@ -55,7 +55,7 @@ class DecodePositions:
         With `is_row_each` the rotations of each sequence have their own tiles; otherwise sequences
         share tiles.
         """
-        self._lengths, self._is_row_each, self.kept = lengths.copy(), is_row_each, kept
+        self._lengths, self._is_row_each, self.prepared = lengths.copy(), is_row_each, prepared
         self.slots, self.table = upload_rows(lengths, device=device, dtype=ttnn.int32), table
         if is_row_each:
             rows = lengths[:, None]

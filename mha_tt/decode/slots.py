@@ -31,12 +31,14 @@ def sequences(slots: Tensor, indices: list[int]) -> Tensor:
 
 def extended(slots: Tensor, count: int) -> Tensor:
     """Return a copy of slots (B, K, S, H), padded with zeros."""
-    batch_size, num_kv_heads, held, head_dim = slots.shape
-    if count == held:
+    batch_size, num_kv_heads, old_count, head_dim = slots.shape
+    if count == old_count:
         return ttnn.clone(slots)
     if not batch_size:  # concatenation rejects empty tensors
         return zeros((0, num_kv_heads, count, head_dim), slots.dtype, slots.device())
-    added = zeros((batch_size, num_kv_heads, count - held, head_dim), slots.dtype, slots.device())
+    added = zeros(
+        (batch_size, num_kv_heads, count - old_count, head_dim), slots.dtype, slots.device()
+    )
     # Concatenation may widen the dtype.
     return as_dtype(ttnn.concat([slots, added], dim=2), slots.dtype)
 

@@ -51,14 +51,16 @@ def decode_step(
     the last step by way of the cache.
     """
     spec, (batch_size, _, width) = layer.spec, x.shape
-    kept = layer.kept or (PreparedWeights() if cache.places is None else cache.places.kept)
+    prepared = layer.prepared or (
+        PreparedWeights() if cache.places is None else cache.places.prepared
+    )
     is_packed = _is_packed(x, spec)
-    places = _places(cache, spec, kept, is_packed)
+    places = _places(cache, spec, prepared, is_packed)
     rotation = places.rotation()
     of_layer: Any = {"compute_kernel_config": layer.compute_kernel_config}
     tokens = ttnn.reshape(x, (1, *(1,) * is_packed, batch_size, width))
     if is_packed:
-        packed, are_apart = _packed(layer, tokens, kept)
+        packed, are_apart = _packed(layer, tokens, prepared)
         q, new = _heads(packed, spec, rotation, are_apart)
         _write(cache, new, places, are_apart)
     else:
@@ -75,7 +77,7 @@ def decode_step(
     if "sinks" in learned:
         made_for = ("sinks", scores.spec, config is not None and config.math_approx_mode)
         sinks = learned["sinks"]
-        learned["sinks"] = kept.get_or_make(
+        learned["sinks"] = prepared.get_or_make(
             made_for, (sinks,), lambda: fused.sinks_of_step(sinks, q, slots[0], **of_scores)
         )
     context = fused.attend_to_checked(
@@ -129,7 +131,7 @@ def project_new_tokens(
 
 
 def _places(
-    cache: Cache, spec: AttentionSpec, kept: PreparedWeights, is_packed: bool
+    cache: Cache, spec: AttentionSpec, prepared: PreparedWeights, is_packed: bool
 ) -> DecodePositions:
     """Return the positions from the last step, if they still match the cache, or new ones."""
     device = next(iter(cache.slots.values())).device()
@@ -143,12 +145,12 @@ def _places(
         if is_its:
             table = of_cache
         else:
-            table = kept.rotary_table(spec, cache.capacity, device)
+            table = prepared.rotary_table(spec, cache.capacity, device)
     if cache.places is not None and cache.places.matches(
         cache.lengths, table, is_row_each=is_packed
     ):
         return cache.places
-    return DecodePositions(cache.lengths, table, kept, is_row_each=is_packed, device=device)
+    return DecodePositions(cache.lengths, table, prepared, is_row_each=is_packed, device=device)
 
 
 # ---- Packed projections --------------------------------------------------------------------------
@@ -168,7 +170,9 @@ def _is_packed(x: Tensor, spec: AttentionSpec) -> bool:
 
 
 def _packed(
-    layer: AttentionLayer | FunctionalLayer, x: Float[Tensor, "1 1 B d_in"], kept: PreparedWeights
+    layer: AttentionLayer | FunctionalLayer,
+    x: Float[Tensor, "1 1 B d_in"],
+    prepared: PreparedWeights,
 ) -> tuple[Float[Tensor, "1 1 B (N+2K)P"], bool]:
     """Return concatenated queries, keys and values, and whether each core has at most one head.
 
@@ -180,7 +184,7 @@ def _packed(
         if spec.fused_qkv:
             return layer.project("qkv_proj", x), False
         return ttnn.concat([layer.project(f"{part}_proj", x) for part in "qkv"], dim=-1), False
-    weight, bias = kept.qkv(weights, spec)
+    weight, bias = prepared.qkv(weights, spec)
     width, features = weight.shape[1] // TILE, padded_features("q_proj", spec) // TILE  # in tiles
     grid = x.device().compute_with_storage_grid_size()
     of_a_core = [

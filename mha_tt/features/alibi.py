@@ -25,7 +25,7 @@ def alibi_bias(
         scores_dtype: dtype of the scores and of the bias.
 
     Returns:
-        The bias of the scores, (B or 1, N, T, S), on the host.
+        Bias of the scores, (B or 1, N, T, S), on the host.
 
     Source: Train Short, Test Long, arXiv:2108.12409, section 3.
     """

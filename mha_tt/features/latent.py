@@ -90,7 +90,8 @@ def project_latents(
 
     Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.
     """
-    (batch_size, seq_len, _), own_features = x.shape, _own_features(spec)
+    batch_size, seq_len, _ = x.shape
+    unshared_features = _unshared_features(spec)
     positions, rotation = positions_and_rotation(x, positions, spec)
     q, normed, shared = _latent_parts(project, x, spec)
     if 0 in (batch_size, seq_len):
@@ -98,7 +99,8 @@ def project_latents(
             (batch_size, 1, seq_len, padded_features("kv_a_proj", spec)), x.dtype, x.device()
         )
     if rotation is not None:
-        q = _concat_features(q[:, :, :, :own_features], rotation.rotate(q[:, :, :, own_features:]))
+        shared_q = rotation.rotate(q[:, :, :, unshared_features:])
+        q = _concat_features(q[:, :, :, :unshared_features], shared_q)
         shared = rotation.rotate(shared)
     if spec.temperature is not None and positions is not None:
         q = apply_temperature(q, positions, spec.temperature)
@@ -135,14 +137,14 @@ def project_absorbed(
     Returns:
         Queries (B, N, T, W), and the latents (B, 1, T, W), W = kv_rank + rope_dim.
     """
-    own_features = _own_features(spec)
+    unshared_features = _unshared_features(spec)
     q, normed, shared = _latent_parts(project, x, spec)
-    own = q[:, :, :, :own_features]
-    shared_q = q[:, :, :, own_features:]
+    unshared_q = q[:, :, :, :unshared_features]
+    shared_q = q[:, :, :, unshared_features:]
     if positions is not None:
         shared_q = positions.rotate(shared_q)
         shared = positions.rotate(shared)
-    absorbed = _head_by_head(own, kv_b.of_keys, True, compute_kernel_config)
+    absorbed = _head_by_head(unshared_q, kv_b.of_keys, True, compute_kernel_config)
     return _concat_features(absorbed, shared_q), _concat_features(normed, shared)
 
 
@@ -164,7 +166,7 @@ def expand_latents(
     """
     check_latents("latents", latents, spec)
     kv_rank = padded_features("kv_a_norm", spec)
-    own_features = _own_features(spec)
+    unshared_features = _unshared_features(spec)
     batch_size, _, seq_len, _ = latents.shape
     if 0 in (batch_size, seq_len):
         widths = (padded_features(f"{part}_proj", spec) for part in "kv")
@@ -176,7 +178,8 @@ def expand_latents(
     compressed = ttnn.reshape(latents[:, :, :, :kv_rank], (batch_size, seq_len, kv_rank))
     kv = split_heads(project("kv_b_proj", compressed), spec.num_heads)
     shared = ttnn.repeat(latents[:, :, :, kv_rank:], (1, spec.num_heads, 1, 1))
-    return _concat_features(kv[:, :, :, :own_features], shared), kv[:, :, :, own_features:]
+    keys = _concat_features(kv[:, :, :, :unshared_features], shared)
+    return keys, kv[:, :, :, unshared_features:]
 
 
 def weights_of_heads(kv_b: Float[Tensor, "kv_rank N*(H+Hv)"], spec: AttentionSpec) -> HeadWeights:
@@ -185,13 +188,13 @@ def weights_of_heads(kv_b: Float[Tensor, "kv_rank N*(H+Hv)"], spec: AttentionSpe
     Raises:
         ValueError: if the layer has no latents, or the weight has another shape.
     """
-    own_features = _own_features(spec)
+    unshared_features = _unshared_features(spec)
     check_tiles("kv_b", kv_b)
     expected = (padded_width("kv_a_norm", spec), padded_width("kv_b_proj", spec))
     if tuple(kv_b.shape) != expected:
         raise InputError("kv_b", f"have shape {expected}", {"kv_b.shape": tuple(kv_b.shape)})
     heads = split_heads(ttnn.reshape(kv_b, (1, *tuple(kv_b.shape))), spec.num_heads)
-    return HeadWeights(heads[:, :, :, :own_features], heads[:, :, :, own_features:])
+    return HeadWeights(heads[:, :, :, :unshared_features], heads[:, :, :, unshared_features:])
 
 
 def absorb_keys(
@@ -225,9 +228,9 @@ def absorb_keys(
     check_latent_heads("q", q, spec, padded_features("q_proj", spec))
     if 0 in tuple(q.shape):
         return zeros((*tuple(q.shape)[:3], padded_features("kv_a_proj", spec)), q.dtype, q.device())
-    own_features = of_keys.shape[3]
-    absorbed = _head_by_head(q[:, :, :, :own_features], of_keys, True, compute_kernel_config)
-    return _concat_features(absorbed, q[:, :, :, own_features:])
+    unshared_features = of_keys.shape[3]
+    absorbed = _head_by_head(q[:, :, :, :unshared_features], of_keys, True, compute_kernel_config)
+    return _concat_features(absorbed, q[:, :, :, unshared_features:])
 
 
 def absorb_values(
@@ -263,7 +266,7 @@ def absorb_values(
     return _head_by_head(context, of_values, False, compute_kernel_config)
 
 
-def _own_features(spec: AttentionSpec) -> int:
+def _unshared_features(spec: AttentionSpec) -> int:
     """Return the padded number of features of queries and keys that heads do not share."""
     return round_up(spec.head_dim - check_latent(spec).rope_dim)
 

@@ -63,12 +63,14 @@ def relative_position_products(
             products, 3, upload_integers(buckets, device=query.device(), is_index=True)
         )
 
-    found = []
+    products = []
     if relative_keys is not None:
-        found.append(gather(query, relative_keys, buckets))
+        products.append(gather(query, relative_keys, buckets))
     if relative_queries is not None:
         keys = repeat_kv_heads(key, num_heads)
-        found.append(ttnn.transpose(gather(keys, relative_queries, buckets.swapaxes(2, 3)), 2, 3))
-    if len(found) == 1:
-        return found[0]
-    return ttnn.add(*found)
+        products.append(
+            ttnn.transpose(gather(keys, relative_queries, buckets.swapaxes(2, 3)), 2, 3)
+        )
+    if len(products) == 1:
+        return products[0]
+    return ttnn.add(*products)

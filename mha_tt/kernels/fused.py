@@ -135,10 +135,13 @@ class FusedAttention:
             ),
         )
         context = kernel(compute_kernel_config=config)
+        # Rows that this kernel may have lost: see `may_zero_rows`.
         if may_zero_rows(config):
-            is_there = ttnn.max(ttnn.abs(context), dim=3, keepdim=True)
+            is_nonzero = ttnn.max(ttnn.abs(context), dim=3, keepdim=True)
             context = ttnn.where(
-                is_there, context, kernel(compute_kernel_config=with_bfloat16_sums(config, device))
+                is_nonzero,
+                context,
+                kernel(compute_kernel_config=with_bfloat16_sums(config, device)),
             )
         return context
 
@@ -239,9 +242,8 @@ def attend_to_checked(
         chunk = math.gcd(_largest_chunk(query), keys.shape[2])
     else:
         chunk = 0
-    is_there = isinstance(last_positions, Tensor)
     device = query.device()
-    if is_there:
+    if isinstance(last_positions, Tensor):
         positions = last_positions
     else:
         positions = upload_integers(last_positions, device=device)

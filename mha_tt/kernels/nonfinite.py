@@ -98,8 +98,8 @@ def _rows_that_see(
     # Heads that share a mask are rows of one product: (b, n, rows, S) (b, n, T, S)^T.
     rows = batch_size * num_heads // (shown.shape[0] * shown.shape[1])
     marked = ttnn.reshape(marked, (shown.shape[0], shown.shape[1], rows, seq_len_k))
-    seen = ttnn.matmul(as_dtype(marked, ttnn.bfloat16), shown, transpose_b=True)
-    return ttnn.reshape(seen, (batch_size, num_heads, seq_len_q, 1))
+    counts = ttnn.matmul(as_dtype(marked, ttnn.bfloat16), shown, transpose_b=True)
+    return ttnn.reshape(counts, (batch_size, num_heads, seq_len_q, 1))
 
 
 def _entering_less_leaving(

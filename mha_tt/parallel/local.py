@@ -34,23 +34,23 @@ def local_weights(
     """Return the canonical weights of a chip. The bias of out_proj is zero on all but the first: it
     is added once.
     """
-    found = {}
+    local = {}
     for name, weight in weights.items():
         axis, count, heads = _place_of(name, spec, size, chip)
         if name == OUT_BIAS and spec.out_proj:
             if chip == 0:
-                found[name] = weight
+                local[name] = weight
             else:
-                found[name] = np.zeros_like(weight)
+                local[name] = np.zeros_like(weight)
         elif axis is None:
-            found[name] = weight
+            local[name] = weight
         else:
             by_heads = np.reshape(
                 weight, (*weight.shape[:axis], count, -1, *weight.shape[axis + 1 :])
             )
-            own = by_heads.take(heads, axis)
-            found[name] = own.reshape(*weight.shape[:axis], -1, *weight.shape[axis + 1 :])
-    return found
+            local_part = by_heads.take(heads, axis)
+            local[name] = local_part.reshape(*weight.shape[:axis], -1, *weight.shape[axis + 1 :])
+    return local
 
 
 def whole_weights(
@@ -61,15 +61,15 @@ def whole_weights(
     """
     whole = {}
     for name, shape in spec.weight_shapes.items():
-        held = [part[name] for part in parts]
+        chip_weights = [part[name] for part in parts]
         axis, count, _ = _place_of(name, spec, len(parts), 0)
         if axis is None or name == OUT_BIAS:
-            whole[name] = held[0]
+            whole[name] = chip_weights[0]
             continue
         by_heads = np.empty(
-            (*shape[:axis], count, shape[axis] // count, *shape[axis + 1 :]), held[0].dtype
+            (*shape[:axis], count, shape[axis] // count, *shape[axis + 1 :]), chip_weights[0].dtype
         )
-        for chip, weight in enumerate(held):
+        for chip, weight in enumerate(chip_weights):
             _, _, heads = _place_of(name, spec, len(parts), chip)
             index = (slice(None),) * axis + (heads,)
             by_heads[index] = weight.reshape(*shape[:axis], len(heads), -1, *shape[axis + 1 :])

@@ -216,7 +216,7 @@ EXTRA_NAMES = {
         "drop",  # for both attention weights and outputs,
         *("Scores.seed", "FunctionalLayer.seed"),  # from a seed
         "FunctionalLayer.compute_kernel_config",  # the arithmetic of the device is chosen per layer
-        "FunctionalLayer.kept",  # steps keep their results,
+        "FunctionalLayer.prepared",  # steps keep their results,
         *("AttentionLayer.plain_weights", "FunctionalLayer.plain_weights"),  # such as the unmodified weights
         "upload_weights",  # weights are padded during upload
         "download_weights",
@@ -234,6 +234,7 @@ OTHERWISE = {
 
 OTHER_SUMMARIES = {
     ("tt", "contained"),  # has no gradients
+    ("tt", "AttentionLayer.project"),  # has no modules to replace
     *(("jax", "check_features"), ("tt", "check_features")),  # features are never distributed over processes
     *(("tt", "zero_where"), ("tt", "nan_where")),  # there are no gradients,
     ("tt", "zero_heads_in_padding"),  # and lengths are always known

@@ -128,18 +128,18 @@ class Hidden(NamedTuple):
     @property
     def hides(self) -> bool:
         """True if a key may be hidden from a query."""
-        others = (self.mask, self.bias, self.lengths, self.segments, self.between)
-        return any(x is not None for x in others)
+        parts = (self.mask, self.bias, self.lengths, self.segments, self.between)
+        return any(x is not None for x in parts)
 
     def masks(self, part: Callable[[Array], Array]) -> list[Array]:
         """Return a part of the mask, and of the bias as a mask."""
         if self.mask is None:
-            found = []
+            masks = []
         else:
-            found = [part(self.mask)]
+            masks = [part(self.mask)]
         if self.bias is None:
-            return found
-        return [*found, jnp.isneginf(part(self.bias))]
+            return masks
+        return [*masks, jnp.isneginf(part(self.bias))]
 
 
 class Options(NamedTuple):
@@ -321,28 +321,28 @@ class Blocks:
         else:
             masks = hidden.masks(lambda x: x)
         if masks:
-            self.seen_blocks = self.seen(reduce(jnp.logical_or, masks))
+            self.visible_by_mask = self.blocks_of_mask(reduce(jnp.logical_or, masks))
         else:
-            self.seen_blocks = None
+            self.visible_by_mask = None
         if hidden.between is None:
             self.between = None
         else:
             self.between = [x[:, None, None, :, None] for x in hidden.between]
         if hidden.between is None or at_once:
-            self.seen_between = None
+            self.visible_between = None
         else:
-            self.seen_between = self.seen_in(*hidden.between)
-        self.segments, self.seen_by_segment = None, None
+            self.visible_between = self.blocks_between(*hidden.between)
+        self.segments, self.visible_by_segment = None, None
         if hidden.segments is not None:
-            of_queries, of_keys = hidden.segments
+            query_ids, key_ids = hidden.segments
             self.segments = (
-                of_queries.reshape(-1, 1, 1, self.seq_len_q, 1),
-                of_keys.reshape(-1, 1, 1, 1, self.seq_len_k),
+                query_ids.reshape(-1, 1, 1, self.seq_len_q, 1),
+                key_ids.reshape(-1, 1, 1, 1, self.seq_len_k),
             )
             if at_once:
-                self.seen_by_segment = None
+                self.visible_by_segment = None
             else:
-                self.seen_by_segment = self.seen_within(of_queries, of_keys)
+                self.visible_by_segment = self.blocks_of_segments(query_ids, key_ids)
 
     def over_tiles(
         self, function: Callable[[Tile, Any], tuple[Any, Any]], carry: Any
@@ -431,7 +431,7 @@ class Blocks:
         # In a loop, because XLA would store the scores of all blocks at the same time.
         is_beyond = self.is_causal and not (is_static or rows.is_within)
         if self.at_once or is_beyond or self.may_hide_all(Keys(0, size)):
-            return lax.fori_loop(*self.seen_of(-(-stop // size), tile, rows), add_block, zeros)
+            return lax.fori_loop(*self.visible_of(-(-stop // size), tile, rows), add_block, zeros)
         if self.is_causal and not is_static:
             sums = add(nothing, Keys(rows.begin, rows.size))
             begin = 0
@@ -461,7 +461,7 @@ class Blocks:
             return add(sums, Keys(num_clear * size, rest, is_clear=clear == stop))
         return sums
 
-    def seen_of(
+    def visible_of(
         self, num_blocks: Array | int, tile: Tile, rows: Rows
     ) -> tuple[Array | int, Array | int]:
         """Return the range of key blocks that a block of queries may attend to, without
@@ -472,31 +472,35 @@ class Blocks:
         # Devices would have to agree on the blocks to skip, and a host to wait for them.
         if self.at_once:
             return first, last
-        if self.seen_blocks is not None:
-            first_seen, last_seen = (tile.part(x)[..., rows.number] for x in self.seen_blocks)
-            first = first_seen.min()
-            last = jnp.minimum(last, last_seen.max())
-        for seen in (self.seen_by_segment, self.seen_between):
-            if seen is not None:
-                first_seen, last_seen = (
-                    x[0 if x.shape[0] == 1 else tile.sequence, rows.number] for x in seen
+        if self.visible_by_mask is not None:
+            first_visible, last_visible = (
+                tile.part(x)[..., rows.number] for x in self.visible_by_mask
+            )
+            first = first_visible.min()
+            last = jnp.minimum(last, last_visible.max())
+        for visible in (self.visible_by_segment, self.visible_between):
+            if visible is not None:
+                first_visible, last_visible = (
+                    x[0 if x.shape[0] == 1 else tile.sequence, rows.number] for x in visible
                 )
-                first = jnp.maximum(first, first_seen)
-                last = jnp.minimum(last, last_seen)
+                first = jnp.maximum(first, first_visible)
+                last = jnp.minimum(last, last_visible)
         if self.hidden.lengths is not None:
             last = jnp.minimum(last, -(-self.hidden.lengths[tile.sequence] // self.block_keys))
         return first, last
 
-    def seen(self, mask: Array) -> tuple[Array, Array]:
+    def blocks_of_mask(self, mask: Array) -> tuple[Array, Array]:
         """Return the range of key blocks that the mask leaves each block of queries."""
-        seen = (~mask).any(axis=2)  # (B, K, T, S), any of these axes may be 1
-        if seen.shape[2] > 1:
-            seen = self._in_blocks(seen, 2, self.block_queries).any(axis=3)
+        is_visible = (~mask).any(axis=2)  # (B, K, T, S), any of these axes may be 1
+        if is_visible.shape[2] > 1:
+            is_visible = self._in_blocks(is_visible, 2, self.block_queries).any(axis=3)
         num_blocks = -(-self.seq_len_q // self.block_queries)
-        seen = jnp.broadcast_to(seen, (*seen.shape[:2], num_blocks, self.seq_len_k))
-        return self._ends(self._in_blocks(seen, 3, self.block_keys).any(axis=4))
+        is_visible = jnp.broadcast_to(
+            is_visible, (*is_visible.shape[:2], num_blocks, self.seq_len_k)
+        )
+        return self._ends(self._in_blocks(is_visible, 3, self.block_keys).any(axis=4))
 
-    def seen_in(self, first: Array, stop: Array) -> tuple[Array, Array]:
+    def blocks_between(self, first: Array, stop: Array) -> tuple[Array, Array]:
         """Return the range of key blocks of the keys between `first` and `stop` of each query
         block, (B or 1, rows).
         """
@@ -505,12 +509,12 @@ class Blocks:
             -stop.max(axis=2) // self.block_keys
         )
 
-    def seen_within(self, of_queries: Array, of_keys: Array) -> tuple[Array, Array]:
+    def blocks_of_segments(self, query_ids: Array, key_ids: Array) -> tuple[Array, Array]:
         """Return the range of key blocks with segment ids in the range of each query block, (B,
         rows).
         """
-        rows = self._in_blocks(of_queries, 1, self.block_queries)[:, :, None]
-        keys = self._in_blocks(of_keys, 1, self.block_keys)[:, None]
+        rows = self._in_blocks(query_ids, 1, self.block_queries)[:, :, None]
+        keys = self._in_blocks(key_ids, 1, self.block_keys)[:, None]
         return self._ends(
             (keys.min(axis=-1) <= rows.max(axis=-1)) & (keys.max(axis=-1) >= rows.min(axis=-1))
         )
@@ -526,11 +530,13 @@ class Blocks:
         )
         return x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
 
-    def _ends(self, seen: Array) -> tuple[Array, Array]:
+    def _ends(self, is_visible: Array) -> tuple[Array, Array]:
         """Return the first visible block of (…, blocks), and the one after the last."""
-        number = jnp.arange(seen.shape[-1], dtype=jnp.int32).reshape((1,) * (seen.ndim - 1) + (-1,))
-        return jnp.where(seen, number, self.seq_len_k).min(axis=-1), jnp.where(
-            seen, number + 1, 0
+        number = jnp.arange(is_visible.shape[-1], dtype=jnp.int32).reshape(
+            (1,) * (is_visible.ndim - 1) + (-1,)
+        )
+        return jnp.where(is_visible, number, self.seq_len_k).min(axis=-1), jnp.where(
+            is_visible, number + 1, 0
         ).max(axis=-1)
 
     def with_sinks(self, sums: Sums, tile: Tile, rows: Rows) -> Sums:

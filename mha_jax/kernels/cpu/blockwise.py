@@ -176,10 +176,10 @@ def sums_of_part(
         def attend_rows(rows: Rows, carry: None) -> tuple[Any, None]:
             def add(sums: Sums | None, keys: Keys) -> Sums:
                 scores, _, _ = blocks.scores(rows.of(q), keys.of(k), tile, rows, keys)
-                found = Sums.of(scores, keys.of(v), may_be_empty=blocks.may_hide_all(keys))
+                block_sums = Sums.of(scores, keys.of(v), may_be_empty=blocks.may_hide_all(keys))
                 if sums is None:
-                    return found
-                return sums.join(found)
+                    return block_sums
+                return sums.join(block_sums)
 
             sums = blocks.over_keys(add, None, Sums.empty(rows.of(q), v.shape[-1]), tile, rows)
             sums = blocks.with_sinks(sums, tile, rows)
@@ -211,10 +211,10 @@ def gradients_of_part(
         by_row = [q, *by_row]
 
         def differentiate_rows(rows: Rows, grads: tuple[Any, ...]) -> tuple[Array, tuple[Any, ...]]:
-            q_rows, given, found, logs = (rows.of(x) for x in by_row)
+            q_rows, cotangents, contexts, logs = (rows.of(x) for x in by_row)
             # (P, 1, G t).
             logs = logs.swapaxes(1, 2)
-            given_sums = (given * found).sum(axis=-1)[:, None]
+            row_sums = (cotangents * contexts).sum(axis=-1)[:, None]
 
             def add(grads: tuple[Any, ...], keys: Keys) -> tuple[Any, ...]:
                 grad_rows, grad_k, grad_v, grad_bias = grads
@@ -225,16 +225,16 @@ def gradients_of_part(
                 )
                 attn_weights = jnp.exp(scores - logs)
                 grad_scores = attn_weights * (
-                    jnp.einsum("psh,pth->pst", keys.of(v), given) - given_sums
+                    jnp.einsum("psh,pth->pst", keys.of(v), cotangents) - row_sums
                 )
                 if is_hidden is not None:  # products with hidden values may overflow
                     grad_scores = zero_where(grad_scores, is_hidden)
                 grad_products = grad_scores * slope
-                found = jnp.einsum("psh,pst->pht", keys.of(k), grad_products).swapaxes(1, 2)
+                grad_block = jnp.einsum("psh,pst->pht", keys.of(k), grad_products).swapaxes(1, 2)
                 return (
-                    found if grad_rows is None else grad_rows + found,
+                    grad_block if grad_rows is None else grad_rows + grad_block,
                     keys.add_to(grad_k, jnp.einsum("pst,pth->psh", grad_products, q_rows)),
-                    keys.add_to(grad_v, jnp.einsum("pst,pth->psh", attn_weights, given)),
+                    keys.add_to(grad_v, jnp.einsum("pst,pth->psh", attn_weights, cotangents)),
                     None
                     if grad_bias is None
                     else blocks.add_to_bias(grad_bias, grad_scores, tile, rows, keys),
@@ -272,8 +272,8 @@ def gradient_of_sinks(
     """Return the gradient of sinks (1, K, G, 1, 1), which only reduce the weights of keys."""
     if sinks is None:
         return None
-    given_sums = (at_least_float32(cotangent) * context).sum(axis=-1, keepdims=True)
-    grads = jnp.exp(at_least_float32(sinks) - lse) * given_sums
+    row_sums = (at_least_float32(cotangent) * context).sum(axis=-1, keepdims=True)
+    grads = jnp.exp(at_least_float32(sinks) - lse) * row_sums
     return -grads.sum(axis=(0, 3, 4)).reshape(sinks.shape).astype(sinks.dtype)
 
 
@@ -309,13 +309,13 @@ _OfCache = tuple[AttentionSpec | BareHeads, Span | None, BlockSizes, str]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend_to_cache(options: _OfCache, query: Array, keys: Array, *others: Any) -> Array:
+def _attend_to_cache(options: _OfCache, query: Array, keys: Array, *arguments: Any) -> Array:
     reads_all = is_automatic(keys) or options[3] != "cpu"
     if reads_all:
         attend = _attend_to_every_slot
     else:
         attend = _attend_to_filled_slots
-    return attend(options, query, keys, *others)
+    return attend(options, query, keys, *arguments)
 
 
 def _attend_to_filled_slots(
@@ -351,16 +351,16 @@ def _attend_to_filled_slots(
             first_of_heads = jnp.zeros_like(last_of_heads)
         else:
             first_of_heads = span.first(last_of_heads)
-        first_seen = first_of_heads[:, None]
-        last_seen = last_of_heads[:, None]
+        first_visible = first_of_heads[:, None]
+        last_visible = last_of_heads[:, None]
         # Range of slots.
-        seen = jnp.maximum(first_of_heads.min(), 0)
+        first_visible_slot = jnp.maximum(first_of_heads.min(), 0)
         filled = last_of_heads.max() + 1
         num_large = filled // sizes.keys
         filled_large = num_large * sizes.keys
         num_small = -((filled_large - filled) // last_keys)
-        first_large = jnp.minimum(seen // sizes.keys, num_large)
-        first_small = jnp.maximum(seen - filled_large, 0) // last_keys
+        first_large = jnp.minimum(first_visible_slot // sizes.keys, num_large)
+        first_small = jnp.maximum(first_visible_slot - filled_large, 0) // last_keys
 
         def over_blocks(add: Callable[[Array, Array, Array, int], Array], carry: Array) -> Array:
             def step(i: Array, carry: Array, *, after: Array | int, size: int) -> Array:
@@ -376,11 +376,11 @@ def _attend_to_filled_slots(
             )
 
         def put_scores(scores: Array, _: Array, begin: Array, size: int) -> Array:
-            found = [
+            products = [
                 jnp.einsum("gh,sh->gs", queries[head], block(keys, head, begin, size))
                 for head in heads
             ]
-            return lax.dynamic_update_slice_in_dim(scores, jnp.stack(found), begin, axis=2)
+            return lax.dynamic_update_slice_in_dim(scores, jnp.stack(products), begin, axis=2)
 
         def add_values(context: Array, first: Array, begin: Array, size: int) -> Array:
             slots = begin + jnp.arange(size, dtype=jnp.int32)[None]
@@ -388,27 +388,27 @@ def _attend_to_filled_slots(
                 jnp.where(slots >= first, lax.dynamic_slice_in_dim(x, begin, size, axis=1), 0.0)
                 for x in attn_weights
             ]
-            found = [
+            contexts = [
                 jnp.einsum("gs,sh->gh", x, block(values, head, begin, size))
                 for x, head in zip(weights, heads, strict=True)
             ]
-            return context + jnp.stack(found)
+            return context + jnp.stack(contexts)
 
         scores = over_blocks(
             put_scores, jnp.zeros_like(queries, shape=(len(heads), group_size, capacity))
         )
         slots = jnp.arange(capacity, dtype=jnp.int32)[None]
         scores = scoring.minus_alibi(
-            scoring.capped(scores), heads % num_kv_heads, num_kv_heads, last_seen - slots
+            scoring.capped(scores), heads % num_kv_heads, num_kv_heads, last_visible - slots
         )
         if bias is not None:
             scores = scores + bias.reshape(num_heads, group_size, capacity)[heads]
-        is_seen = (slots >= first_seen) & (slots <= last_seen)
+        is_visible = (slots >= first_visible) & (slots <= last_visible)
         if sinks is None:
             sinks_by_head = None
         else:
             sinks_by_head = sinks.reshape(num_kv_heads, group_size, 1)[heads % num_kv_heads]
-        attn_weights = _softmax_of_seen(scores, is_seen, sinks_by_head)
+        attn_weights = _softmax_of_visible(scores, is_visible, sinks_by_head)
         return over_blocks(
             add_values, jnp.zeros_like(queries, shape=(len(heads), group_size, values.shape[3]))
         )
@@ -450,10 +450,10 @@ def _attend_to_every_slot(
         if bias is not None:
             scores = scores + bias.reshape(scores.shape)
         if span is None:
-            is_seen = slots <= last
+            is_visible = slots <= last
         else:
-            is_seen = (slots <= last) & (slots >= span.first(last))
-        attn_weights = _softmax_of_seen(scores, is_seen[None], sinks_by_head)[..., :capacity]
+            is_visible = (slots <= last) & (slots >= span.first(last))
+        attn_weights = _softmax_of_visible(scores, is_visible[None], sinks_by_head)[..., :capacity]
         return jnp.einsum("kgs,ksh->kgh", attn_weights, at_least_float32(values))
 
     query = (
@@ -464,14 +464,14 @@ def _attend_to_every_slot(
     return contexts.reshape(batch_size, -1, 1, values.shape[3]).astype(keys.dtype)
 
 
-def _softmax_of_seen(scores: Array, is_seen: Array, sinks: Array | None) -> Array:
+def _softmax_of_visible(scores: Array, is_visible: Array, sinks: Array | None) -> Array:
     """Return attention weights of slots, (heads, G, S), 0 for sequences without a key; those of
     sinks come last.
     """
     if sinks is not None:  # one more slot, which is never masked
         scores = jnp.concatenate([scores, sinks.astype(scores.dtype)], axis=2)
-        is_seen = jnp.pad(is_seen, [(0, 0), (0, 1)], constant_values=True)
-    return jax.nn.softmax(scores, axis=-1, where=is_seen[:, None])
+        is_visible = jnp.pad(is_visible, [(0, 0), (0, 1)], constant_values=True)
+    return jax.nn.softmax(scores, axis=-1, where=is_visible[:, None])
 
 
 def _attend_to_cache_forward(options: _OfCache, *inputs: Any) -> tuple[Array, tuple[Any, ...]]:

@@ -28,7 +28,7 @@ def supports(query: Array, key: Array, mask: Mask, sizes: BlockSizes, platform: 
     num_scores = (
         query.shape[1] // key.shape[1] * _num_together(mask.span) * sum(_keys_around(mask, key))
     )
-    return not _is_local(query, platform) or num_scores <= MOST * sizes.few_scores
+    return not _is_local(query, platform) or num_scores <= PART_FACTOR * sizes.few_scores
 
 
 @compiled("sizes", "platform")
@@ -50,8 +50,8 @@ def attend(
     is_local = _is_local(query, platform)
     parts = _Parts.of(query, key, mask, scores, few_scores=sizes.few_scores if is_local else None)
     divisors = whole.divisors_of(query), whole.divisors_of(key)
-    fits_cache = math.prod(parts.each[2:]) <= sizes.few_scores
-    has_few = is_local or math.prod(parts.each) <= sizes.most_scores
+    fits_cache = math.prod(parts.per_part[2:]) <= sizes.few_scores
+    has_few = is_local or math.prod(parts.per_part) <= sizes.most_scores
 
     def attend_part(number: Array) -> Array:
         part = parts.part(number)
@@ -72,10 +72,11 @@ def attend(
     return parts.joined(lax.map(jax.checkpoint(attend_part), numbers))
 
 
-TOGETHER, MOST = 16, 32
-"""Multiples of `few_scores` up to which a CPU works on more than one key/value head, and on one, at
-once.
-"""
+HEADS_FACTOR = 16
+"""Multiple of `few_scores` up to which a CPU works on more than one key/value head at once."""
+
+PART_FACTOR = 32
+"""Multiple of `few_scores` up to which a CPU works on a block of one key/value head at once."""
 
 
 def _is_local(query: Array, platform: str) -> bool:
@@ -152,7 +153,7 @@ class _Parts(NamedTuple):
     another.
 
     Attributes:
-        each: sizes of a part.
+        per_part: sizes of a part.
         total: sizes of all parts together.
         before: keys of a block before its first query.
         between: first visible key of each query, and the one after the last, (B or 1, 1, T, 1);
@@ -161,7 +162,7 @@ class _Parts(NamedTuple):
         scores: scores of all queries and keys.
     """
 
-    each: _Sizes
+    per_part: _Sizes
     total: _Sizes
     before: int
     between: tuple[Array, ...]
@@ -175,22 +176,18 @@ class _Parts(NamedTuple):
         """Return the parts of a call; if there are `few_scores`, of few enough heads for the
         caches.
         """
-        (batch_size, num_heads, seq_len_q, _), (_, num_kv_heads, seq_len_k, _) = (
-            query.shape,
-            key.shape,
-        )
+        batch_size, num_heads, seq_len_q, _ = query.shape
+        _, num_kv_heads, seq_len_k, _ = key.shape
         span: Any = mask.span
-        size, (before, after), group_size = (
-            _num_together(span),
-            _keys_around(mask, key),
-            num_heads // num_kv_heads,
-        )
+        size = _num_together(span)
+        before, after = _keys_around(mask, key)
+        group_size = num_heads // num_kv_heads
         sequences = batch_size
         kv_heads = num_kv_heads
         num_keys = before + after
         # Biases by distance belong to all heads.
         if few_scores is not None and not scores.spec.has_distance_bias:
-            most = max(TOGETHER * few_scores // (group_size * size * num_keys), 1)
+            most = max(HEADS_FACTOR * few_scores // (group_size * size * num_keys), 1)
             sequences = 1
             kv_heads = max(n for n in range(1, most + 1) if num_kv_heads % n == 0)
         first, stop = (x[:, None, :, None] for x in mask.key_range(seq_len_q, seq_len_k))
@@ -206,41 +203,39 @@ class _Parts(NamedTuple):
     @property
     def num_blocks(self) -> int:
         """Number of blocks of queries."""
-        return -(-self.total.rows // self.each.rows)
+        return -(-self.total.rows // self.per_part.rows)
 
     @property
     def num_parts(self) -> int:
         """Number of parts."""
         return (
             self.total.sequences
-            // self.each.sequences
+            // self.per_part.sequences
             * self.total.kv_heads
-            // self.each.kv_heads
+            // self.per_part.kv_heads
             * self.num_blocks
         )
 
     def part(self, number: Array) -> _Part:
         """Return a part."""
-        each = self.each
+        per_part = self.per_part
         total = self.total
         sequence = 0
         kv_head = 0
         block = number
         if self.num_parts > self.num_blocks:
-            tiles, (tile, block) = (
-                total.kv_heads // each.kv_heads,
-                jnp.divmod(number, self.num_blocks),
-            )
+            tiles = total.kv_heads // per_part.kv_heads
+            tile, block = jnp.divmod(number, self.num_blocks)
             sequence = tile // tiles
-            kv_head = tile % tiles * each.kv_heads
-        row = jnp.minimum(block * each.rows, total.rows - each.rows)
-        key = jnp.clip(block * each.rows - self.before, 0, total.keys - each.keys)
-        return _Part(sequence, kv_head, row, key, each)
+            kv_head = tile % tiles * per_part.kv_heads
+        row = jnp.minimum(block * per_part.rows, total.rows - per_part.rows)
+        key = jnp.clip(block * per_part.rows - self.before, 0, total.keys - per_part.keys)
+        return _Part(sequence, kv_head, row, key, per_part)
 
     def mask_of(self, part: _Part) -> Mask:
         """Return the mask of a part."""
         first, stop = (part.rows_of(x) for x in self.between)
-        keys = (part.key + jnp.arange(self.each.keys, dtype=jnp.int32))[None, None, None]
+        keys = (part.key + jnp.arange(self.per_part.keys, dtype=jnp.int32))[None, None, None]
         hidden = (keys < first) | (keys >= stop)
         if self.mask is not None:
             hidden = hidden | part.scores_of(self.mask)
@@ -258,14 +253,14 @@ class _Parts(NamedTuple):
 
     def joined(self, x: Array) -> Array:
         """Return (B, N, T, ·) from results of all parts, each row once."""
-        each = self.each
+        per_part = self.per_part
         total = self.total
         x = x.reshape(
-            total.sequences // each.sequences,
+            total.sequences // per_part.sequences,
             -1,
             self.num_blocks,
-            each.sequences,
-            each.kv_heads * each.group,
+            per_part.sequences,
+            per_part.kv_heads * per_part.group,
             *x.shape[3:],
         )
         # Each axis of parts before the same axis within them.
@@ -273,7 +268,7 @@ class _Parts(NamedTuple):
         x = x.reshape(total.sequences, total.kv_heads * total.group, -1, x.shape[6])
         # The last block may begin before its place.
         twice = x.shape[2] - total.rows
-        last = x.shape[2] - each.rows
+        last = x.shape[2] - per_part.rows
         if not twice:
             return x
         return jnp.concatenate([x[:, :, :last], x[:, :, last + twice :]], axis=2)
