@@ -458,6 +458,11 @@ STAGES = {
         {"query": HEADS, "key": HEADS, "spec": RELATIVE, "learned": {"relative_bias": ones(1, 8, 1, 2)}},
         refuses("relative_bias", {"relative_bias.shape": (1, 8, 1, 2)}),
     ),
+    "scores learned": (
+        "attention_scores",
+        {"query": HEADS, "key": HEADS, "learned": "x"},
+        refuses_type("learned", "str"),
+    ),
     "softmax tensor mask": (
         "masked_softmax",
         {"scores": HEADS, "mask": ones(3, 32)},
@@ -485,6 +490,13 @@ STAGES = {
 def test_stage_rejects_what_tiles_lack(device, name):
     """Each stage raises an error for dtypes and shapes that only tiles have."""
     refused(device, *STAGES[name])
+
+
+def test_scores_need_no_sinks(device):
+    """Scores are those before the softmax, which has the sinks: a spec with sinks needs none in `learned`."""
+    query = HEADS(device)
+    scores = mha_tt.attention_scores(query, query, spec=parity.AttentionSpec(64, 2, sinks=True))
+    assert tuple(scores.shape) == (2, 2, 3, 3)
 
 
 # ---- Attention of split heads ----------------------------------------------------------------------------------------
