@@ -107,6 +107,12 @@ OF_MODULES: dict[str, Alias] = {
 
 _OF_THE_MODULE = "is a field of the module, not of the call"
 
+SCORE_WEIGHTS = ("sinks", "relative_bias", "relative_keys", "relative_queries")
+"""Weights that change scores, which a call of split heads takes in one mapping."""
+
+FIRST_INPUTS = ("query", "x", "hidden_states", "inputs", "inputs_q", "input", "src", "q")
+"""Names of the tokens that attend: x in self-attention, query elsewhere."""
+
 OF_CALLS: dict[str, Alias] = {
     "attn_mask": Alias(
         ("mask",),
@@ -139,8 +145,7 @@ OF_CALLS: dict[str, Alias] = {
         (), "MultiHeadAttention and functions return attention weights"
     ),  # not self-attention
     "average_attn_weights": Alias((), "weights are of each head: average them over axis 1"),
-    **_all_mean("query", "inputs_q", "q", "hidden_states"),
-    **_all_mean("key", "inputs_k", "k"),
+    **_all_mean("key", "inputs_k", "k", "memory", "context", "encoder_hidden_states"),
     **_all_mean("value", "inputs_v", "v"),
     **{name: Alias((), f"scale {_OF_THE_MODULE}") for name in ("scale", "softmax_scale")},
     **{
@@ -166,7 +171,10 @@ OF_CALLS: dict[str, Alias] = {
             "decode",
         )
     },
-    **_all_mean("capacity", "max_length", "max_len", "max_seq_len", "cache_len", "max_cache_len"),
+    **{
+        name: Alias((), "capacity is an argument of init_cache")
+        for name in ("max_length", "max_len", "max_seq_len", "cache_len", "max_cache_len")
+    },
 }
 """Arguments of calls and of other functions."""
 
@@ -192,9 +200,19 @@ def _advice(name: str, known: list[str]) -> str:
         table = OF_CALLS
         other_table = OF_MODULES
         other_place = "the module"
+    if name in SCORE_WEIGHTS and "learned" in known:
+        return f"pass learned={{{name!r}: …}}"
     alias = table.get(name)
     if alias is not None and not alias.ours:
+        # A function may have what is a field of modules: `dropout` of split heads.
+        other_alias = other_table.get(name)
+        if other_alias is not None and len(other_alias.ours) == 1 and other_alias.ours[0] in known:
+            return f"did you mean {_described(other_alias)}"
         return alias.note
+    if name in FIRST_INPUTS and "x" in known:
+        return "did you mean x?"
+    if name in FIRST_INPUTS and "query" in known:
+        return "did you mean query?"
     if alias is not None and set(alias.ours) <= set(known):
         return f"did you mean {_described(alias)}"
     similar = get_close_matches(name, known)

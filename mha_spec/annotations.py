@@ -24,6 +24,7 @@ from typing import Any, TypeVar, get_args
 from mha_spec.aliases import unknown_argument
 from mha_spec.errors import InputError, InputTypeError
 from mha_spec.hints import OF_NUMBERS
+from mha_spec.rules import as_boolean
 
 FLOATING, INTEGERS, BOOLEAN = "floating point", "integers", "boolean"
 """Kinds of dtypes, in words."""
@@ -114,6 +115,7 @@ class ArrayRule:
         dtypes: dtypes of this kind, or their names.
         alternatives: axes, one of which it must have.
         accepts_others: whether it may also be something of no such type, which is checked by hand.
+        accepts_none: whether it may also be None.
     """
 
     array_types: tuple[type, ...]
@@ -122,6 +124,7 @@ class ArrayRule:
     dtypes: frozenset[Any]
     alternatives: tuple[Axes, ...]
     accepts_others: bool
+    accepts_none: bool
 
     def check(self, name: str, x: Any, first: dict[str, Compared]) -> None:
         """Refuse an argument that breaks the rule, or whose axes differ from those of earlier
@@ -133,7 +136,8 @@ class ArrayRule:
             first: the first argument with each compared axis; gains this argument.
         """
         if not isinstance(x, self.array_types):
-            if self.accepts_others or isinstance(x, self.other_types):
+            is_accepted = self.accepts_none if x is None else self.accepts_others
+            if is_accepted or isinstance(x, self.other_types):
                 return
             names = [accepted.__name__ for accepted in self.array_types + self.other_types]
             raise InputTypeError(name, f"have the type {' or '.join(names)}", type(x).__name__)
@@ -177,6 +181,18 @@ class ArrayRule:
         return alternative
 
 
+@dataclass(frozen=True)
+class FlagRule:
+    """Rule of an argument that is True or False."""
+
+    accepts_none: bool
+
+    def check(self, name: str, x: Any, _: dict[str, Compared]) -> None:
+        """Refuse anything else."""
+        if x is not True and x is not False and not (x is None and self.accepts_none):
+            as_boolean(name, x)
+
+
 def _check_batch(name: str, shape: Any, num_batch_axes: int, other: Compared) -> None:
     """Refuse an array with other batch axes than an earlier argument."""
     if num_batch_axes != other.size:
@@ -215,17 +231,21 @@ def checking(
 
         @wraps(function)
         def check_and_call(*arguments: Any, **keywords: Any) -> Any:
-            first: dict[str, Compared] = {}
-            for name, x in zip(order, arguments, strict=False):
-                if x is not None and name in rules:
-                    rules[name].check(name, x, first)
-            for name, x in keywords.items():
+            for name in keywords:
                 if name not in parameters:
                     raise unknown_argument(name, [known for known in parameters if known != "self"])
-                if x is not None and name in rules:
+            first: dict[str, Compared] = {}
+            for name, x in zip(order, arguments, strict=False):
+                if name in rules:
                     rules[name].check(name, x, first)
+            # In the order of the parameters, not of the call: the first array decides over axes.
+            for name in rules:
+                if name in keywords:
+                    rules[name].check(name, keywords[name], first)
             return function(*arguments, **keywords)
 
+        # Pickle looks for a function in its module, and the package has the checked one.
+        check_and_call.__module__ = function.__module__.partition(".")[0]
         vars(check_and_call)["is_checked"] = True  # for tests
         return check_and_call  # pyright: ignore[reportReturnType]
 
@@ -234,8 +254,8 @@ def checking(
 
 def _rules_of(
     parameters: Mapping[str, inspect.Parameter], dtypes: Dtypes, array_types: Mapping[str, type]
-) -> dict[str, ArrayRule]:
-    """Return the rule of each parameter whose annotation is of arrays."""
+) -> dict[str, ArrayRule | FlagRule]:
+    """Return the rule of each parameter whose annotation is of arrays or of a flag, in order."""
     arrays_of = {name: _arrays_in(parameter.annotation) for name, parameter in parameters.items()}
     axes_of = {
         name: [Axes.of(array.dim_str) for array in arrays]
@@ -247,14 +267,20 @@ def _rules_of(
         num_arguments.update({name for axes in alternatives for name in axes.names if name})
         num_arguments.update({axes.batch for axes in alternatives if axes.batch})
     shared_names = [name for name, number in num_arguments.items() if number > 1]
-    rules = {}
-    for name, alternatives in axes_of.items():
+    rules: dict[str, ArrayRule | FlagRule] = {}
+    for name, parameter in parameters.items():
+        options = get_args(parameter.annotation) or (parameter.annotation,)
+        accepts_none = type(None) in options
+        if bool in options:
+            rules[name] = FlagRule(accepts_none)
+        if name not in axes_of:
+            continue
+        alternatives = axes_of[name]
         arrays = arrays_of[name]
         kind = _kind_of(arrays[0].dtypes)
         types = dict.fromkeys(
             array_types.get(array.array_type.__name__, array.array_type) for array in arrays
         )
-        options = get_args(parameters[name].annotation)
         other_options = [
             option for option in options if option not in arrays and option is not type(None)
         ]
@@ -262,7 +288,13 @@ def _rules_of(
         accepts_others = len(other_types) < len(other_options)
         compared = tuple(dict.fromkeys(axes.comparing(shared_names) for axes in alternatives))
         rules[name] = ArrayRule(
-            tuple(types), other_types, kind, frozenset(dtypes[kind]), compared, accepts_others
+            array_types=tuple(types),
+            other_types=other_types,
+            kind=kind,
+            dtypes=frozenset(dtypes[kind]),
+            alternatives=compared,
+            accepts_others=accepts_others,
+            accepts_none=accepts_none,
         )
     return rules
 

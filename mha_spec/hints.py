@@ -11,7 +11,8 @@ NEW_CACHE = "layer.init_cache(batch_size, capacity) returns an empty one"
 """About a cache that is missing, or something else."""
 
 WRITTEN_OVER = (
-    "use the cache that the step returned; cache.copy() before the step has its own storage"
+    "use the cache that the step returned; cache.copy() before the step has its own storage, "
+    "and checkpoint(…, use_reentrant=False) repeats no step"
 )
 """About a cache whose storage a step has written to."""
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from mha_spec import InputError, InputTypeError
 from mha_spec.rules import check_holds_new
 from mha_spec.span import span_of
-from mha_torch.arrays import is_transformed, values_at_hand
+from mha_torch.arrays import is_graph, is_transformed, values_at_hand
 from mha_torch.checks import (
     check_count,
     check_device,
@@ -36,8 +36,22 @@ class Cache:
 
     lengths: Int[Tensor, " B"]
 
-    # Set by a step that returned a cache with the same storage; not part of the value.
-    is_written_over: bool = False
+    # Version of the lengths when a step returned a cache with the same storage; not part of the
+    # value. `dataclasses.replace` and `with_slots` return caches without it.
+    _written_over_at: int | None = None
+
+    @property
+    def is_written_over(self) -> bool:
+        """True if a step has returned a cache with the same storage, and more tokens in it.
+
+        Lengths that were written in place since then are those of a user with one cache for all
+        steps.
+        """
+        if self._written_over_at is None:
+            return False
+        if torch.compiler.is_compiling():  # which cannot trace versions
+            return True
+        return self._written_over_at == _version_of(self.lengths)
 
     @property
     def slots(self) -> dict[str, Float[Tensor, "B K S W"]]:
@@ -215,7 +229,7 @@ def init_cache(
     sizes = {"num_kv_heads": num_kv_heads, "capacity": capacity, "head_dim": head_dim}
     for name, size in {**sizes, "value_head_dim": value_head_dim}.items():
         check_count(name, size)
-    if not dtype.is_floating_point:
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise InputTypeError("dtype", "be floating point", dtype=dtype)
     shape = (batch_size, num_kv_heads, capacity)
     return KVCache(
@@ -262,11 +276,18 @@ def mark_written_over(before: Cache, after: Cache) -> None:
     """Mark a cache whose storage another one has, with more tokens in it, so that its next use
     raises an error.
     """
-    if torch.compiler.is_compiling():
+    if is_graph() or before is after:
         return
     if any(x is y for x, y in zip(before.slots.values(), after.slots.values(), strict=True)):
         # It is not a field, so that the value of the cache stays the same.
-        object.__setattr__(before, "is_written_over", True)
+        object.__setattr__(before, "_written_over_at", _version_of(before.lengths))
+
+
+def _version_of(lengths: Tensor) -> int:
+    """Return how often lengths were written in place; inference tensors do not count it."""
+    if lengths.is_inference():
+        return 0
+    return lengths._version
 
 
 def append_checked(
@@ -281,10 +302,11 @@ def append_checked(
         new_lengths = as_lengths(new_lengths, device).to(cache.lengths.dtype)
     added = seq_len if new_lengths is None else new_lengths
     if seq_len == 0:
-        return cache.with_slots(cache.slots.values(), cache.lengths + added)
+        return cache
+    # `torch.func` does not allow writing in place, and fake tensors have no storage.
+    if not torch.compiler.is_compiling() and is_transformed():
+        return _append_transformed(cache, new, added)
     if lengths is None:
-        if not torch.compiler.is_compiling() and is_transformed():
-            return _append_transformed(cache, new, added)
         return _append_unknown(cache, new, added)
     written = [_writable(x) for x in cache.slots.values()]
     if lengths and new_lengths is None and min(lengths) == max(lengths):
@@ -353,7 +375,7 @@ def has_room(cache: Cache, seq_len: int, added: Tensor | int) -> Tensor:
 
 def _writable(x: Tensor) -> Tensor:
     """Return x, or a copy if x must not be written to."""
-    if torch.is_grad_enabled():  # autograd may still need the old contents
+    if torch.is_grad_enabled() or x.requires_grad:  # autograd may still need the old contents
         return x.clone()
     strides = x.stride()
     is_shared = 0 in strides and any(

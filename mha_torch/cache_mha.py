@@ -142,8 +142,6 @@ def cached_layer(
     scores = scores.block(slice(0, seq_len), slots)
     full_mask = _mask_of_slots(mask, slots, spec, before.lengths, lengths, seq_len)
     context = layer.kernel(q, k, v, full_mask, scores)
-    # After the kernel: a step that raised an error can be repeated.
-    mark_written_over(before, cache)
     # Lengths are unknown in a compiled graph or on an accelerator: sequences without room become
     # NaN instead of an error.
     if lengths is None:
@@ -157,6 +155,8 @@ def cached_layer(
     output = project_output(layer.project, context, x, spec)
     if is_padding is not None:
         output = zero_where(output, is_padding[:, :, None])
+    # At the end: a step that raised an error can be repeated.
+    mark_written_over(before, cache)
     return output, cache
 
 

@@ -94,7 +94,10 @@ def check_lengths(
         shape = (len(lengths),)
         values = list(lengths)
     else:
-        array = torch.as_tensor(lengths)
+        try:
+            array = torch.as_tensor(lengths)
+        except (TypeError, ValueError, RuntimeError):
+            raise InputTypeError(name, "be integers", type(lengths).__name__) from None
         if array.is_floating_point() or array.is_complex() or array.dtype == torch.bool:
             raise InputTypeError(name, "be integers", {f"{name}.dtype": array.dtype})
         shape = tuple(array.shape)
@@ -147,7 +150,7 @@ def check_names(argument: str, weights: Mapping[str, Tensor], names: Collection[
     """Refuse weights that do not have exactly these names."""
     check_mapping(argument, weights)
     missing = sorted(set(names) - weights.keys())
-    unexpected = sorted(weights.keys() - set(names))
+    unexpected = sorted(weights.keys() - set(names), key=str)
     if missing or unexpected:
         raise InputError(
             argument, "have exactly the names of the spec", missing=missing, unexpected=unexpected
@@ -196,6 +199,8 @@ def check_layer_inputs(
     for name, x in (("key", key), ("value", value)):
         if x is None:
             continue
+        if x.ndim != 3:
+            raise InputError(name, "have axes (…, S, d_kv)", {f"{name}.shape": tuple(x.shape)})
         check_width(name, x, spec.d_kv)
         if x.dtype != query.dtype:
             raise InputTypeError(
@@ -234,6 +239,13 @@ def check_shared_kv(
         if tuple(x.shape) != expected:
             rule = f"have shape {expected} with shared_kv"
             raise InputError(name, rule, {f"{name}.shape": tuple(x.shape)})
+        if x.dtype != query.dtype and not is_autocast_on(x.device):
+            raise InputTypeError(
+                name,
+                "have the dtype of the new tokens with shared_kv",
+                {f"{name}.dtype": x.dtype, "query.dtype": query.dtype},
+            )
+        check_device(name, x, query.device, "the new tokens")
 
 
 def check_projected(name: str, x: Tensor, weight: Tensor) -> None:
@@ -392,7 +404,7 @@ def check_is_cache(cache: object, kind: type) -> None:
 def check_not_written_over(cache: Any) -> None:
     """Refuse a cache whose storage belongs to the one that a step returned."""
     # The mark is a change of a Python object, which a graph would not repeat.
-    if torch.compiler.is_compiling() or not cache.is_written_over:
+    if not cache.is_written_over:
         return
     rule = "be the one that the last step returned: that step has written into its storage"
     raise InputError("cache", rule, "the one before the step", hint=WRITTEN_OVER)

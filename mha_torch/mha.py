@@ -161,7 +161,8 @@ class AttentionLayer(nn.Module):
         super().__init__()
         spec = spec_from(spec, num_heads, fields)
         check_spec(spec, is_self_attention=self._is_self_attention)
-        if dtype is not None and not dtype.is_floating_point:
+        is_floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+        if dtype is not None and not is_floating:
             raise InputTypeError("dtype", "be floating point", dtype=dtype)
         self.spec = self.full_spec = spec
         self.kernel: Kernel = fused.attend

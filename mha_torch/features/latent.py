@@ -212,7 +212,7 @@ def init_latent_cache(
     check_count("batch_size", batch_size, minimum=0)
     for name, size in {"capacity": capacity, "kv_rank": kv_rank, "rope_dim": rope_dim}.items():
         check_count(name, size)
-    if not dtype.is_floating_point:
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise InputTypeError("dtype", "be floating point", dtype=dtype)
     return LatentCache(
         latents=torch.zeros(

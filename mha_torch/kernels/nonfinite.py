@@ -6,8 +6,7 @@ products, forward and backward, and the rows that attend to them become NaN afte
 inputs give the same values, bit for bit.
 """
 
-from dataclasses import replace
-from functools import wraps
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -48,23 +47,36 @@ def contained(kernel: Kernel) -> Kernel:
         kernel: computes the context, (B, N, T, Hv), of finite inputs.
     """
 
-    @wraps(kernel)
-    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
+    return Contained(kernel)
+
+
+@dataclass(frozen=True)
+class Contained:
+    """A kernel as `contained` returns it. Unlike a closure it can be pickled, with its layer.
+
+    Attributes:
+        kernel: computes the context of finite inputs.
+    """
+
+    kernel: Kernel
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores
+    ) -> Tensor:
+        """Return the context, (B, N, T, Hv)."""
         if is_graph() or is_transformed():
-            return _contain(kernel, query, key, value, mask, scores)
+            return _contain(self.kernel, query, key, value, mask, scores)
         if needs_gradient(query, key, value) or scores.dropout:
             # In the gradient a masked key is multiplied by 0, so it must be finite beforehand.
             # Dropout draws only once.
             if _cannot_overflow(query, key, value, scores):
-                return kernel(query, key, value, mask, scores)
-            return _contain(kernel, query, key, value, mask, scores)
+                return self.kernel(query, key, value, mask, scores)
+            return _contain(self.kernel, query, key, value, mask, scores)
         # Reading the smaller context first is faster than reading all inputs.
-        context = kernel(query, key, value, mask, scores)
+        context = self.kernel(query, key, value, mask, scores)
         if _has_sound_rows(context, key) or _cannot_overflow(query, key, value, scores):
             return context
-        return _contain(kernel, query, key, value, mask, scores)
-
-    return attend
+        return _contain(self.kernel, query, key, value, mask, scores)
 
 
 def _contain(

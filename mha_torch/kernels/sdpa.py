@@ -138,6 +138,10 @@ def sdpa(
     if query.shape[3] != width:
         widest = max(query.shape[3], width)
         query, key, value = (F.pad(x, (0, widest - x.shape[3])) for x in (query, key, value))
+    # A statement: a comparison of symbolic numbers of heads is not a boolean of Python.
+    is_grouped = False
+    if query.shape[1] != key.shape[1]:
+        is_grouped = True
     with (
         _kernels_for(query, attn_mask),
         nullcontext() if query.dtype == dtype else without_autocast("cuda"),
@@ -151,7 +155,7 @@ def sdpa(
             is_causal=bool(is_causal),
             dropout_p=dropout,
             scale=scale,
-            enable_gqa=bool(query.shape[1] != key.shape[1]),
+            enable_gqa=is_grouped,
         )
     if context.shape[3] != width:
         context = context[..., :width]

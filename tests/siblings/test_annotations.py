@@ -5,13 +5,14 @@ that do not fit each other, suffice to make one.
 """
 
 import inspect
+import pickle
 from dataclasses import dataclass
 from typing import Any, get_args
 
 import numpy as np
 import pytest
 
-from mha_spec import InputError, InputTypeError
+from mha_spec import AttentionSpec, InputError, InputTypeError
 
 KERNELS = {"plain_sdpa"}
 """Functions whose callers check the arguments."""
@@ -30,6 +31,7 @@ class ArrayArgument:
         name: name of the argument.
         array: annotation of the array.
         accepts_others: whether it may also be no array, such as a list of lengths.
+        is_required: whether it has no default and cannot be None.
     """
 
     call: Any
@@ -37,6 +39,7 @@ class ArrayArgument:
     name: str
     array: Any
     accepts_others: bool
+    is_required: bool
 
     def __str__(self) -> str:
         return f"{self.function}({self.name})"
@@ -92,8 +95,10 @@ def array_arguments(package):
             options = get_args(parameter.annotation) or (parameter.annotation,)
             arrays = [option for option in options if hasattr(option, "dim_str")]
             others = [option for option in options if option not in arrays and option is not type(None)]
+            is_required = parameter.default is parameter.empty and type(None) not in options
             if len({array.dim_str for array in arrays}) == 1:
-                arguments += [ArrayArgument(call, function, name, array, bool(others)) for array in arrays]
+                for array in arrays:
+                    arguments.append(ArrayArgument(call, function, name, array, bool(others), is_required))
     return arguments
 
 
@@ -112,10 +117,15 @@ def test_public_calls_are_checked(sibling):
 
 
 def test_other_types_raise(sibling):
-    """An argument that is not an array of the framework raises an error, unless it may be something else."""
+    """An argument that is not an array of the framework raises an error, unless it may be something else. So does
+    None for an argument without a default.
+    """
     for argument in array_arguments(sibling.package):
-        if not argument.accepts_others:
-            error = refusal_of(argument, **{argument.name: "text"})
+        others = [] if argument.accepts_others else ["text"]
+        if argument.is_required:
+            others.append(None)
+        for other in others:
+            error = refusal_of(argument, **{argument.name: other})
             assert (str(argument), error.argument) == (str(argument), argument.name)
             assert isinstance(error, InputTypeError)
 
@@ -166,3 +176,35 @@ def test_different_sizes_of_an_axis_raise(sibling):
             f"{second.name}.shape": second.shape(**{axis: 9}),
             f"{first.name}.shape": first.shape(),
         }
+
+
+def test_flags_must_be_booleans(sibling):
+    """An argument that is True or False raises an error for anything else, whatever its truth value."""
+    flags = []
+    for function, call in public_calls(sibling.package).items():
+        for name, parameter in inspect.signature(call, eval_str=True).parameters.items():
+            if bool in (get_args(parameter.annotation) or (parameter.annotation,)):
+                argument = ArrayArgument(call, function, name, None, False, False)
+                flags.append(str(argument))
+                for wrong in (1, "no", np.ones(3)):
+                    assert (str(argument), refusal_of(argument, **{name: wrong}).argument) == (str(argument), name)
+    assert {"MultiHeadAttention(is_causal)", "multi_head_attention(training)"} <= {*flags}
+
+
+def test_keywords_are_checked_in_any_order(sibling):
+    """Keywords may come in any order, although the first array decides over the axes of others."""
+    layer = sibling.module("MultiHeadAttention", AttentionSpec(64, 2, shared_kv=True))
+    x = sibling.array(np.ones((2, 3, 64), np.float32))
+    shared = sibling.array(np.ones((2, 2, 5, 32), np.float32))
+    expected, _ = layer(x, shared, shared)
+    output, _ = layer(value=shared, key=shared, query=x)
+    assert np.array_equal(sibling.numpy(output), sibling.numpy(expected))
+
+
+def test_public_functions_are_pickled(sibling):
+    """Public functions and layers with contained kernels can be pickled, as for processes that are started."""
+    for name, call in public_calls(sibling.package).items():
+        if inspect.isfunction(getattr(sibling.package, name)):
+            assert pickle.loads(pickle.dumps(call)) is call
+    kernel = sibling.package.contained(sibling.package.fused.attend)
+    assert pickle.loads(pickle.dumps(kernel)) == kernel

@@ -194,6 +194,74 @@ def test_unknown_lengths_write_in_place(monkeypatch, new_lengths):
 
 
 @torch.no_grad()
+def test_lengths_may_be_copied_back():
+    """A cache whose lengths are set to those of the step's cache is not written over: captured graphs use one cache."""
+    layer, x = module("MultiHeadAttentionWithCache"), tokens(2, 4, 16)
+    expected, _ = layer(x, layer.init_cache(2, 8))
+    cache, outputs = layer.init_cache(2, 8), []
+    for step in x.split(1, dim=1):
+        output, after = layer(step, cache)
+        cache.lengths.copy_(after.lengths)
+        outputs.append(output)
+    torch.testing.assert_close(torch.cat(outputs, dim=1), expected)
+
+
+@pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
+def test_steps_keep_what_gradients_need(without_gradients):
+    """A step without gradients writes into a copy of a cache whose gradient is still to be computed."""
+    layer, x = module("MultiHeadAttentionWithCache"), tokens(2, 3, 16).requires_grad_()
+    output, cache = layer(x, layer.init_cache(2, 8))
+    with without_gradients():
+        layer(tokens(2, 1, 16), cache)
+    output.sum().backward()
+    assert x.grad.isfinite().all()
+
+
+@torch.no_grad()
+def test_transforms_leave_a_closed_over_cache():
+    """Under vmap, jvp and with fake tensors, a cache from outside is not written into, and can be used again."""
+    layer, x = module("MultiHeadAttentionWithCache"), tokens(2, 3, 16)
+    cache = layer.init_cache(1, 8)
+    mapped = torch.func.vmap(lambda x: layer(x, cache)[0])(x[:, None])
+    primal, _ = torch.func.jvp(lambda x: layer(x, cache)[0], (x[:1],), (x[:1],))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        layer(x[:1], cache)
+    assert not cache.keys.any()
+    expected, _ = layer(x[:1], cache)
+    torch.testing.assert_close(mapped[0], expected)
+    torch.testing.assert_close(primal, expected)
+
+
+@torch.no_grad()
+def test_steps_that_wrote_nothing_are_repeated(monkeypatch):
+    """A step of no tokens, and one that raised an error in its last projection, leave the cache as it was."""
+    layer, x = module("MultiHeadAttentionWithCache"), tokens(2, 3, 16)
+    cache = layer.init_cache(2, 8)
+    layer(x[:, :0], cache)
+    project = layer.out_proj.forward
+
+    def fails(context):
+        raise RuntimeError("out of memory")
+
+    layer.out_proj.forward = fails
+    with pytest.raises(RuntimeError, match="out of memory"):
+        layer(x, cache)
+    layer.out_proj.forward = project
+    expected, _ = layer(x, layer.init_cache(2, 8))
+    torch.testing.assert_close(layer(x, cache)[0], expected)
+
+
+def test_compiled_function_accepts_other_heads():
+    """One compiled function accepts another number of heads, which makes it a symbolic size."""
+    torch.compiler.reset()
+    attend = functools.partial(mha_torch.scaled_dot_product_attention, kernel=mha_torch.fused.attend)
+    compiled = torch.compile(attend, fullgraph=True, backend="eager")
+    for num_heads in (2, 4, 6):
+        heads = [tokens(1, num_heads, 3, 8), tokens(1, 2, 3, 8), tokens(1, 2, 3, 8)]
+        torch.testing.assert_close(compiled(*heads)[0], attend(*heads)[0])
+
+
+@torch.no_grad()
 def test_mapped_overflow_yields_nan():
     """Under vmap, a step without enough free slots returns NaN and keeps its cache; the other one
     is counted.
