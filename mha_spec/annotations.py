@@ -302,7 +302,7 @@ def _rules_of(
 def _arrays_in(annotation: Any) -> list[Any]:
     """Return the annotations of arrays in one that may be a union."""
     options = get_args(annotation) or (annotation,)
-    return [option for option in options if hasattr(option, "dim_str")]
+    return [option for option in options if isinstance(getattr(option, "dim_str", None), str)]
 
 
 def _kind_of(dtypes: Sequence[str]) -> str:

@@ -99,8 +99,9 @@ def project_latents(
             (batch_size, 1, seq_len, padded_features("kv_a_proj", spec)), x.dtype, x.device()
         )
     if rotation is not None:
+        unshared_q = q[:, :, :, :unshared_features]
         shared_q = rotation.rotate(q[:, :, :, unshared_features:])
-        q = _concat_features(q[:, :, :, :unshared_features], shared_q)
+        q = _concat_features(unshared_q, shared_q)
         shared = rotation.rotate(shared)
     if spec.temperature is not None and positions is not None:
         q = apply_temperature(q, positions, spec.temperature)
