@@ -80,7 +80,10 @@ def check_lengths(
     if isinstance(lengths, jax.Array):
         array = lengths
     else:
-        array = np.asarray(lengths)
+        try:
+            array = np.asarray(lengths)
+        except ValueError:  # rows of different lengths
+            raise InputTypeError(name, "be integers", type(lengths).__name__) from None
     if isinstance(array, np.ndarray) and not array.size:  # NumPy reads [] as floats
         array = array.astype(np.int32)
     if not jnp.issubdtype(array.dtype, jnp.integer):
@@ -153,7 +156,7 @@ def check_names(argument: str, weights: Mapping[str, Array], names: Collection[s
     """Refuse weights that do not have exactly these names."""
     check_mapping(argument, weights)
     missing = sorted(set(names) - weights.keys())
-    unexpected = sorted(weights.keys() - set(names))
+    unexpected = sorted(weights.keys() - set(names), key=str)
     if missing or unexpected:
         raise InputError(
             argument, "have exactly the names of the spec", missing=missing, unexpected=unexpected
@@ -195,6 +198,8 @@ def check_layer_inputs(
     for name, x in (("key", key), ("value", value)):
         if x is None:
             continue
+        if x.ndim != 3:
+            raise InputError(name, "have axes (…, S, d_kv)", {f"{name}.shape": tuple(x.shape)})
         check_width(name, x, spec.d_kv)
         if x.dtype != query.dtype:
             raise InputTypeError(
@@ -232,6 +237,12 @@ def check_shared_kv(
         if x.shape != expected:
             rule = f"have shape {expected} with shared_kv"
             raise InputError(name, rule, {f"{name}.shape": x.shape})
+        if x.dtype != query.dtype:
+            raise InputTypeError(
+                name,
+                "have the dtype of the new tokens with shared_kv",
+                {f"{name}.dtype": x.dtype, "query.dtype": query.dtype},
+            )
 
 
 def check_projected(name: str, x: Array, kernel: Array) -> None:

@@ -204,7 +204,7 @@ def _advice(name: str, known: list[str]) -> str:
         return f"pass learned={{{name!r}: …}}"
     alias = table.get(name)
     if alias is not None and not alias.ours:
-        # A function may have what is a field of modules: `dropout` of split heads.
+        # A field of modules may be an argument of a function: `dropout` of split heads.
         other_alias = other_table.get(name)
         if other_alias is not None and len(other_alias.ours) == 1 and other_alias.ours[0] in known:
             return f"did you mean {_described(other_alias)}"

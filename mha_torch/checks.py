@@ -357,9 +357,7 @@ def check_scored(query: Tensor, key: Tensor, spec: AttentionSpec | BareHeads) ->
 
 
 def check_bias(bias: Tensor, scores_shape: tuple[int, ...], query: Tensor) -> None:
-    """Refuse a bias that does not fit the queries, or does not broadcast to the scores (B, N, T,
-    S).
-    """
+    """Refuse a bias that does not fit the queries, or does not broadcast to the scores."""
     if bias.dtype != query.dtype and not (bias.is_floating_point() and is_autocast_on(bias.device)):
         raise InputTypeError(
             "bias",

@@ -60,7 +60,7 @@ def create_attention_mask(
     batch_size = None
     full_mask = Mask(None, is_causal, key_padding_lengths, segment_ids, span)
     if full_mask.segments is not None:
-        # 0 if the ids, which are unchecked, have no axes: `_check_segments` then refuses them.
+        # 0 if the ids, which are unchecked, have no axes: `_check_segments` then rejects them.
         shape = next((getattr(ids, "shape", ()) for ids in full_mask.segments), ())
         batch_size = next(iter(shape), 0)
         _check_segments(full_mask.segments, batch_size, seq_len_q, seq_len_k)

@@ -281,7 +281,10 @@ def mark_written_over(before: Cache, after: Cache) -> None:
     """Mark a cache whose storage another one has, with more tokens in it, so that its next use
     raises an error.
     """
-    if any(x is y for x, y in zip(before.slots.values(), after.slots.values(), strict=True)):
+    is_shared = any(
+        x is y for x, y in zip(before.slots.values(), after.slots.values(), strict=True)
+    )
+    if is_shared and not np.array_equal(before.lengths, after.lengths):
         # It is not a field, so that the value of the cache stays the same.
         object.__setattr__(before, "is_written_over", True)
 

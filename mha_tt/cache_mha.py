@@ -157,8 +157,6 @@ def cached_layer(
     else:
         attend = _attend_in_prefill
     context, after = attend(layer, q, new, before, new_lengths, full_mask, scores)
-    # After the kernel: a step that raised an error can be repeated.
-    mark_written_over(before, after)
     if heads is not None:
         context = context[:, :, :, : padded_features("kv_a_norm", spec)]
         context = absorb_values(context, heads, spec, compute_kernel_config=config)
@@ -167,6 +165,8 @@ def cached_layer(
         output = ttnn.reshape(output, (batch_size, 1, output.shape[2]))
     if is_real is not None:
         output = ttnn.where(is_real, output, 0.0)
+    # At the end: a step that raised an error can be repeated.
+    mark_written_over(before, after)
     return output, cache if spec.shared_kv else after
 
 

@@ -109,7 +109,10 @@ def check_lengths(
     name: str, lengths: np.ndarray | Sequence[int], batch_size: int | None, maximum: int
 ) -> None:
     """Refuse lengths that are not one integer in 0..maximum per sequence."""
-    lengths = np.asarray(lengths)
+    try:
+        lengths = np.asarray(lengths)
+    except ValueError:  # rows of different lengths
+        raise InputTypeError(name, "be integers", type(lengths).__name__) from None
     # NumPy reads an empty list as float64.
     if lengths.dtype.kind not in "iu" and lengths.shape != (0,):
         raise InputTypeError(name, "be integers", {f"{name}.dtype": lengths.dtype})
@@ -198,7 +201,7 @@ def check_names(argument: str, weights: Mapping[str, Tensor], names: Collection[
     """Refuse weights that do not have exactly these names."""
     check_mapping(argument, weights)
     missing = sorted(set(names) - weights.keys())
-    unexpected = sorted(weights.keys() - set(names))
+    unexpected = sorted(weights.keys() - set(names), key=str)
     if missing or unexpected:
         raise InputError(
             argument, "have exactly the names of the spec", missing=missing, unexpected=unexpected
@@ -251,6 +254,8 @@ def check_layer_inputs(
     for name, x in (("key", key), ("value", value)):
         if x is None:
             continue
+        if len(x.shape) != 3:
+            raise InputError(name, "have axes (…, S, d_kv)", {f"{name}.shape": tuple(x.shape)})
         check_tiles(name, x)
         check_width(name, x, spec.d_kv)
         if x.dtype != query.dtype:

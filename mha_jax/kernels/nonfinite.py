@@ -7,8 +7,8 @@ inputs give the same values, bit for bit.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial, wraps
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -42,14 +42,25 @@ def contained(kernel: Kernel) -> Kernel:
         kernel: computes the context, (B, N, T, Hv), of finite inputs.
     """
 
-    @wraps(kernel)
-    def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
-        if not query.size or not key.size:
-            return kernel(query, key, value, mask, scores)
-        contain = with_auto_axes(head_sharding)(partial(_contain, kernel))
-        return contain(query, key, value, mask, scores)
+    return Contained(kernel)
 
-    return attend
+
+@dataclass(frozen=True)
+class Contained:
+    """A kernel as `contained` returns it. Unlike a closure it can be pickled, with its layer.
+
+    Attributes:
+        kernel: computes the context of finite inputs.
+    """
+
+    kernel: Kernel
+
+    def __call__(self, query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
+        """Return the context, (B, N, T, Hv)."""
+        if not query.size or not key.size:
+            return self.kernel(query, key, value, mask, scores)
+        contain = with_auto_axes(head_sharding)(partial(_contain, self.kernel))
+        return contain(query, key, value, mask, scores)
 
 
 def _contain(

@@ -201,7 +201,7 @@ def _with_sinks(
     The key is 0 except for two extra features, in which each query has the sink of its head, split
     in two for half precision.
     """
-    products = at_least_float32(sinks) / scale  # dot products that give the sinks
+    products = at_least_float32(sinks) / scale  # dot products whose scores are the sinks
     rounded = products.to(query.dtype)
     parts = torch.stack([rounded, (products - rounded).to(query.dtype)], dim=-1)  # (N, 2)
     parts = parts[:, None].expand(*query.shape[:3], 2)

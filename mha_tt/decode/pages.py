@@ -69,7 +69,10 @@ class PagedKVCache(KVCache):
                 f"name each of the {len(self.lengths)} sequences once, for a cache in pages",
                 indices=indices.tolist(),
             )
-        return self._with_pages(self.pages[indices], lengths=self.lengths[indices])
+        reordered = self._with_pages(self.pages[indices], lengths=self.lengths[indices])
+        # Steps of both would write into the same pages.
+        object.__setattr__(self, "is_written_over", True)
+        return reordered
 
     def grow(self, capacity: int) -> Self:
         """Return a cache of the same tokens with more slots, in additional pages; otherwise see

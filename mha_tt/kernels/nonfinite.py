@@ -8,7 +8,7 @@ afterwards. Finite inputs give the same values, bit for bit.
 
 from __future__ import annotations
 
-from functools import wraps
+from dataclasses import dataclass
 
 import ttnn
 from jaxtyping import Float
@@ -38,25 +38,38 @@ def contained(kernel: Kernel) -> Kernel:
         kernel: computes the context, (B, N, T, Hv), of finite keys and values.
     """
 
-    @wraps(kernel)
-    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
+    return Contained(kernel)
+
+
+@dataclass(frozen=True)
+class Contained:
+    """A kernel as `contained` returns it. Unlike a closure it can be pickled, with its layer.
+
+    Attributes:
+        kernel: computes the context of finite keys and values.
+    """
+
+    kernel: Kernel
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores
+    ) -> Tensor:
+        """Return the context, (B, N, T, Hv)."""
         seq_len_q = query.shape[2]
         seq_len_k = key.shape[2]
         if 0 in (query.shape[0], seq_len_q, seq_len_k):
-            return kernel(query, key, value, mask, scores)
+            return self.kernel(query, key, value, mask, scores)
         hidden = mask.with_bias(scores.bias).to_bool(seq_len_q, seq_len_k, query.device())
         if hidden is None:  # every row attends to every NaN
-            return kernel(query, key, value, mask, scores)
+            return self.kernel(query, key, value, mask, scores)
         (key, value), nonfinite_rows = _hide_nonfinite(hidden, seq_len_q, key, value)
-        context = kernel(query, key, value, Mask(hidden, q_offset=mask.q_offset), scores)
+        context = self.kernel(query, key, value, Mask(hidden, q_offset=mask.q_offset), scores)
         if nonfinite_rows is None:
             return context
         repeats = context.shape[1] // nonfinite_rows.shape[1]
         if repeats > 1:
             nonfinite_rows = ttnn.repeat_interleave(nonfinite_rows, repeats, dim=1)
         return nan_where(context, nonfinite_rows)
-
-    return attend
 
 
 def _hide_nonfinite(

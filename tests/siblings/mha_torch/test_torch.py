@@ -218,7 +218,7 @@ def test_steps_keep_what_gradients_need(without_gradients):
 
 
 @torch.no_grad()
-def test_transforms_leave_a_closed_over_cache():
+def test_transforms_leave_an_outer_cache():
     """Under vmap, jvp and with fake tensors, a cache from outside is not written into, and can be used again."""
     layer, x = module("MultiHeadAttentionWithCache"), tokens(2, 3, 16)
     cache = layer.init_cache(1, 8)
@@ -233,8 +233,8 @@ def test_transforms_leave_a_closed_over_cache():
 
 
 @torch.no_grad()
-def test_steps_that_wrote_nothing_are_repeated(monkeypatch):
-    """A step of no tokens, and one that raised an error in its last projection, leave the cache as it was."""
+def test_steps_without_writes_are_repeated(monkeypatch):
+    """A step of no tokens, and one that raised an error in its last projection, leave the cache unchanged."""
     layer, x = module("MultiHeadAttentionWithCache"), tokens(2, 3, 16)
     cache = layer.init_cache(2, 8)
     layer(x[:, :0], cache)
@@ -251,7 +251,7 @@ def test_steps_that_wrote_nothing_are_repeated(monkeypatch):
     torch.testing.assert_close(layer(x, cache)[0], expected)
 
 
-def test_compiled_function_accepts_other_heads():
+def test_compiled_heads_may_be_symbolic():
     """One compiled function accepts another number of heads, which makes it a symbolic size."""
     torch.compiler.reset()
     attend = functools.partial(mha_torch.scaled_dot_product_attention, kernel=mha_torch.fused.attend)
