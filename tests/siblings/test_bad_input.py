@@ -430,6 +430,7 @@ LAYERS = {
     "key batch of 1": ({"key": ones(1, 4, 5)}, refuses("key", {"key.shape": (1, 4, 5), "query.shape": ...})),
     "value without key": ({"key": None, "value": ones(2, 4, 5)}, refuses("value", "key=None and a value")),
     "value rank": ({"value": ones(4, 5)}, refuses("value", {"value.shape": (4, 5)})),
+    "key of four axes": ({"key": ones(2, 3, 4, 5)}, refuses("key", {"key.shape": (2, 3, 4, 5)})),
     "value width": ({"value": ones(2, 4, 6)}, refuses("value", {"value.shape": (2, 4, 6)})),
     "value length": ({"value": ones(2, 3, 5)}, refuses("value", {"value.shape": (2, 3, 5), "key.shape": (2, 4, 5)})),
     "value batch": ({"value": ones(1, 4, 5)}, refuses("value", {"value.shape": (1, 4, 5), "query.shape": ...})),

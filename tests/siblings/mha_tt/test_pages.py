@@ -141,7 +141,7 @@ def test_swapped_pages_change_outputs(device):
     """
     module, _, pages = made(device, LAYERS["many heads"])
     _, cache = module(tokens(device, 40), pages)
-    other = replace(cache, page_table=cache.reorder([1, 0, 2]).page_table)
+    other = replace(cache, page_table=cache.copy().reorder([1, 0, 2]).page_table)
     token = tokens(device, 1)
     right, wrong = (mha_tt.download(module(token, each)[0]) for each in (cache, other))
     assert not np.array_equal(right[:2], wrong[:2])
@@ -152,13 +152,16 @@ def test_copied_pages_have_their_own_storage(device):
     """A copy of a cache in pages keeps its contents during steps from the cache, and continues like it."""
     module, _, pages = made(device, LAYERS["many heads"])
     _, cache = module(tokens(device, 40), pages)
-    copied, token = cache.copy(), tokens(device, 1)
+    copied, other, token = cache.copy(), cache.copy(), tokens(device, 1)
     before = in_slots(copied)
     expected, _ = module(token, cache)
     assert all(map(np.array_equal, in_slots(copied), before))
     assert np.array_equal(mha_tt.download(module(token, copied)[0]), mha_tt.download(expected))
     with refuses("cache", hint="cache.copy()"):
         cache.reorder([1, 0, 2])
+    other.reorder([1, 0, 2])  # which has the same pages
+    with refuses("cache", hint="cache.copy()"):
+        module(token, other)
 
 
 def test_unsupported_page_operations_raise(device):
