@@ -62,7 +62,10 @@ def with_one_batch_axis(attend: Attend) -> Attend:
         else:
             x_v = _merge("value", value, axes, of_keys, is_exact=True)
         results = attend(layer, x, x_k, x_v, mask, **options)
-        return tuple(x.reshape(*axes, *x.shape[1:]) if x is not None else None for x in results)
+        return tuple(
+            None if result is None else result.reshape(*axes, *result.shape[1:])
+            for result in results
+        )
 
     return attend_any
 
@@ -72,7 +75,7 @@ def _merge(
 ) -> Any:
     """Return x with one batch axis, of size 1 if all sequences share it."""
     if not isinstance(x, Array):
-        return x  # the layer will reject it
+        return x  # None, or the layer will reject it
     whole, merged = merged_shapes(name, tuple(x.shape), axes, other_axes, is_exact=is_exact)
     xp = np if isinstance(x, np.ndarray) else jnp  # jnp would narrow NumPy's float64
     return (x if x.shape == whole else xp.broadcast_to(x, whole)).reshape(merged)
@@ -89,4 +92,6 @@ def _merge_positions(positions: Any, axes: tuple[int, ...], spec: AttentionSpec)
             f"have the axes of sections, {len(axes)} batch axes and T",
             {"positions.ndim": rank},
         )
-    return jnp.moveaxis(_merge("positions", jnp.moveaxis(positions, 0, -2), axes, "axes T"), 1, 0)
+    sections_last = jnp.moveaxis(positions, 0, -2)  # (…, axes, T)
+    merged = _merge("positions", sections_last, axes, "axes T")
+    return jnp.moveaxis(merged, 1, 0)

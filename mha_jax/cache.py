@@ -305,8 +305,8 @@ def token_positions(lengths: Array, seq_len: int) -> Array:
 def has_room(cache: Cache, added: Array, seq_len: int) -> Array:
     """Return whether each sequence has that many free slots, (B,)."""
     is_known = cache.lengths >= 0  # negative if another layer has not appended its tokens
-    # (B,).
-    return is_known & (added >= 0) & (added <= seq_len) & (cache.lengths + added <= cache.capacity)
+    is_count = (added >= 0) & (added <= seq_len)
+    return is_known & is_count & (cache.lengths + added <= cache.capacity)
 
 
 def without_new(cache: CacheT, seq_len: int, new_lengths: Array | Sequence[int] | None) -> CacheT:
@@ -413,8 +413,9 @@ def check_appended(
 def check_room(cache: Cache, seq_len: int, new_lengths: Array | Sequence[int] | None) -> None:
     """Refuse more new tokens than free slots: they would be written out of bounds."""
     batch_size = cache.lengths.shape[0]
+    capacity = cache.capacity
     lengths = _on_host(cache.lengths)
-    check_lengths("cache.lengths", lengths, batch_size, cache.capacity)
+    check_lengths("cache.lengths", lengths, batch_size, capacity)
     added = seq_len
     if new_lengths is not None:
         added = _on_host(new_lengths)
@@ -423,8 +424,8 @@ def check_room(cache: Cache, seq_len: int, new_lengths: Array | Sequence[int] | 
     lengths, added = (
         np.zeros(1, np.int64) if isinstance(x, Tracer) else np.asarray(x) for x in (lengths, added)
     )
-    if bool((lengths.astype(np.int64) + added > cache.capacity).any()):
-        rule = f"not exceed the {cache.capacity} slots of the cache"
+    if bool((lengths.astype(np.int64) + added > capacity).any()):
+        rule = f"not exceed the {capacity} slots of the cache"
         raise InputError(
             "lengths + new tokens", rule, lengths=lengths.tolist(), new_lengths=added.tolist()
         )

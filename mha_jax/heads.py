@@ -34,8 +34,7 @@ def combine_heads(x: Float[Array, "B N T H"]) -> Float[Array, "B T NH"]:
 
 
 def repeat_kv_heads(x: Float[Array, "B K S H"], num_heads: int) -> Float[Array, "B N S H"]:
-    """Repeat each key/value head for its group of query heads: query head n uses head n // (N //
-    K).
+    """Repeat each key/value head for its group: query head n uses key/value head n // (N // K).
 
     Raises:
         ValueError: if num_heads is not a multiple of the key/value heads.

@@ -163,8 +163,8 @@ class Mask:
         """Return each query's first key under causality, padding and span, and the one after its
         last.
 
-        Both may lie outside 0..S. A row is fully masked if its first key is not before the end.
-        Segments may hide more keys in between.
+        Both may lie outside 0..S. Clipped to it, a first key that is not before the end means a
+        fully masked row. Segments may hide more keys in between.
         """
         lengths: Any = self.as_arrays().key_padding_lengths
         positions = _positions(seq_len_q)[None]  # (B or 1, T)
@@ -194,7 +194,7 @@ def _implicit_bool(mask: Mask, seq_len_q: int, seq_len_k: int) -> Array:
     first, stop = mask.key_range(seq_len_q, seq_len_k)
     keys = _positions(seq_len_k)[None, None, None]
     hidden = keys >= stop[:, None, :, None]
-    if mask.span is not None:
+    if mask.span is not None:  # without a span one comparison suffices
         hidden = hidden | (keys < first[:, None, :, None])
     if mask.segments is not None:
         query_ids, key_ids = mask.segments

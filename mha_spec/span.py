@@ -25,11 +25,13 @@ class Span(NamedTuple):
     chunk_size: int | None = None
 
     def first(self, positions: Any) -> Any:
-        """Return the first key that a query at a position attends to, possibly below 0; for
-        integers or arrays.
+        """Return the first key that a query at a position attends to, possibly below 0.
+
+        Positions are integers or arrays of them.
         """
         if self.chunk_size is not None:
             return positions // self.chunk_size * self.chunk_size
+        # `or 0` is for type checkers: without chunks there is a window.
         return positions - (self.window_size or 0) + 1
 
     def stop(self, positions: Any) -> Any:

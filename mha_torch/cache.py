@@ -545,13 +545,14 @@ def check_room(
         Lengths of the cache, if these and those of the new tokens are known.
     """
     batch_size = cache.lengths.shape[0]
-    lengths = check_lengths("cache.lengths", cache.lengths, batch_size, cache.capacity)
+    capacity = cache.capacity
+    lengths = check_lengths("cache.lengths", cache.lengths, batch_size, capacity)
     added = [seq_len] * batch_size
     if new_lengths is not None:
         added = check_lengths("new_lengths", new_lengths, batch_size, seq_len)
     if lengths is None or added is None:
         return None
-    if any(length + new > cache.capacity for length, new in zip(lengths, added, strict=True)):
-        rule = f"not exceed the {cache.capacity} slots of the cache"
+    if any(length + new > capacity for length, new in zip(lengths, added, strict=True)):
+        rule = f"not exceed the {capacity} slots of the cache"
         raise InputError("lengths + new tokens", rule, lengths=lengths, new_lengths=added)
     return lengths

@@ -276,11 +276,11 @@ def check_features(name: str, x: Tensor, width: int) -> None:
     """Refuse the output of a projection that is distributed or has another width, as if it had only
     some heads.
     """
+    if x.shape[-1] == width and not is_distributed(x):
+        return
     shown = f"{x.shape[-1]} features"
     if is_distributed(x):
         shown += " in a DTensor"
-    elif x.shape[-1] == width:
-        return
     raise InputError(
         name,
         f"return {width} features in a tensor of this process",

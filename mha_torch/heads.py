@@ -31,8 +31,7 @@ def combine_heads(x: Float[Tensor, "B N T H"]) -> Float[Tensor, "B T NH"]:
 
 
 def repeat_kv_heads(x: Float[Tensor, "B K S H"], num_heads: int) -> Float[Tensor, "B N S H"]:
-    """Repeat each key/value head for its group of query heads: query head n uses head n // (N //
-    K).
+    """Repeat each key/value head for its group: query head n uses key/value head n // (N // K).
 
     Raises:
         ValueError: if num_heads is not a multiple of the key/value heads.

@@ -195,8 +195,8 @@ class Mask:
         """Return each query's first key under causality, padding and span, and the one after its
         last.
 
-        Both may lie outside 0..S. A row is fully masked if its first key is not before the end.
-        Segments may hide more keys in between.
+        Both may lie outside 0..S. Clipped to it, a first key that is not before the end means a
+        fully masked row. Segments may hide more keys in between.
         """
         if self.key_padding_lengths is None:
             lengths = None

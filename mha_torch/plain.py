@@ -31,9 +31,9 @@ def create_padding_mask(
     lengths: Tensor | Sequence[int], seq_len_k: int, *, device: torch.device | str | None = None
 ) -> Tensor:
     """Return the mask (B, 1, 1, S) that hides padding: keys at or after a sequence's length."""
-    lengths = torch.as_tensor(lengths, device=device)
-    keys = torch.arange(seq_len_k, device=lengths.device)
-    return keys >= lengths[:, None, None, None]
+    lengths = torch.as_tensor(lengths, device=device)[:, None, None, None]
+    keys = torch.arange(seq_len_k, device=lengths.device)[None, None, None, :]
+    return keys >= lengths
 
 
 def create_attention_mask(

@@ -64,8 +64,8 @@ def with_one_batch_axis(attend: Attend) -> Attend:
             x_v = _merge("value", value, axes, of_keys, is_exact=True)
         results = attend(layer, x, x_k, x_v, mask, **options)
         return tuple(
-            ttnn.reshape(x, (*axes, *tuple(x.shape)[1:])) if x is not None else None
-            for x in results
+            None if result is None else ttnn.reshape(result, (*axes, *tuple(result.shape)[1:]))
+            for result in results
         )
 
     return attend_any
@@ -76,9 +76,9 @@ def _merge(
 ) -> Any:
     """Return x with one batch axis, of size 1 if all sequences share it."""
     if isinstance(x, DeviceMask) and x.shape[0] != 1:
-        x = x.mask
+        x = x.mask  # on the host, where its batch axes can be merged
     if not isinstance(x, (np.ndarray, Tensor)):
-        return x  # None or one for all sequences, or the layer will reject it
+        return x  # None, a device mask for all sequences, or the layer will reject it
     whole, merged = merged_shapes(name, tuple(x.shape), axes, other_axes, is_exact=is_exact)
     if isinstance(x, np.ndarray):
         return np.broadcast_to(x, whole).reshape(merged)
@@ -102,4 +102,6 @@ def _merge_positions(positions: Any, axes: tuple[int, ...], spec: AttentionSpec)
             f"have the axes of sections, {len(axes)} batch axes and T",
             {"positions.ndim": rank},
         )
-    return np.moveaxis(_merge("positions", np.moveaxis(positions, 0, -2), axes, "axes T"), 1, 0)
+    sections_last = np.moveaxis(positions, 0, -2)  # (…, axes, T)
+    merged = _merge("positions", sections_last, axes, "axes T")
+    return np.moveaxis(merged, 1, 0)

@@ -191,7 +191,7 @@ def _check_call(
         check_broadcasts("mask", tuple(mask.shape), scores_shape)
     scores.check_arguments(scores_shape, x)
     check_layer_positions(positions, batch_size, seq_len, spec)
-    _check_is_of(cache, spec)
+    _check_heads_fit(cache, spec)
     before = cache
     # With `shared_kv` the other layer has appended the new tokens.
     if spec.shared_kv:
@@ -443,11 +443,12 @@ class MultiHeadAttentionWithCache(AttentionLayer):
         return self.drop_output(output), cache
 
 
-def _check_is_of(cache: Cache, spec: AttentionSpec) -> None:
-    """Refuse a cache of another layer."""
+def _check_heads_fit(cache: Cache, spec: AttentionSpec) -> None:
+    """Refuse a cache whose heads or widths are not the layer's."""
     if isinstance(cache, LatentCache):
+        # All heads share the latents.
         check_cache_holds(cache, 1, padded_features("kv_a_proj", spec))
     else:
-        check_cache_holds(
-            cache, spec.num_kv_heads, *(padded_features(f"{part}_proj", spec) for part in "kv")
-        )
+        key_width = padded_features("k_proj", spec)
+        value_width = padded_features("v_proj", spec)
+        check_cache_holds(cache, spec.num_kv_heads, key_width, value_width)

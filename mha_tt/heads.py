@@ -69,8 +69,7 @@ def combine_checked(x: Float[Tensor, "B N T H"]) -> Float[Tensor, "B T NH"]:
 
 
 def repeat_kv_heads(x: Float[Tensor, "B K S H"], num_heads: int) -> Float[Tensor, "B N S H"]:
-    """Repeat each key/value head for its group of query heads: query head n uses head n // (N //
-    K).
+    """Repeat each key/value head for its group: query head n uses key/value head n // (N // K).
 
     Raises:
         ValueError: if num_heads is not a multiple of the key/value heads.
@@ -80,7 +79,7 @@ def repeat_kv_heads(x: Float[Tensor, "B K S H"], num_heads: int) -> Float[Tensor
     check_tiles("x", x)
     check_head_groups(num_heads, x.shape[1])
     repeats = num_heads // x.shape[1]
-    # Repeat_interleave, not tile.
     if repeats == 1:
         return x
+    # Not ttnn.repeat, which would put all heads in order, again and again.
     return ttnn.repeat_interleave(x, repeats, dim=1)

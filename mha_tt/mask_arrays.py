@@ -112,7 +112,8 @@ def create_sliding_window_mask(
     check_count("seq_len_q", seq_len_q)
     check_count("seq_len_k", seq_len_k)
     check_count("window_size", window_size)
-    # From query to key; each row contains a part of these.
+    # From query to key. Each row contains a part of these: a matrix of distances would need 8 bytes
+    # for each entry of the mask.
     distance = np.arange(1 - seq_len_q, seq_len_k)
     is_hidden = (distance > 0) | (distance <= -window_size)
     return np.ascontiguousarray(

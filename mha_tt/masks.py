@@ -104,7 +104,7 @@ class DeviceMask:
         check_broadcasts("mask", mask.shape, mask.shape)
         self.mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
         self.device = device
-        self.is_causal, self.window_size = _known(self.mask)
+        self.is_causal, self.window_size = _causality_of(self.mask)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -166,18 +166,20 @@ class DeviceMask:
         return np.asarray(self.mask.all(axis=-1, keepdims=True))
 
 
-def _known(mask: Bool[np.ndarray, "..."]) -> tuple[bool, int | None]:
+def _causality_of(mask: Bool[np.ndarray, "..."]) -> tuple[bool, int | None]:
     """Return whether the mask is causal for T queries and T keys, and the size of its sliding
     window, if any.
     """
     if mask.shape[:2] != (1, 1) or mask.shape[2] != mask.shape[3] or not mask.size:
         return False, None
     seq_len = mask.shape[2]
-    num_keys = max(1, seq_len - np.count_nonzero(mask[0, 0, -1:]))  # of the last query
-    is_causal = np.array_equal(
-        mask[0, 0], create_sliding_window_mask(seq_len, window_size=num_keys)
-    )
-    return is_causal, num_keys if is_causal and num_keys < seq_len else None
+    # Of the last query; a window has at least 1.
+    num_keys = max(1, seq_len - np.count_nonzero(mask[0, 0, -1]))
+    if not np.array_equal(mask[0, 0], create_sliding_window_mask(seq_len, window_size=num_keys)):
+        return False, None
+    if num_keys < seq_len:
+        return True, num_keys
+    return True, None
 
 
 class CausalMask(DeviceMask):
@@ -196,7 +198,7 @@ class CausalMask(DeviceMask):
         else:
             self.window_size = None
 
-    def within(self, window_size: int | None) -> CausalMask:
+    def narrowed_to(self, window_size: int | None) -> CausalMask:
         """Return the mask with a narrower window, or itself if the window hides no more keys."""
         if (window_size or self.seq_len) >= (self.window_size or self.seq_len):
             return self
@@ -312,11 +314,11 @@ class Mask:
             and self.has_only("mask", "is_causal", "span")
         ):
             if self.is_causal and self.mask is None:
-                causal = CausalMask(seq_len_q, device=device)
+                mask = CausalMask(seq_len_q, device=device)
             else:
-                causal = self.mask
-            if isinstance(causal, CausalMask) and causal.seq_len == seq_len_q:
-                return causal.within(window_size)
+                mask = self.mask
+            if isinstance(mask, CausalMask) and mask.seq_len == seq_len_q:
+                return mask.narrowed_to(window_size)
         hidden = self.implicit_bool(seq_len_q, seq_len_k)
         return on_device(hidden if self.mask is None else hidden | on_host(self.mask), device)
 
@@ -338,8 +340,8 @@ class Mask:
         """Return each query's first key under causality, padding and span, and the one after its
         last.
 
-        Both may lie outside 0..S. A row is fully masked if its first key is not before the end.
-        Segments may hide more keys in between.
+        Both may lie outside 0..S. Clipped to it, a first key that is not before the end means a
+        fully masked row. Segments may hide more keys in between.
         """
         positions = np.arange(seq_len_q)[None]  # (B or 1, T)
         if self.q_offset is not None:

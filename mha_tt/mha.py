@@ -271,11 +271,12 @@ class AttentionLayer:
     def _with_cached(
         self, seq_len: int, mask: Mask, positions: np.ndarray | Rotation | None
     ) -> tuple[Mask, np.ndarray | Rotation | None]:
-        """Return mask and positions of self-attention; causal masks and default rotations are
-        cached between calls.
+        """Return mask and positions of self-attention; causal masks (of layers without chunks) and
+        default rotations are cached between calls.
         """
         if mask.is_causal and mask.has_only("is_causal"):
             if self._causal_mask is None or self._causal_mask.seq_len != seq_len:
+                # With the window, so that `Mask.to_bool` returns this mask instead of a new one.
                 self._causal_mask = CausalMask(seq_len, self.spec.window_size, device=self.device)
             mask = Mask(self._causal_mask)
         if positions is not None or self.spec.rope is None or not seq_len:

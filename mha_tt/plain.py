@@ -31,9 +31,9 @@ def create_causal_mask(seq_len_q: int, seq_len_k: int | None = None) -> np.ndarr
 
 def create_padding_mask(lengths: np.ndarray | Sequence[int], seq_len_k: int) -> np.ndarray:
     """Return the mask (B, 1, 1, S) that hides padding: keys at or after a sequence's length."""
-    lengths = np.asarray(lengths)
-    keys = np.arange(seq_len_k)
-    return keys >= lengths[:, None, None, None]
+    lengths = np.asarray(lengths)[:, None, None, None]
+    keys = np.arange(seq_len_k)[None, None, None, :]
+    return keys >= lengths
 
 
 def create_attention_mask(
@@ -117,8 +117,8 @@ def scaled_dot_product_attention(
     device = query.device()
     config = accurate_config(device)
     # The softmax would magnify the rounding of scores in half precision.
-    wide: Any = {"dtype": ttnn.float32, "compute_kernel_config": config}
-    scores = ttnn.matmul(query, key, transpose_b=True, **wide)
+    options: Any = {"dtype": ttnn.float32, "compute_kernel_config": config}
+    scores = ttnn.matmul(query, key, transpose_b=True, **options)
     scores = ttnn.multiply(scores, 1 / math.sqrt(query.shape[-1]))
     hidden = None
     if mask is not None:
@@ -171,7 +171,7 @@ class Linear:
     ) -> None:
         self.device = device
         self.dtype = dtype
-        limit = 1 / math.sqrt(d_in)
+        limit = 1 / math.sqrt(d_in)  # as in torch.nn.Linear
         self.load(rng.uniform(-limit, limit, (d_out, d_in)), np.zeros(d_out) if bias else None)
 
     def load(self, weight: np.ndarray, bias: np.ndarray | None) -> None:

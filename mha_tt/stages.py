@@ -167,10 +167,13 @@ def attention_context(
     *,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> Float[Tensor, "B N T Hv"]:
-    """Return the weighted sum of values, accumulated in at least float32, in the dtype of value."""
+    """Return the weighted sum of values, accumulated in at least float32.
+
+    It has the dtype of value, or that of the weights if value is bfloat8_b.
+    """
     check_tiles("attn_weights", attn_weights)
     check_tiles("value", value)
-    # A cache may have a narrower dtype than the weights.
+    # A bfloat8_b cache is narrower than the inputs: the context keeps the dtype of the weights.
     if value.dtype == ttnn.bfloat8_b:
         dtype = attn_weights.dtype
     else:

@@ -78,6 +78,6 @@ class NormLayer(nnx.Module):
 
     def __call__(self, x: Float[Array, "*tokens H"]) -> Float[Array, "*tokens H"]:
         """Return x, normalized."""
-        weight, bias = (getattr(self, name, None) for name in ("weight", "bias"))
-        arrays = [None if x is None else x[...] for x in (weight, bias)]
+        parameters = (getattr(self, name, None) for name in ("weight", "bias"))
+        arrays = [None if parameter is None else parameter[...] for parameter in parameters]
         return apply_norm(x, self.norm, *cast(arrays, self.dtype))

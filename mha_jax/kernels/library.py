@@ -17,7 +17,7 @@ def supports(query: Array, scores: Scores) -> bool:
     spec = scores.spec
     if spec.soft_cap is not None or spec.has_distance_bias or "sinks" in scores.learned:
         return False
-    # A folded relative bias is wider.
+    # A relative bias folded into the bias is float32; the kernel requires the dtype of query.
     return scores.bias is None or scores.bias.dtype == query.dtype
 
 
@@ -40,8 +40,8 @@ def attend(
     """Return the context on a platform, with the cheapest form of the mask."""
     seq_len_q = query.shape[2]
     seq_len_k = key.shape[2]
-    # It requires equal widths.
     width = value.shape[3]
+    # The library requires equal widths: narrower arrays are padded.
     head_dim = max(query.shape[3], value.shape[3])
     dtype = query.dtype
     takes_cudnn = _fits_cudnn(query, value, platform)
@@ -114,7 +114,7 @@ def _cudnn_reads(mask: Mask, bias: Array | None, dtype: jnp.dtype, tokens: tuple
     has no gradient.
     """
     is_whole = all(x is None or x.shape[-2:] == tokens for x in (mask.mask, bias))
-    # In float16 hidden keys would have a score of -45875.
+    # In float16 hidden keys would have a score of only -32768.
     return dtype == jnp.bfloat16 and is_whole and not any(count % 2 for count in tokens)
 
 
@@ -130,7 +130,8 @@ def _native_mask(
         return None
     options: dict[str, Any] = {"is_causal": mask.is_causal}
     if span is not None:
-        # cuDNN supports windows only with causality, and not more queries than keys.
+        # cuDNN supports windows only with causality, without lengths, and not with more queries
+        # than keys.
         is_refused = takes_cudnn and (
             not mask.is_causal or lengths is not None or seq_len_q > seq_len_k
         )

@@ -30,6 +30,7 @@ def supports(query: Array, key: Array, mask: Mask, scores: Scores) -> bool:
         return False
     if not mask.has_only("is_causal", "key_padding_lengths", "span", "segment_ids"):
         return False
+    # The kernel has chunks only with causality.
     if mask.span is not None and mask.span.chunk_size is not None and not mask.is_causal:
         return False
     # The kernel has 32-bit indices, and XLA cannot partition it.
@@ -40,12 +41,14 @@ def supports(query: Array, key: Array, mask: Mask, scores: Scores) -> bool:
 def attend(
     query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *, interpret: bool = False
 ) -> Array:
-    """Return the context. Queries are scaled in their own dtype; `interpret` runs the kernel
-    without a TPU.
+    """Return the context. Scaled queries are rounded to the dtype of query; `interpret` runs the
+    kernel without a TPU.
     """
     # Imported lazily: it is slow to import, and for TPUs only.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_mask as splash_masks,
+    )
 
     (block_q, padded_q), (block_k, padded_k) = _block_of(query.shape[2]), _block_of(key.shape[2])
     query = (at_least_float32(query) * scores.spec.score_scale).astype(query.dtype)
@@ -70,13 +73,20 @@ def attend(
     sinks = jnp.full(query.shape[1], NO_SINK, query.dtype)
     if "sinks" in scores.learned:
         sinks = jnp.maximum(scores.learned["sinks"], sinks)
-    hides = _mask_of(masks, mask, (padded_q, padded_k))
+    hides = _mask_of(splash_masks, mask, (padded_q, padded_k))
     sizes = splash.BlockSizes(
-        *(block_q, block_k, block_k), *(block_q, block_k, block_k), *(block_q, block_k)
+        block_q=block_q,
+        block_kv=block_k,
+        block_kv_compute=block_k,
+        block_q_dkv=block_q,
+        block_kv_dkv=block_k,
+        block_kv_dkv_compute=block_k,
+        block_q_dq=block_q,
+        block_kv_dq=block_k,
     )
     with jax.numpy_dtype_promotion("standard"):
         kernel: Any = splash.make_splash_mha(
-            masks.MultiHeadMask([hides] * query.shape[1]),
+            splash_masks.MultiHeadMask([hides] * query.shape[1]),
             block_sizes=sizes,
             head_shards=1,
             q_seq_shards=1,
@@ -91,16 +101,17 @@ def attend(
     return context[:, :, : query.shape[2]]
 
 
-def _mask_of(masks: Any, mask: Mask, shape: tuple[int, int]) -> Any:
+def _mask_of(splash_masks: Any, mask: Mask, shape: tuple[int, int]) -> Any:
     """Return the kernel's mask for causality and span."""
     if mask.span is not None and mask.span.window_size is not None:
         before = mask.span.window_size - 1
-        return masks.LocalMask(shape, (before, 0 if mask.is_causal else before), 0)
+        after = 0 if mask.is_causal else before
+        return splash_masks.LocalMask(shape, (before, after), offset=0)
     if mask.span is not None and mask.span.chunk_size is not None:
-        return masks.ChunkedCausalMask(shape, mask.span.chunk_size)
+        return splash_masks.ChunkedCausalMask(shape, mask.span.chunk_size)
     if mask.is_causal:
-        return masks.CausalMask(shape)
-    return masks.FullMask(shape)
+        return splash_masks.CausalMask(shape)
+    return splash_masks.FullMask(shape)
 
 
 def _block_of(length: int) -> tuple[int, int]:

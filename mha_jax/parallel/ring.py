@@ -33,7 +33,7 @@ class _Plan(NamedTuple):
 
     Attributes:
         axis, size: mesh dimension and its number of devices.
-        is_causal, reach: masks by position.
+        is_causal, span: masks by position.
         is_halved: each device works on one half from the start and one from the end.
         is_cached: queries are replicated, and keys are slots.
         walks: number of steps of keys and values to a neighbor, forward and back.
@@ -354,9 +354,10 @@ class _Sums(NamedTuple):
 def _nothing(query: Array, width: int) -> _Sums:
     """Return the identity element of `_joined`."""
     row = at_least_float32(query[..., :1])
-    return _Sums(
-        jnp.broadcast_to(row * 0.0, (*row.shape[:-1], width)), jnp.full_like(row, -jnp.inf)
-    )
+    # Like the queries, so that they vary over the same devices.
+    zeros = jnp.zeros_like(row)
+    context = jnp.broadcast_to(zeros, (*row.shape[:-1], width))
+    return _Sums(context, jnp.full_like(row, -jnp.inf))
 
 
 def _joined(ours: _Sums, theirs: _Sums) -> _Sums:
@@ -457,13 +458,14 @@ def _forward(
     sums, _ = _walk(plan, visit, sums, (key, value), ())
     if terms.sinks is not None:
         sinks = jnp.broadcast_to(at_least_float32(terms.sinks), sums.lse.shape)
-        if plan.is_cached:  # one device has the sinks
+        if plan.is_cached:  # the results of all devices are joined: sinks must count once
             sinks = jnp.where(lax.axis_index(plan.axis) == 0, sinks, -jnp.inf)
         sums = _joined(sums, _Sums(jnp.zeros_like(sums.context), sinks))
     if plan.is_cached:
         context, lse = _joined_by_all(plan, sums)
     else:
         context, lse = sums
+    # For the gradients: exp(-inf - inf) is 0, but exp(-inf + inf) is NaN.
     lse = jnp.where(jnp.isneginf(lse), jnp.inf, lse)
     return context.astype(query.dtype), (query, key, value, terms, context, lse)
 

@@ -146,18 +146,19 @@ def _is_manual(mesh: Any, axis: Any) -> bool:
 
 
 def _cannot_share(key: Array, axis: str) -> bool:
-    """Return whether other devices have left each too few heads for all-to-all.
+    """Return whether the heads on a device are no multiple of the devices along `axis`.
 
-    On an automatic mesh types do not contain the sharding; `parallel.shard` records it.
+    All-to-all needs that. On an automatic mesh types do not contain the sharding; `parallel.shard`
+    records the answer.
     """
     if not is_explicit(key):
         return False
     mesh = jax.typeof(key).sharding.mesh
-    over = spec_of(key)[1] or ()
-    num_heads = key.shape[1] // math.prod(
-        mesh.shape[name] for name in ((over,) if isinstance(over, str) else over)
-    )
-    return num_heads % mesh.shape[axis] != 0
+    head_dims = spec_of(key)[1] or ()
+    if isinstance(head_dims, str):
+        head_dims = (head_dims,)
+    num_local = key.shape[1] // math.prod(mesh.shape[name] for name in head_dims)
+    return num_local % mesh.shape[axis] != 0
 
 
 @compiled("parallel")

@@ -77,7 +77,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores
 def _attend_in_blocks(
     query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores
 ) -> Tensor:
-    span = mask.span or Span()
+    span: Any = mask.span
     seq_len_q = query.shape[2]
     seq_len_k = key.shape[2]
     is_causal = mask.is_causal

@@ -111,10 +111,10 @@ class RotaryTable:
         upper = (table.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
         rows = np.concatenate([upper, table - upper], axis=-1)
         self._rows = upload_rows(rows, device=device, dtype=ttnn.bfloat16)
+        # The product with `spread` is a head, its swapped halves, and both again.
         itself = np.eye(width)
         swapped = np.roll(itself, width // 2, axis=0)
         spread = np.concatenate([itself, swapped, itself, swapped], axis=1)
-        # A head, its swapped halves, and both again.
         self._spread = upload(spread[None, None], device=device)
         self._gathered = upload(np.concatenate([itself] * 4), device=device)  # sum of the four
 

@@ -64,7 +64,8 @@ class FusedAttention:
     The plain path computes what the framework's kernel does not support: heads in float32 or not in
     whole tiles, values with more or fewer tiles than keys, a soft cap, biases and products by
     distance, and dropout. Causal and sliding-window masks with T = S are free: they are never
-    uploaded. Scores of masked keys must be far below 1e9 in size: the kernel masks by adding -1e9.
+    uploaded. Masks of chunks are. Scores of masked keys must be far below 1e9 in size: the kernel
+    masks by adding -1e9.
 
     Attributes:
         compute_kernel_config: arithmetic of the device; default: `accurate_config`.
@@ -87,7 +88,9 @@ class FusedAttention:
         """
         if not supports(query, scores) or query.shape[3] % TILE or value.shape[3] != key.shape[3]:
             return stages.attend(query, key, value, mask, scores, self.compute_kernel_config)[0]
-        device, (batch_size, _, seq_len_q, _), seq_len_k = query.device(), query.shape, key.shape[2]
+        device = query.device()
+        batch_size, _, seq_len_q, _ = query.shape
+        seq_len_k = key.shape[2]
         if 0 in (batch_size, seq_len_q, seq_len_k):
             return zeros(tuple(query.shape), query.dtype, device)
         hidden = mask.with_bias(scores.bias).to_bool(seq_len_q, seq_len_k, device)
@@ -262,7 +265,9 @@ def attend_to_checked(
             cur_pos_tensor=positions,
             scale=scale,
             attention_sink=sinks_of_part,
-            program_config=_program_config(device, config, 0, chunk, chunk),
+            program_config=_program_config(
+                device, config, seq_len_q=0, seq_len_k=chunk, largest_chunk=chunk
+            ),
             compute_kernel_config=config,
             **in_pages,
         )
@@ -391,7 +396,7 @@ def _unscaled(sinks: Tensor, scale: float) -> Tensor:
 
 
 def _some_heads(x: Tensor, part: slice, times: int, *, axis: int) -> Tensor:
-    """Return some heads of x, each `copies` times in a row."""
+    """Return some heads of x, each `times` times in a row."""
     if part.stop - part.start == x.shape[axis]:
         some = x
     else:
@@ -459,8 +464,9 @@ def check_cached_step(
             {"query.shape": tuple(query.shape), "keys.shape": tuple(keys.shape)},
         )
     check_head_groups(query.shape[2], keys.shape[1])
-    if keys.shape[2] % 32:
-        raise InputError("keys", "have whole tiles of 32 slots", {"keys.shape": tuple(keys.shape)})
+    if keys.shape[2] % TILE:
+        rule = f"have whole tiles of {TILE} slots"
+        raise InputError("keys", rule, {"keys.shape": tuple(keys.shape)})
     if not isinstance(last_positions, Tensor):
         check_lengths("last_positions", last_positions, batch_size, capacity - 1)
     elif last_positions.dtype != ttnn.int32 or tuple(last_positions.shape) != (batch_size,):

@@ -106,6 +106,7 @@ def _rows_that_see(
     if shown.shape[1] > 1:
         marked = ttnn.repeat_interleave(marked, shown.shape[1] // num_heads, dim=1)
         num_heads = shown.shape[1]
+        # Sequences that share a mask could be rows of one product only if its heads were equal.
         if shown.shape[0] < batch_size:
             shown = ttnn.repeat(shown, (batch_size, 1, 1, 1))
     # Heads that share a mask are rows of one product: (b, n, rows, S) (b, n, T, S)^T.

@@ -505,19 +505,20 @@ class Blocks:
         block, (B or 1, rows).
         """
         first, stop = (self._in_blocks(x, 1, self.block_queries) for x in (first, stop))
-        return jnp.maximum(first.min(axis=2), 0) // self.block_keys, -(
-            -stop.max(axis=2) // self.block_keys
-        )
+        first_block = jnp.maximum(first.min(axis=2), 0) // self.block_keys
+        stop_block = -(-stop.max(axis=2) // self.block_keys)
+        return first_block, stop_block
 
     def blocks_of_segments(self, query_ids: Array, key_ids: Array) -> tuple[Array, Array]:
-        """Return the range of key blocks with segment ids in the range of each query block, (B,
-        rows).
+        """Return the range of key blocks whose ids may equal some of each query block, (B, rows).
+
+        Only the smallest and largest ids are compared; `scores` hides the other keys.
         """
-        rows = self._in_blocks(query_ids, 1, self.block_queries)[:, :, None]
-        keys = self._in_blocks(key_ids, 1, self.block_keys)[:, None]
-        return self._ends(
-            (keys.min(axis=-1) <= rows.max(axis=-1)) & (keys.max(axis=-1) >= rows.min(axis=-1))
-        )
+        ids_of_queries = self._in_blocks(query_ids, 1, self.block_queries)[:, :, None]
+        ids_of_keys = self._in_blocks(key_ids, 1, self.block_keys)[:, None]
+        begins_before_end = ids_of_keys.min(axis=-1) <= ids_of_queries.max(axis=-1)
+        ends_after_begin = ids_of_keys.max(axis=-1) >= ids_of_queries.min(axis=-1)
+        return self._ends(begins_before_end & ends_after_begin)
 
     def _in_blocks(self, x: Array, axis: int, size: int) -> Array:
         """Return x with an axis divided into blocks and places within them; its last value fills
@@ -535,9 +536,10 @@ class Blocks:
         number = jnp.arange(is_visible.shape[-1], dtype=jnp.int32).reshape(
             (1,) * (is_visible.ndim - 1) + (-1,)
         )
-        return jnp.where(is_visible, number, self.seq_len_k).min(axis=-1), jnp.where(
-            is_visible, number + 1, 0
-        ).max(axis=-1)
+        # Without a visible block the range is empty: no block has the number seq_len_k.
+        first = jnp.where(is_visible, number, self.seq_len_k).min(axis=-1)
+        stop = jnp.where(is_visible, number + 1, 0).max(axis=-1)
+        return first, stop
 
     def with_sinks(self, sums: Sums, tile: Tile, rows: Rows) -> Sums:
         """Return the sums of a block of queries with the sinks, whose values are 0."""

@@ -212,8 +212,7 @@ def gradients_of_part(
 
         def differentiate_rows(rows: Rows, grads: tuple[Any, ...]) -> tuple[Array, tuple[Any, ...]]:
             q_rows, cotangents, contexts, logs = (rows.of(x) for x in by_row)
-            # (P, 1, G t).
-            logs = logs.swapaxes(1, 2)
+            logs = logs.swapaxes(1, 2)  # (P, 1, G t)
             row_sums = (cotangents * contexts).sum(axis=-1)[:, None]
 
             def add(grads: tuple[Any, ...], keys: Keys) -> tuple[Any, ...]:
@@ -310,7 +309,8 @@ _OfCache = tuple[AttentionSpec | BareHeads, Span | None, BlockSizes, str]
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend_to_cache(options: _OfCache, query: Array, keys: Array, *arguments: Any) -> Array:
-    reads_all = is_automatic(keys) or options[3] != "cpu"
+    *_, platform = options
+    reads_all = is_automatic(keys) or platform != "cpu"
     if reads_all:
         attend = _attend_to_every_slot
     else:

@@ -29,14 +29,11 @@ def attend(
     mask: Mask,
     scores: Scores,
     *,
-    divisors: tuple[Array, Array] | None = None,
     fits_cache: bool = True,
 ) -> Array:
     """Return the context, in the dtype of query. Shapes are checked.
 
     Args:
-        divisors: `divisors_of` the queries, (B, N, T, 1), and the keys, (B, K, S, 1); default:
-            computed.
         fits_cache: the scores of a head fit the cache of a core; otherwise several kernels are
             faster than one.
     """
@@ -49,17 +46,9 @@ def attend(
     query = group(at_least_float32(query))
     key = at_least_float32(key)
     value = at_least_float32(value)
-    if hidden is None:
-        logits = jnp.einsum("bkth,bksh->bkts", query * spec.score_scale, key)
-    else:  # scores may be infinite, but not NaN, which a minimum does not hide
-        of_query, of_key = (
-            (divisors_of(query), divisors_of(key))
-            if divisors is None
-            else (group(divisors[0]), divisors[1])
-        )
+    if hidden is not None:
         hidden = group(to_scores_rank(hidden))
-        logits = jnp.einsum("bkth,bksh->bkts", query / of_query, key / of_key)
-        logits = logits * (of_query * spec.score_scale) * of_key.swapaxes(2, 3)
+    logits = jnp.einsum("bkth,bksh->bkts", query * spec.score_scale, key)
     if spec.soft_cap is not None:
         logits = spec.soft_cap * jnp.tanh(logits / spec.soft_cap)
     if spec.alibi_slopes is not None:
@@ -68,6 +57,7 @@ def attend(
         logits += group(bias)
     if scores.bias is not None:
         bias = group(to_scores_rank(at_least_float32(scores.bias)))
+        # A minimum does not hide NaN, which -inf + inf would be.
         logits += bias if hidden is None else zero_where(bias, hidden)
     if hidden is not None:
         infinity = logits.dtype.type(jnp.inf)
@@ -107,18 +97,6 @@ def _group(x: Array, *, num_kv_heads: int, shape: tuple[int, ...]) -> Array:
         return jnp.tile(x, (1, 1, num_heads // num_kv_heads, 1))
     x = jnp.broadcast_to(x, (*x.shape[:2], seq_len, x.shape[3]))
     return x.reshape(x.shape[0], num_kv_heads, -1, x.shape[3])
-
-
-def divisors_of(x: Array) -> Array:
-    """Return powers of 2, (B, N, T, 1), for tokens to be divided by so that their products do not
-    overflow.
-    """
-    x = at_least_float32(x)
-    half = jnp.finfo(x.dtype).maxexp // 2  # 8 bits less leave room for 2^16 features
-    largest = lax.stop_gradient(jnp.abs(x).max(axis=-1, keepdims=True))
-    return jnp.where(
-        largest > 2.0 ** (half - 8), x.dtype.type(2.0 ** (half + 8)), x.dtype.type(1.0)
-    )
 
 
 @jax.custom_jvp

@@ -17,6 +17,12 @@ from mha_jax.parallel.sharding import is_automatic
 from mha_jax.scores import Scores
 from mha_spec.span import Span
 
+HEADS_FACTOR = 16
+"""Multiple of `few_scores` up to which a CPU works on more than one key/value head at once."""
+
+PART_FACTOR = 32
+"""Multiple of `few_scores` up to which a CPU works on a block of one key/value head at once."""
+
 
 def supports(query: Array, key: Array, mask: Mask, sizes: BlockSizes, platform: str) -> bool:
     """Return whether there is a span, there are enough queries to share its keys, and no block is
@@ -25,9 +31,9 @@ def supports(query: Array, key: Array, mask: Mask, sizes: BlockSizes, platform: 
     is_known = mask.has_only("mask", "is_causal", "key_padding_lengths", "span")
     if not is_known or mask.span is None or query.shape[2] <= _num_together(mask.span):
         return False
-    num_scores = (
-        query.shape[1] // key.shape[1] * _num_together(mask.span) * sum(_keys_around(mask, key))
-    )
+    group_size = query.shape[1] // key.shape[1]
+    _, num_keys = _keys_around(mask, key)
+    num_scores = group_size * _num_together(mask.span) * num_keys
     return not _is_local(query, platform) or num_scores <= PART_FACTOR * sizes.few_scores
 
 
@@ -49,7 +55,6 @@ def attend(
     """
     is_local = _is_local(query, platform)
     parts = _Parts.of(query, key, mask, scores, few_scores=sizes.few_scores if is_local else None)
-    divisors = whole.divisors_of(query), whole.divisors_of(key)
     fits_cache = math.prod(parts.per_part[2:]) <= sizes.few_scores
     has_few = is_local or math.prod(parts.per_part) <= sizes.most_scores
 
@@ -61,10 +66,7 @@ def attend(
         mask = parts.mask_of(part)
         scores = parts.scores_of(part)
         if has_few:
-            of_part = part.rows_of(divisors[0]), part.keys_of(divisors[1])
-            return whole.attend(
-                rows, keys, values, mask, scores, divisors=of_part, fits_cache=fits_cache
-            )
+            return whole.attend(rows, keys, values, mask, scores, fits_cache=fits_cache)
         return blockwise.attend(rows, keys, values, mask, scores, sizes=sizes, platform=platform)
 
     # Recompute instead of storing residuals of each block.
@@ -72,14 +74,8 @@ def attend(
     return parts.joined(lax.map(jax.checkpoint(attend_part), numbers))
 
 
-HEADS_FACTOR = 16
-"""Multiple of `few_scores` up to which a CPU works on more than one key/value head at once."""
-
-PART_FACTOR = 32
-"""Multiple of `few_scores` up to which a CPU works on a block of one key/value head at once."""
-
-
 def _is_local(query: Array, platform: str) -> bool:
+    """Return whether a CPU computes the call, and XLA does not partition it."""
     return platform == "cpu" and not is_automatic(query)
 
 
@@ -91,8 +87,9 @@ def _num_together(span: Span) -> int:
 
 
 def _keys_around(mask: Mask, key: Array) -> tuple[int, int]:
-    """Return the numbers of keys of a block before its first query and from there on, for which
-    products are fast.
+    """Return the number of keys of a block before its first query, and of all its keys.
+
+    Keys on either side are rounded up to multiples of 16, for which products are fast.
     """
     span: Any = mask.span
     size = _num_together(span)
@@ -100,7 +97,7 @@ def _keys_around(mask: Mask, key: Array) -> tuple[int, int]:
         -(-n // 16) * 16
         for n in (-span.first(0), 0 if mask.is_causal else span.stop(size - 1) - size)
     )
-    return before, min(before + size + after, key.shape[2]) - before
+    return before, min(before + size + after, key.shape[2])
 
 
 class _Sizes(NamedTuple):
@@ -173,18 +170,17 @@ class _Parts(NamedTuple):
     def of(
         cls, query: Array, key: Array, mask: Mask, scores: Scores, *, few_scores: int | None
     ) -> "_Parts":
-        """Return the parts of a call; if there are `few_scores`, of few enough heads for the
-        caches.
+        """Return the parts of a call; with `few_scores`, of few enough heads for the caches of a
+        CPU.
         """
         batch_size, num_heads, seq_len_q, _ = query.shape
         _, num_kv_heads, seq_len_k, _ = key.shape
         span: Any = mask.span
         size = _num_together(span)
-        before, after = _keys_around(mask, key)
+        before, num_keys = _keys_around(mask, key)
         group_size = num_heads // num_kv_heads
         sequences = batch_size
         kv_heads = num_kv_heads
-        num_keys = before + after
         # Biases by distance belong to all heads.
         if few_scores is not None and not scores.spec.has_distance_bias:
             most = max(HEADS_FACTOR * few_scores // (group_size * size * num_keys), 1)

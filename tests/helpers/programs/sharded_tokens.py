@@ -220,14 +220,15 @@ def generated(kind):
 
 def mapped():
     """Return the largest difference of a ring in the user's own `shard_map`, with NaN in the padding of
-    a sequence that ends within the tokens of a device.
+    a sequence that ends within the tokens of a device, and in the queries of an empty one.
     """
     mesh, spec = mesh_of("explicit", sequence=4), heads(4, 1)
-    q, k, v = (jax.random.normal(jax.random.key(i), (2, n, 32, 8)) for i, n in enumerate((4, 1, 1)))
-    lengths = jnp.array([19, 32])
+    q, k, v = (jax.random.normal(jax.random.key(i), (3, n, 32, 8)) for i, n in enumerate((4, 1, 1)))
+    lengths = jnp.array([19, 32, 0])
     attend = partial(fused_attention(mha_jax), spec=spec, is_causal=True)
     expected = jax.jit(attend)(q, k, v, key_padding_lengths=lengths)[0]
     k, v = (x.at[0, :, 19:].set(jnp.nan) for x in (k, v))
+    q = q.at[2].set(jnp.nan)
     spread = PartitionSpec(None, None, "sequence")
 
     def own(q, k, v, lengths):

@@ -1363,7 +1363,7 @@ def test_cpu_arrays_use_cpu_kernels(monkeypatch, library_calls):
 
 
 def test_cudnn_gets_no_float16_mask(monkeypatch, library_calls):
-    """cuDNN gets masks in bfloat16 but not in float16, in which it hides keys by -45875: other
+    """cuDNN gets masks in bfloat16 but not in float16, in which it hides keys by -32768: other
     scores fall below that.
     """
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")

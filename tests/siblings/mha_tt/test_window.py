@@ -220,7 +220,7 @@ def test_window_table_is_uploaded_once(device, uploads):
 def test_narrower_of_two_windows_applies(device, window_size, expected):
     """A window within another one is the narrower of them, and the same mask if nothing changes."""
     mask = CausalMask(5, 3, device=device)
-    within = mask.within(window_size)
+    within = mask.narrowed_to(window_size)
     assert within.window_size == expected
     assert (within is mask) == (expected == 3)
 
