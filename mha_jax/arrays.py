@@ -99,7 +99,7 @@ def array_of(weight: Any) -> Any:
 
 
 def at_least_float32(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Return x in float32, or unchanged if it is float64."""
+    """Return x in at least float32."""
     if x.dtype == jnp.float64:
         return x
     return x.astype(jnp.float32)

@@ -88,7 +88,7 @@ def scaled_dot_product_attention(
         wide = jnp.float32
     scores = query.astype(wide) @ key.astype(wide).swapaxes(-2, -1) / math.sqrt(query.shape[-1])
     if mask is not None:
-        # JAX can be set to refuse arrays of different ranks.
+        # JAX has a setting that forbids arrays of different ranks.
         mask = jnp.broadcast_to(mask, scores.shape)
         scores = jnp.where(mask, jnp.finfo(wide).min, scores)
     attn_weights = jax.nn.softmax(scores, axis=-1)

@@ -143,7 +143,10 @@ def _softmax(scores: Array, mask: Array | None) -> Array:
 def attention_context(
     attn_weights: Float[Array, "B N T S"], value: Float[Array, "B K S Hv"]
 ) -> Float[Array, "B N T Hv"]:
-    """Return the weighted sum of values, accumulated in at least float32, in the dtype of value."""
+    """Return the weighted sum of values, accumulated in at least float32.
+
+    It has the dtype of value.
+    """
     value_per_head = repeat_kv_heads(value, attn_weights.shape[1])
     context = jnp.einsum(
         "bnts,bnsh->bnth", at_least_float32(attn_weights), at_least_float32(value_per_head)

@@ -160,7 +160,7 @@ class AttentionSpec(Record):
         for name in FACTORS:
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, as_factor(name, getattr(self, name)))
-        span_of(self.window_size, self.chunk_size)  # refuses a window with chunks
+        span_of(self.window_size, self.chunk_size)  # raises an error for a window with chunks
         for name in SIZES[2:]:  # in this order: some are derived from earlier ones
             if getattr(self, name) is None:
                 object.__setattr__(self, name, self._derived_sizes()[name])

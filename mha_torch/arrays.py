@@ -13,7 +13,7 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 def at_least_float32(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Return x in float32, or unchanged if it is float64."""
+    """Return x in at least float32."""
     if x.dtype == torch.float64:
         return x
     return x.to(torch.float32)

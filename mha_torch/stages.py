@@ -140,7 +140,10 @@ def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
 def attention_context(
     attn_weights: Float[Tensor, "B N T S"], value: Float[Tensor, "B K S Hv"]
 ) -> Float[Tensor, "B N T Hv"]:
-    """Return the weighted sum of values, accumulated in at least float32, in the dtype of value."""
+    """Return the weighted sum of values, accumulated in at least float32.
+
+    It has the dtype of value.
+    """
     value_per_head = repeat_kv_heads(value, attn_weights.shape[1])
     with without_autocast(value.device.type):
         context = torch.einsum(

@@ -8,7 +8,7 @@ from ttnn import Tensor
 
 
 def at_least_float32(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Return x in float32."""
+    """Return x in at least float32."""
     return as_dtype(x, ttnn.float32)
 
 

@@ -173,7 +173,7 @@ def _causality_of(mask: Bool[np.ndarray, "..."]) -> tuple[bool, int | None]:
     if mask.shape[:2] != (1, 1) or mask.shape[2] != mask.shape[3] or not mask.size:
         return False, None
     seq_len = mask.shape[2]
-    # Of the last query; a window has at least 1.
+    # Keys that the last query attends to. A window has at least one.
     num_keys = max(1, seq_len - np.count_nonzero(mask[0, 0, -1]))
     if not np.array_equal(mask[0, 0], create_sliding_window_mask(seq_len, window_size=num_keys)):
         return False, None
