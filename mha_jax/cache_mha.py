@@ -27,7 +27,6 @@ from mha_jax.cache import (
     without_new,
 )
 from mha_jax.checks import (
-    check_broadcasts,
     check_is_cache,
     check_layer_positions,
     check_shared_kv,
@@ -52,6 +51,7 @@ from mha_jax.projections import project_output, project_qkv
 from mha_jax.weights import Project
 from mha_spec import AttentionSpec
 from mha_spec.attention import check_latent, check_spec
+from mha_spec.rules import check_broadcasts
 
 
 def multi_head_attention_with_cache(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,14 +11,14 @@ import numpy as np
 from jax.core import Tracer
 
 from mha_jax.arrays import Array, array_of, is_on_accelerator
-from mha_spec import AttentionSpec, GridBias, InputError, InputTypeError, Latent, Norm, Rope
+from mha_spec import AttentionSpec, InputError, InputTypeError, Latent, Norm, Rope
 from mha_spec.annotations import BOOLEAN, FLOATING, INTEGERS, checking
 from mha_spec.attention import check_spec
 from mha_spec.features.norm import check_norm
 from mha_spec.features.rope import position_shapes
 from mha_spec.heads import BareHeads
-from mha_spec.hints import NEW_CACHE, missing_axes
-from mha_spec.rules import as_count, check_head_groups
+from mha_spec.hints import NEW_CACHE
+from mha_spec.rules import as_count, check_broadcasts, check_head_groups, check_names
 
 _SCALARS = [scalar for scalar in vars(jnp).values() if isinstance(scalar, type(jnp.float32))]
 _ALL_DTYPES = [np.dtype(scalar) for scalar in _SCALARS]
@@ -47,16 +47,6 @@ def check_floating(name: str, x: Array, rank: int) -> None:
         raise InputError(name, f"have {rank} axes", {f"{name}.shape": x.shape})
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise InputTypeError(name, "be floating point", {f"{name}.dtype": x.dtype})
-
-
-def check_broadcasts(name: str, shape: tuple[int, ...], scores_shape: tuple[int, ...]) -> None:
-    """Refuse a shape that does not broadcast to the scores, or that would enlarge them."""
-    sizes = zip(reversed(shape), reversed(scores_shape), strict=False)
-    if len(shape) > 4 or not all(a == 1 or a == b for a, b in sizes):
-        rule = f"broadcast to the scores (B, N, T, S) = {scores_shape}"
-        raise InputError(
-            name, rule, {f"{name}.shape": shape}, hint=missing_axes(name, shape, scores_shape)
-        )
 
 
 def check_integers(name: str, x: Array, shapes: Sequence[tuple[int, ...]], in_words: str) -> None:
@@ -146,23 +136,6 @@ def check_score_weights(
         check_weight(name, weights[name], shape)
 
 
-def check_mapping(argument: str, weights: object) -> None:
-    """Refuse anything but a mapping."""
-    if not isinstance(weights, Mapping):
-        raise InputTypeError(argument, "be a mapping of names to arrays", type(weights).__name__)
-
-
-def check_names(argument: str, weights: Mapping[str, Array], names: Collection[str]) -> None:
-    """Refuse weights that do not have exactly these names."""
-    check_mapping(argument, weights)
-    missing = sorted(set(names) - weights.keys())
-    unexpected = sorted(weights.keys() - set(names), key=str)
-    if missing or unexpected:
-        raise InputError(
-            argument, "have exactly the names of the spec", missing=missing, unexpected=unexpected
-        )
-
-
 def check_weight(name: str, weight: Array, shape: tuple[int, ...]) -> None:
     """Refuse a weight that is not floating point, or has another shape."""
     check_array(name, weight)
@@ -201,12 +174,17 @@ def check_layer_inputs(
         if x.ndim != 3:
             raise InputError(name, "have axes (…, S, d_kv)", {f"{name}.shape": tuple(x.shape)})
         check_width(name, x, spec.d_kv)
-        if x.dtype != query.dtype:
-            raise InputTypeError(
-                name,
-                "have the dtype of query",
-                {f"{name}.dtype": x.dtype, "query.dtype": query.dtype},
-            )
+        check_same_dtype(name, x, query)
+
+
+def check_same_dtype(name: str, x: Array, query: Array) -> None:
+    """Refuse an input whose dtype is not the query's."""
+    if x.dtype != query.dtype:
+        raise InputTypeError(
+            name,
+            "have the dtype of query",
+            {f"{name}.dtype": x.dtype, "query.dtype": query.dtype},
+        )
 
 
 def check_width(name: str, x: Array, width: int) -> None:
@@ -310,12 +288,7 @@ def check_latents(name: str, latents: Array, latent: Latent) -> None:
 def check_heads(query: Array, key: Array, value: Array) -> None:
     """Refuse split heads whose dtypes do not fit each other."""
     for name, x in (("key", key), ("value", value)):
-        if x.dtype != query.dtype:
-            raise InputTypeError(
-                name,
-                "have the dtype of query",
-                {f"{name}.dtype": x.dtype, "query.dtype": query.dtype},
-            )
+        check_same_dtype(name, x, query)
 
 
 def check_scored(query: Array, key: Array, spec: AttentionSpec | BareHeads) -> None:
@@ -333,23 +306,8 @@ def check_scored(query: Array, key: Array, spec: AttentionSpec | BareHeads) -> N
 
 def check_bias(bias: Array, scores_shape: tuple[int, ...], query: Array) -> None:
     """Refuse a bias that does not fit the queries, or does not broadcast to the scores."""
-    if bias.dtype != query.dtype:
-        raise InputTypeError(
-            "bias",
-            "have the dtype of query",
-            {"bias.dtype": bias.dtype, "query.dtype": query.dtype},
-        )
+    check_same_dtype("bias", bias, query)
     check_broadcasts("bias", bias.shape, scores_shape)
-
-
-def check_grid(relative_bias: GridBias, scores_shape: tuple[int, ...]) -> None:
-    """Refuse scores (B, N, T, S) of more tokens than the grid of the relative bias has."""
-    if max(scores_shape[2:]) > relative_bias.num_tokens:
-        raise InputError(
-            "tokens",
-            f"be at most the {relative_bias.num_tokens} of the grid",
-            {"(T, S)": scores_shape[2:]},
-        )
 
 
 def check_gate(gate: Array, context: Array) -> None:

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
 from mha_jax.arrays import Array
-from mha_jax.checks import check_broadcasts, check_count, check_integers, check_lengths
+from mha_jax.checks import check_count, check_integers, check_lengths
 from mha_jax.compiled import compiled
 from mha_spec import AttentionSpec, InputError
 from mha_spec.heads import BareHeads
-from mha_spec.rules import as_boolean
+from mha_spec.rules import as_boolean, check_broadcasts
 from mha_spec.span import Span, span_of
 
 

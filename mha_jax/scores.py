@@ -7,10 +7,11 @@ import jax
 from jaxtyping import Bool, Float
 
 from mha_jax.arrays import Array
-from mha_jax.checks import check_bias, check_broadcasts, check_grid, check_score_weights
+from mha_jax.checks import check_bias, check_score_weights
 from mha_spec import AttentionSpec, GridBias
+from mha_spec.features.relative_bias import check_grid
 from mha_spec.heads import BareHeads
-from mha_spec.rules import as_rate
+from mha_spec.rules import as_rate, check_broadcasts
 
 
 @jax.tree_util.register_dataclass

@@ -12,15 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
 from mha_jax.arrays import Array, at_least_float32, zero_where
-from mha_jax.checks import (
-    check_bias,
-    check_broadcasts,
-    check_grid,
-    check_heads,
-    check_mapping,
-    check_score_weights,
-    check_scored,
-)
+from mha_jax.checks import check_bias, check_heads, check_score_weights, check_scored
 from mha_jax.compiled import compiled
 from mha_jax.features.alibi import alibi_bias
 from mha_jax.features.relative_bias import relative_position_bias
@@ -32,8 +24,9 @@ from mha_jax.padding import find_padding, zero_heads_in_padding
 from mha_jax.parallel.sharding import head_sharding, reshard_like, with_auto_axes
 from mha_jax.scores import Scores
 from mha_spec import AttentionSpec, GridBias, InputError
+from mha_spec.features.relative_bias import check_grid
 from mha_spec.heads import BareHeads
-from mha_spec.rules import as_rate
+from mha_spec.rules import as_rate, check_broadcasts, check_mapping
 
 
 def attention_scores(

@@ -117,8 +117,7 @@ OF_CALLS: dict[str, Alias] = {
     "attn_mask": Alias(
         ("mask",),
         f"{_TRUE_IS_MASKED}, as in torch.nn.MultiheadAttention; in F.scaled_dot_product_attention "
-        "True means "
-        "attend: pass ~attn_mask; a floating-point one is a bias",
+        "True means attend: pass ~attn_mask; a floating-point one is a bias",
     ),
     "attention_mask": Alias(("mask",), f"{_ONE_ATTENDS}, with axes that broadcast to (B, N, T, S)"),
     "key_padding_mask": Alias(
@@ -141,9 +140,8 @@ OF_CALLS: dict[str, Alias] = {
     **_all_mean("segment_ids", "cu_seqlens", "cu_seqlens_q", note="the segment of each token"),
     **_all_mean("positions", "position_ids", "input_pos", "pos"),
     **_all_mean("need_weights", "output_attentions", "return_attention_scores", "sow_weights"),
-    "need_weights": Alias(
-        (), "MultiHeadAttention and functions return attention weights"
-    ),  # not self-attention
+    # For self-attention, which does not have it.
+    "need_weights": Alias((), "MultiHeadAttention and functions return attention weights"),
     "average_attn_weights": Alias((), "weights are of each head: average them over axis 1"),
     **_all_mean("key", "inputs_k", "k", "memory", "context", "encoder_hidden_states"),
     **_all_mean("value", "inputs_v", "v"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, fields
 from types import NoneType
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from mha_spec.errors import InputError, InputTypeError
+from mha_spec.hints import WRITTEN_OVER, missing_axes
 
 LARGEST_COUNT = 2**63 - 1
 """Larger integers do not fit into arrays of integers, and some are beyond floats."""
@@ -147,6 +148,59 @@ def check_head_groups(num_heads: int, num_kv_heads: int) -> None:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
         )
+
+
+def check_broadcasts(name: str, shape: tuple[int, ...], scores_shape: tuple[int, ...]) -> None:
+    """Refuse a shape that does not broadcast to the scores, or that would enlarge them.
+
+    Raises:
+        ValueError: if it does not broadcast, or has more than 4 axes.
+    """
+    sizes = zip(reversed(shape), reversed(scores_shape), strict=False)
+    if len(shape) > 4 or not all(a == 1 or a == b for a, b in sizes):
+        rule = f"broadcast to the scores (B, N, T, S) = {scores_shape}"
+        raise InputError(
+            name, rule, {f"{name}.shape": shape}, hint=missing_axes(name, shape, scores_shape)
+        )
+
+
+def check_mapping(argument: str, weights: object) -> None:
+    """Refuse anything but a mapping.
+
+    Raises:
+        TypeError: if it is anything else.
+    """
+    if not isinstance(weights, Mapping):
+        raise InputTypeError(argument, "be a mapping of names to arrays", type(weights).__name__)
+
+
+def check_names(argument: str, weights: Mapping[str, object], names: Collection[str]) -> None:
+    """Refuse weights that do not have exactly these names.
+
+    Raises:
+        TypeError: if they are not a mapping.
+        ValueError: if a name is missing or unexpected.
+    """
+    check_mapping(argument, weights)
+    missing = sorted(set(names) - weights.keys())
+    unexpected = sorted(weights.keys() - set(names), key=str)
+    if missing or unexpected:
+        raise InputError(
+            argument, "have exactly the names of the spec", missing=missing, unexpected=unexpected
+        )
+
+
+def check_not_written_over(cache: Any) -> None:
+    """Refuse a cache whose storage belongs to the one that a step returned.
+
+    Raises:
+        ValueError: if `cache.is_written_over`.
+    """
+    # The mark is a change of a Python object, which a graph would not repeat.
+    if not cache.is_written_over:
+        return
+    rule = "be the one that the last step returned: that step has written into its storage"
+    raise InputError("cache", rule, "the one before the step", hint=WRITTEN_OVER)
 
 
 def check_holds_new(lengths: Sequence[int], added: Sequence[int]) -> None:

@@ -14,16 +14,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mha_spec import InputError, InputTypeError
-from mha_spec.rules import check_holds_new
+from mha_spec.rules import check_holds_new, check_not_written_over
 from mha_spec.span import span_of
 from mha_torch.arrays import is_graph, is_transformed, values_at_hand
-from mha_torch.checks import (
-    check_count,
-    check_device,
-    check_is_cache,
-    check_lengths,
-    check_not_written_over,
-)
+from mha_torch.checks import check_count, check_device, check_is_cache, check_lengths
 from mha_torch.masks import Mask, as_lengths
 
 

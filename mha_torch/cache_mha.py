@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mha_spec import AttentionSpec
 from mha_spec.attention import check_latent, check_spec
+from mha_spec.rules import check_broadcasts
 from mha_torch.arrays import is_autocast_on, nan_where, zero_where
 from mha_torch.cache import (
     Cache,
@@ -28,7 +29,6 @@ from mha_torch.cache import (
     without_new,
 )
 from mha_torch.checks import (
-    check_broadcasts,
     check_is_cache,
     check_layer_positions,
     check_shared_kv,

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from mha_spec import AttentionSpec, GridBias, InputError, InputTypeError, Latent, Norm, Rope
+from mha_spec import AttentionSpec, InputError, InputTypeError, Latent, Norm, Rope
 from mha_spec.annotations import BOOLEAN, FLOATING, INTEGERS, checking
 from mha_spec.attention import check_spec
 from mha_spec.features.norm import check_norm
 from mha_spec.features.rope import position_shapes
 from mha_spec.heads import BareHeads
-from mha_spec.hints import NEW_CACHE, WRITTEN_OVER, missing_axes
-from mha_spec.rules import as_count, check_head_groups
+from mha_spec.hints import NEW_CACHE
+from mha_spec.rules import (
+    as_count,
+    check_broadcasts,
+    check_head_groups,
+    check_names,
+    check_not_written_over,
+)
 from mha_torch.arrays import is_autocast_on, is_distributed, values_at_hand
 
 _ALL_DTYPES = [dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)]
@@ -56,16 +61,6 @@ def check_device(name: str, x: Tensor, expected: torch.device, of: str) -> None:
     if x.device != expected:
         raise InputError(
             name, f"lie on the device of {of}", {f"{name}.device": x.device, "expected": expected}
-        )
-
-
-def check_broadcasts(name: str, shape: tuple[int, ...], scores_shape: tuple[int, ...]) -> None:
-    """Refuse a shape that does not broadcast to the scores, or that would enlarge them."""
-    sizes = zip(reversed(shape), reversed(scores_shape), strict=False)
-    if len(shape) > 4 or not all(a == 1 or a == b for a, b in sizes):
-        rule = f"broadcast to the scores (B, N, T, S) = {scores_shape}"
-        raise InputError(
-            name, rule, {f"{name}.shape": shape}, hint=missing_axes(name, shape, scores_shape)
         )
 
 
@@ -140,23 +135,6 @@ def check_score_weights(
         check_device(name, weights[name], query.device, "query")
 
 
-def check_mapping(argument: str, weights: object) -> None:
-    """Refuse anything but a mapping."""
-    if not isinstance(weights, Mapping):
-        raise InputTypeError(argument, "be a mapping of names to tensors", type(weights).__name__)
-
-
-def check_names(argument: str, weights: Mapping[str, Tensor], names: Collection[str]) -> None:
-    """Refuse weights that do not have exactly these names."""
-    check_mapping(argument, weights)
-    missing = sorted(set(names) - weights.keys())
-    unexpected = sorted(weights.keys() - set(names), key=str)
-    if missing or unexpected:
-        raise InputError(
-            argument, "have exactly the names of the spec", missing=missing, unexpected=unexpected
-        )
-
-
 def check_weight(name: str, weight: Tensor, shape: tuple[int, ...]) -> None:
     """Refuse a weight that is not floating point, or has another shape."""
     check_array(name, weight)
@@ -202,13 +180,18 @@ def check_layer_inputs(
         if x.ndim != 3:
             raise InputError(name, "have axes (…, S, d_kv)", {f"{name}.shape": tuple(x.shape)})
         check_width(name, x, spec.d_kv)
-        if x.dtype != query.dtype:
-            raise InputTypeError(
-                name,
-                "have the dtype of query",
-                {f"{name}.dtype": x.dtype, "query.dtype": query.dtype},
-            )
+        check_same_dtype(name, x, query)
         check_device(name, x, query.device, "query")
+
+
+def check_same_dtype(name: str, x: Tensor, query: Tensor) -> None:
+    """Refuse an input whose dtype is not the query's."""
+    if x.dtype != query.dtype:
+        raise InputTypeError(
+            name,
+            "have the dtype of query",
+            {f"{name}.dtype": x.dtype, "query.dtype": query.dtype},
+        )
 
 
 def check_width(name: str, x: Tensor, width: int) -> None:
@@ -334,12 +317,7 @@ def check_latents(name: str, latents: Tensor, latent: Latent) -> None:
 def check_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Refuse split heads whose dtypes do not fit each other."""
     for name, x in (("key", key), ("value", value)):
-        if x.dtype != query.dtype:
-            raise InputTypeError(
-                name,
-                "have the dtype of query",
-                {f"{name}.dtype": x.dtype, "query.dtype": query.dtype},
-            )
+        check_same_dtype(name, x, query)
         check_device(name, x, query.device, "query")
 
 
@@ -358,24 +336,12 @@ def check_scored(query: Tensor, key: Tensor, spec: AttentionSpec | BareHeads) ->
 
 def check_bias(bias: Tensor, scores_shape: tuple[int, ...], query: Tensor) -> None:
     """Refuse a bias that does not fit the queries, or does not broadcast to the scores."""
-    if bias.dtype != query.dtype and not (bias.is_floating_point() and is_autocast_on(bias.device)):
-        raise InputTypeError(
-            "bias",
-            "have the dtype of query",
-            {"bias.dtype": bias.dtype, "query.dtype": query.dtype},
-        )
+    differs = bias.dtype != query.dtype
+    is_cast = differs and bias.is_floating_point() and is_autocast_on(bias.device)
+    if not is_cast:
+        check_same_dtype("bias", bias, query)
     check_broadcasts("bias", tuple(bias.shape), scores_shape)
     check_device("bias", bias, query.device, "query")
-
-
-def check_grid(relative_bias: GridBias, scores_shape: tuple[int, ...]) -> None:
-    """Refuse scores (B, N, T, S) of more tokens than the grid of the relative bias has."""
-    if max(scores_shape[2:]) > relative_bias.num_tokens:
-        raise InputError(
-            "tokens",
-            f"be at most the {relative_bias.num_tokens} of the grid",
-            {"(T, S)": scores_shape[2:]},
-        )
 
 
 def check_gate(gate: Tensor, context: Tensor) -> None:
@@ -397,12 +363,3 @@ def check_is_cache(cache: object, kind: type) -> None:
     if not isinstance(cache, kind):
         raise InputTypeError("cache", f"be a {kind.__name__}", type(cache).__name__, hint=NEW_CACHE)
     check_not_written_over(cache)
-
-
-def check_not_written_over(cache: Any) -> None:
-    """Refuse a cache whose storage belongs to the one that a step returned."""
-    # The mark is a change of a Python object, which a graph would not repeat.
-    if not cache.is_written_over:
-        return
-    rule = "be the one that the last step returned: that step has written into its storage"
-    raise InputError("cache", rule, "the one before the step", hint=WRITTEN_OVER)

@@ -9,15 +9,9 @@ from torch import Tensor
 
 from mha_spec import AttentionSpec, InputError
 from mha_spec.heads import BareHeads
-from mha_spec.rules import as_boolean
+from mha_spec.rules import as_boolean, check_broadcasts
 from mha_spec.span import Span, span_of
-from mha_torch.checks import (
-    check_broadcasts,
-    check_count,
-    check_device,
-    check_integers,
-    check_lengths,
-)
+from mha_torch.checks import check_count, check_device, check_integers, check_lengths
 
 
 def create_attention_mask(

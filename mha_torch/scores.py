@@ -7,9 +7,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mha_spec import AttentionSpec, GridBias
+from mha_spec.features.relative_bias import check_grid
 from mha_spec.heads import BareHeads
-from mha_spec.rules import as_rate
-from mha_torch.checks import check_bias, check_broadcasts, check_grid, check_score_weights
+from mha_spec.rules import as_rate, check_broadcasts
+from mha_torch.checks import check_bias, check_score_weights
 from mha_torch.masks import block_of
 
 

@@ -13,18 +13,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mha_spec import AttentionSpec, GridBias, InputError
+from mha_spec.features.relative_bias import check_grid
 from mha_spec.heads import BareHeads
-from mha_spec.rules import as_rate
+from mha_spec.rules import as_rate, check_broadcasts, check_mapping
 from mha_torch.arrays import at_least_float32, without_autocast
-from mha_torch.checks import (
-    check_bias,
-    check_broadcasts,
-    check_grid,
-    check_heads,
-    check_mapping,
-    check_score_weights,
-    check_scored,
-)
+from mha_torch.checks import check_bias, check_heads, check_score_weights, check_scored
 from mha_torch.features.alibi import alibi_bias
 from mha_torch.features.relative_bias import relative_position_bias
 from mha_torch.features.relative_products import relative_position_products

@@ -16,17 +16,10 @@ from jaxtyping import Bool, Float, Int
 from ttnn import Tensor
 
 from mha_spec import InputError, InputTypeError
-from mha_spec.rules import check_holds_new
+from mha_spec.rules import check_holds_new, check_not_written_over
 from mha_spec.span import span_of
 from mha_tt.arrays import as_dtype
-from mha_tt.checks import (
-    check_count,
-    check_dtype,
-    check_is_cache,
-    check_lengths,
-    check_not_written_over,
-    check_tiles,
-)
+from mha_tt.checks import check_count, check_dtype, check_is_cache, check_lengths, check_tiles
 from mha_tt.decode.places import DecodePositions
 from mha_tt.decode.slots import extended, one_core_each, sequences, write_tokens
 from mha_tt.device import upload, upload_integers, zeros

@@ -14,10 +14,10 @@ from ttnn import Tensor
 
 from mha_spec import AttentionSpec, InputError, InputTypeError
 from mha_spec.heads import BareHeads
-from mha_spec.rules import as_boolean
+from mha_spec.rules import as_boolean, check_broadcasts
 from mha_spec.span import Span, span_of
 from mha_tt.arrays import as_dtype
-from mha_tt.checks import check_broadcasts, check_count, check_integers, check_lengths, checked
+from mha_tt.checks import check_count, check_integers, check_lengths, checked
 from mha_tt.device import upload
 from mha_tt.mask_arrays import create_sliding_window_mask
 

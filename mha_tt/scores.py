@@ -11,10 +11,11 @@ from jaxtyping import Bool, Float
 from ttnn import Tensor
 
 from mha_spec import AttentionSpec, GridBias
+from mha_spec.features.relative_bias import check_grid
 from mha_spec.heads import BareHeads
-from mha_spec.rules import as_rate
+from mha_spec.rules import as_rate, check_broadcasts
 from mha_tt.arrays import as_dtype
-from mha_tt.checks import check_bias, check_broadcasts, check_grid, check_score_weights
+from mha_tt.checks import check_bias, check_score_weights
 from mha_tt.device import upload
 from mha_tt.masks import block_of
 

@@ -18,15 +18,13 @@ from jaxtyping import Bool, Float, Int
 from ttnn import Tensor
 
 from mha_spec import AttentionSpec, GridBias, InputError, InputTypeError
+from mha_spec.features.relative_bias import check_grid
 from mha_spec.heads import BareHeads
-from mha_spec.rules import as_rate
+from mha_spec.rules import as_rate, check_broadcasts, check_mapping
 from mha_tt.arrays import as_dtype, at_least_float32, nan_where
 from mha_tt.checks import (
     check_bias,
-    check_broadcasts,
-    check_grid,
     check_heads,
-    check_mapping,
     check_score_weights,
     check_scored,
     check_tiles,

@@ -152,3 +152,17 @@ class GridBias(Record):
             self.num_buckets - 3, self.num_buckets
         )
         return buckets
+
+
+def check_grid(relative_bias: GridBias, scores_shape: tuple[int, ...]) -> None:
+    """Refuse scores (B, N, T, S) of more tokens than the grid of the relative bias has.
+
+    Raises:
+        ValueError: if there are more queries or keys.
+    """
+    if max(scores_shape[2:]) > relative_bias.num_tokens:
+        raise InputError(
+            "tokens",
+            f"be at most the {relative_bias.num_tokens} of the grid",
+            {"(T, S)": scores_shape[2:]},
+        )

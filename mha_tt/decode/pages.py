@@ -15,8 +15,9 @@ from jaxtyping import Float, Int
 from ttnn import Tensor
 
 from mha_spec import InputError, InputTypeError
+from mha_spec.rules import check_not_written_over
 from mha_tt.cache import KVCache
-from mha_tt.checks import check_count, check_lengths, check_not_written_over
+from mha_tt.checks import check_count, check_lengths
 from mha_tt.device import upload_integers, zeros
 from mha_tt.layout import TILE, round_up
 

@@ -20,16 +20,10 @@ from ttnn import Tensor
 
 from mha_spec import AttentionSpec, InputError, InputTypeError
 from mha_spec.heads import BareHeads
-from mha_spec.rules import check_head_groups
+from mha_spec.rules import check_head_groups, check_names
 from mha_tt import stages
 from mha_tt.arrays import as_dtype, at_least_float32
-from mha_tt.checks import (
-    check_floating,
-    check_heads_of_spec,
-    check_lengths,
-    check_names,
-    check_weight,
-)
+from mha_tt.checks import check_floating, check_heads_of_spec, check_lengths, check_weight
 from mha_tt.device import accurate_config, upload_integers, with_bfloat16_sums, zeros
 from mha_tt.layout import TILE, round_up
 from mha_tt.masks import MASKED, DeviceMask, Mask, zero_masked_rows

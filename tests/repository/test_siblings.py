@@ -120,7 +120,7 @@ WEIGHTS_OF_A_LAYER = {  # declared for type checkers; a device has them in one m
 }
 
 WRITTEN_OVER = {  # a step writes into the cache that it receives; arrays of JAX never change
-    *("mark_written_over", "check_not_written_over", "Cache.is_written_over"),
+    *("mark_written_over", "Cache.is_written_over"),
 }
 
 EXTRA_NAMES = {
