@@ -24,7 +24,7 @@ import numpy as np
 
 import parity
 from mha_spec import AttentionSpec, Llama3Scaling, Rope
-from parity.core.trace import Reference
+from parity.measure.core.trace import Reference
 
 SCALING = Llama3Scaling(8.0, 8192)
 

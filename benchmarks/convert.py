@@ -53,7 +53,7 @@ def shapes_of(num_layers: int, *, only_attention: bool) -> Iterator[tuple[str, t
 
 def make_checkpoint(path: Path, gib: float, *, only_attention: bool) -> None:
     """Write a checkpoint of about this size."""
-    from parity.files import write_tensors
+    from parity.measure.files import write_tensors
 
     size = lambda n: sum(2 * rows * columns for _, (rows, columns) in shapes_of(n, only_attention=only_attention))  # noqa: E731
     num_layers = max(1, round((gib * 2**30 - size(0)) / (size(1) - size(0))))
@@ -93,7 +93,7 @@ def byte_copy(source: Path, target: Path) -> None:
 
 def unchanged(source: Path, target: Path) -> None:
     """Use our own reading and writing, with hash and verification."""
-    from parity.files import open_tensors, write_tensors
+    from parity.measure.files import open_tensors, write_tensors
 
     with open_tensors(source) as file:
         write_tensors(target, file.infos, file.tensor)
@@ -103,7 +103,7 @@ def conversion(layout: str, told: str | None = None) -> Callable[[Path, Path], N
     """Return a conversion; without a source layout, the metadata specifies it."""
 
     def convert(source: Path, target: Path) -> None:
-        from parity.conversion.convert import convert_file
+        from parity.port.conversion.convert import convert_file
 
         convert_file(source, target, source=told, target=layout, prefix=PREFIX, force=True, **(HEADS if told else {}))
 
@@ -127,7 +127,7 @@ def run_step(name: str, source: Path, target: Path) -> dict[str, float]:
     """Run a step in this process; return its wall and CPU seconds without imports, and its peak memory."""
     import safetensors.torch  # noqa: F401
 
-    import parity.conversion.convert  # noqa: F401
+    import parity.port.conversion.convert  # noqa: F401
 
     begin, cpu_begin = time.perf_counter(), time.process_time()
     STEPS[name][1](source, target)

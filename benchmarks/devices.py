@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import mha_jax
 from mha_jax import parallel
 from mha_spec import AttentionSpec
-from parity.sharding.hlo import collectives_in, counts_of, nbytes_of
+from parity.measure.sharding.hlo import collectives_in, counts_of, nbytes_of
 
 SPEC = AttentionSpec(512, 8)
 DEVICES = (1, 2, 4, 8)

@@ -21,8 +21,8 @@ from devices import QUICKLY, SPEC, Program
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from parity.core.packages import installed
-from parity.reporting.schemas import headed
+from parity.measure.core.packages import installed
+from parity.use.reporting.schemas import headed
 from parity_lab.bench.jax import Side
 from parity_lab.bench.measure import LIMIT, OURS, Row, run_in_turn, times_of
 from parity_lab.bench.work import Work

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from parity.core.libraries import LIBRARIES
+from parity.measure.core.libraries import LIBRARIES
 
 # A public name is written once, in __init__.pyi, and imported when it is first asked for: `mha-parity --help`, and
 # every pytest run where this package is installed, import `parity` and need nothing of it.
@@ -20,7 +20,7 @@ _MODULE_OF = {
 __all__ = sorted(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll]
 
 # NumPy takes no tensors of ttnn: its backend reads them, and is imported for the first one.
-LIBRARIES["ttnn"] = partial(importlib.import_module, "parity.backends.tt")
+LIBRARIES["ttnn"] = partial(importlib.import_module, "parity.measure.backends.tt")
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,7 @@ def main() -> int:
     """Run the command line. Until it is imported, an interrupt ends the process at once and without a traceback."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
-    from parity.cli.main import main
+    from parity.use.cli.main import main
 
     return main()
 

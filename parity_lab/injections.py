@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from mha_spec import InputError, LinearScaling, ProportionalScaling, Rope, YarnScaling
-from parity.backends import BACKENDS, load_backend
-from parity.backends.port import Port
-from parity.core.case import Case
-from parity.core.problem import Problem
-from parity.core.weights import Weights
-from parity.diagnosis.bugs import PRECISIONS, Bug, bugs_for
+from parity.explain.diagnosis.bugs import PRECISIONS, Bug, bugs_for
+from parity.measure.backends import BACKENDS, load_backend
+from parity.measure.backends.port import Port
+from parity.measure.core.case import Case
+from parity.measure.core.problem import Problem
+from parity.measure.core.weights import Weights
 
 Override = Callable[..., Any]
 """Replacement of a function of an implementation: `override(plan, original, *inputs)`."""
@@ -360,7 +360,7 @@ INJECTIONS: dict[str, Injection] = {
     "cache-keys-as-values": breaking(append_to_cache=lambda _, append, cache, k, v, **new: append(cache, k, k, **new)),
     "precision-bfloat16": products_of(7),
 }
-"""By the names of `parity.diagnosis.bugs`, in the order of the pages in `parity/bugs/README.md`."""
+"""By the names of `parity.explain.diagnosis.bugs`, in the order of the pages in `parity/bugs/README.md`."""
 
 
 @cache

@@ -33,17 +33,17 @@ from mha_spec import (
     Temperature,
     YarnScaling,
 )
-from parity.backends import BACKENDS, why_missing
-from parity.backends.record import record
-from parity.core.case import Case
-from parity.core.cases import CASES
-from parity.core.compare import first_difference
-from parity.core.problem import Problem, make_problem
-from parity.core.stages import stage_named
-from parity.core.trace import Reference, judge
-from parity.core.weights import random_weights
-from parity.diagnosis.diagnose import Diagnosis, diagnose
-from parity.reporting.console import print_table
+from parity.explain.diagnosis.diagnose import Diagnosis, diagnose
+from parity.measure.backends import BACKENDS, why_missing
+from parity.measure.backends.record import record
+from parity.measure.core.case import Case
+from parity.measure.core.cases import CASES
+from parity.measure.core.compare import first_difference
+from parity.measure.core.problem import Problem, make_problem
+from parity.measure.core.stages import stage_named
+from parity.measure.core.trace import Reference, judge
+from parity.measure.core.weights import random_weights
+from parity.use.reporting.console import print_table
 from parity_lab.injections import Injection, bug_to_inject, bugs_to_inject, plan_of
 
 SELFTESTED = [name for name, backend in BACKENDS.items() if backend.has_all_bugs]

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 import parity
-from parity.models.config import read_config
+from parity.port.models.config import read_config
 
 TOKENS = np.random.default_rng(0).integers(0, 64, (1, 128))
 SIZES = {"num_layers": "num_hidden_layers", "vocab_size": "vocab_size", "embed_dim": "hidden_size"}

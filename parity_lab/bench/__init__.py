@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import Any, Protocol
 
 from mha_spec import InputError
-from parity.backends import why_missing
+from parity.measure.backends import why_missing
 from parity_lab.bench.measure import (
     ALLOWED,
     LIMIT,
@@ -205,7 +205,7 @@ def effort(quick: bool) -> dict[str, Any]:
 
 def environment_of(sides: Mapping[str, Side]) -> dict[str, Any]:
     """Return the environment, without the numerics lock, which is not held during measurements."""
-    from parity.backends.numerics import environment
+    from parity.measure.backends.numerics import environment
 
     found = environment(sides)
     others = {name: metadata.version(name) for name in ("keras", "equinox", "transformers") if find_spec(name)}

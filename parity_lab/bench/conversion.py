@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from mha_spec import AttentionSpec
-from parity.core.weights import random_weights
+from parity.measure.core.weights import random_weights
 from parity_lab.bench.imports import run_python
 from parity_lab.bench.measure import LIMIT, OURS, Row, times_of
 
@@ -28,7 +28,7 @@ STEPS = {
 PROGRAM = """
 import os, shutil, sys, time
 from safetensors.numpy import load_file, save_file
-from parity.conversion.convert import convert_file
+from parity.port.conversion.convert import convert_file
 paths = sys.argv[1:]
 begin = time.perf_counter()
 {step}

@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array
 
 import mha_jax
-from parity.foreign import load_adapter, load_into
+from parity.port.foreign import load_adapter, load_into
 from parity_lab.bench.keras import keras_layer
 from parity_lab.bench.measure import OURS, Contender, Probe, large_enough
 from parity_lab.bench.operations import operations_of_program

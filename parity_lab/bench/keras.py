@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from mha_spec import AttentionSpec
-from parity.core.weights import Weights
-from parity.foreign import load_adapter
-from parity.foreign.keras import import_keras
+from parity.measure.core.weights import Weights
+from parity.port.foreign import load_adapter
+from parity.port.foreign.keras import import_keras
 
 
 def keras_layer(framework: str, spec: AttentionSpec, dtype: str, weights: Weights) -> Any:

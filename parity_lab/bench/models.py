@@ -10,9 +10,9 @@ from typing import Any, Unpack
 import numpy as np
 
 from mha_spec import InputError
-from parity.conversion.hints import LayerKeywords
-from parity.conversion.layers import FileLayer, open_layers
-from parity.running.models import chosen_layers, number_of, skeleton_of
+from parity.port.conversion.hints import LayerKeywords
+from parity.port.conversion.layers import FileLayer, open_layers
+from parity.use.running.models import chosen_layers, number_of, skeleton_of
 from parity_lab.bench import Bench, Make, bench_work, checked, effort, environment_of, open_sides
 from parity_lab.bench.measure import Contender
 from parity_lab.bench.work import Work, draw_inputs

@@ -14,10 +14,10 @@ from rich.table import Column
 from rich.text import Text
 
 from mha_spec import InputError
-from parity.files.target import write_whole
-from parity.reporting.console import print_table
-from parity.reporting.plot import check_destination
-from parity.text import counted
+from parity.measure.files.target import write_whole
+from parity.measure.text import counted
+from parity.use.reporting.console import print_table
+from parity.use.reporting.plot import check_destination
 from parity_lab.bench import Bench, Row
 from parity_lab.bench.measure import OURS
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mha_torch
-from parity.backends.torch import from_numpy, to_numpy
-from parity.foreign import load_adapter, load_into
+from parity.measure.backends.torch import from_numpy, to_numpy
+from parity.port.foreign import load_adapter, load_into
 from parity_lab.bench.keras import keras_layer
 from parity_lab.bench.measure import OURS, Contender, Probe, large_enough
 from parity_lab.bench.operations import operations_of_torch

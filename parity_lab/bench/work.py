@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from mha_spec import Alibi, AttentionSpec, InputError
-from parity.core.weights import Weights, dtype_named, random_weights
+from parity.measure.core.weights import Weights, dtype_named, random_weights
 
 GROUPS = ("cores", "scores", "varlen", "layers", "decode", "memory", "import", "convert", "growth", "growth-long")
 NAMED = ("memory", "scores", "varlen", "growth", "growth-long")  # groups with work that others also have

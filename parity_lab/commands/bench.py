@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from parity.cli.help import Page, Result
-from parity.cli.layers import add_layer_options, layer_options, said_of_layers
-from parity.cli.messages import refusal
-from parity.cli.options import check_names, dtype_list, name_list, range_list
+from parity.use.cli.help import Page, Result
+from parity.use.cli.layers import add_layer_options, layer_options, said_of_layers
+from parity.use.cli.messages import refusal
+from parity.use.cli.options import check_names, dtype_list, name_list, range_list
 
 PAGE = Page(
     "measure speed compared with other libraries",
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Result:
     """Measure, and print the results."""
-    from parity.reporting.console import console, progress_bar
+    from parity.use.reporting.console import console, progress_bar
     from parity_lab.bench import DEVICES, DTYPES, FRAMEWORKS, GROUPS, bench, count_rows
     from parity_lab.bench.report import plot_growth, print_bench
 
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> Result:
     check_names("--device", [options.device], DEVICES)
     groups = options.suites or GROUPS
     if options.plot is not None:
-        from parity.reporting.plot import check_destination
+        from parity.use.reporting.plot import check_destination
 
         check_destination(options.plot, "--plot")
         if "growth" not in groups:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import fnmatch
 
-from parity.cli.help import Page, Result
-from parity.cli.messages import no_framework, refusal
-from parity.cli.options import check_names, name_list
-from parity.text import did_you_mean
+from parity.measure.text import did_you_mean
+from parity.use.cli.help import Page, Result
+from parity.use.cli.messages import no_framework, refusal
+from parity.use.cli.options import check_names, name_list
 
 PAGE = Page(
     "inject known bugs into the layers, and check that they are found",
@@ -27,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Result:
     """Inject the bugs, and print the outcomes."""
-    from parity.backends import why_missing
-    from parity.reporting.console import console, progress_bar
+    from parity.measure.backends import why_missing
+    from parity.use.reporting.console import console, progress_bar
     from parity_lab.selftest import SELFTEST_CASES, SELFTESTED, bugs_in, print_selftest, selftest
 
     backends = options.backends or [name for name in SELFTESTED if not why_missing(name)]

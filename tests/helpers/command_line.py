@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from parity.cli.main import main
+from parity.use.cli.main import main
 
 
 def run_in_pipe(*arguments: str) -> subprocess.CompletedProcess[str]:

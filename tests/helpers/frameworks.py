@@ -33,9 +33,9 @@ from jax._src.lib.mlir import ir
 import mha_jax
 import mha_torch
 from mha_spec import AttentionSpec
-from parity.backends import BACKENDS
-from parity.backends import jax as jax_backend
-from parity.backends import torch as torch_backend
+from parity.measure.backends import BACKENDS
+from parity.measure.backends import jax as jax_backend
+from parity.measure.backends import torch as torch_backend
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -1,6 +1,6 @@
 """Bugs injected into one attention layer of a live transformers model, in the terms of that library.
 
-They share no code with the records of `parity.diagnosis.bugs`, which must identify them.
+They share no code with the records of `parity.explain.diagnosis.bugs`, which must identify them.
 """
 
 from collections.abc import Callable, Iterator

@@ -8,12 +8,12 @@ from unittest import mock
 
 import numpy as np
 
-import parity.running.run
+import parity.use.running.run
 from parity import CASES, run_cases
-from parity.core.compare import Label, failure
-from parity.reporting.html import AttentionMaps, html_page
-from parity.running.report import Report, SkippedCase
-from parity.sharding.mesh import Collectives
+from parity.measure.core.compare import Label, failure
+from parity.measure.sharding.mesh import Collectives
+from parity.use.reporting.html import AttentionMaps, html_page
+from parity.use.running.report import Report, SkippedCase
 
 HOSTILE = "<script>alert(1)</script>\"'&\x00\x1b\ud800</td>"
 
@@ -35,7 +35,7 @@ class Diagnosis:
 @contextmanager
 def broken_softmax() -> Iterator[None]:
     """Make torch's attention weights wrong in one sequence, head and place of the case "causal"."""
-    original = parity.running.run.record
+    original = parity.use.running.run.record
 
     def record(backend: str, reference: Any) -> Any:
         trace = original(backend, reference)
@@ -45,7 +45,7 @@ def broken_softmax() -> Iterator[None]:
             trace.accumulated["context"] += 1
         return trace
 
-    with mock.patch("parity.running.run.record", record):
+    with mock.patch("parity.use.running.run.record", record):
         yield
 
 

@@ -5,8 +5,8 @@ from inspect import isfunction
 from types import CodeType
 from typing import Any
 
-from parity.models.families import FAMILIES
-from parity.models.rules import Stack
+from parity.port.models.families import FAMILIES
+from parity.port.models.rules import Stack
 
 
 def one_a_code(values: Iterable[Any], functions_of: Callable[[Any], Mapping[str, Callable[..., Any]]]) -> list[Any]:

@@ -18,7 +18,7 @@ from unittest import mock
 import jax
 
 from helpers import PYTHONPATH, ROOT
-from parity.cli.main import main
+from parity.use.cli.main import main
 
 NO_HYPOTHESIS = "-p no:hypothesispytest"
 """For processes of pytest: importing the plugin takes as long as importing torch."""

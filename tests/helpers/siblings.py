@@ -40,7 +40,7 @@ class Sibling(ABC):
     Attributes:
         name: `jax`, `torch` or `tt`.
         package: `mha_jax`, `mha_torch` or `mha_tt`.
-        backend: its module of `parity.backends`.
+        backend: its module of `parity.measure.backends`.
         kernel_dtype: the widest NumPy dtype of the fused kernel; all other functions take float32.
         other_dtype: a floating dtype that does not go with `kernel_dtype`.
         rounding: the error of a device in numbers of order 1, beyond that of float32 arithmetic.

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from parity.files import open_tensors, write_tensors
+from parity.measure.files import open_tensors, write_tensors
 
 
 def read_tensors(path: Path) -> dict[str, np.ndarray]:

@@ -11,10 +11,10 @@ import numpy as np
 
 import parity
 from mha_spec import AttentionSpec, DynamicScaling, Latent, LongRopeScaling, Norm, Rope, Temperature
-from parity.conversion.layouts import LAYOUTS, from_canonical
-from parity.core.arrays import to_numpy
-from parity.core.cases import CASES
-from parity.core.problem import Problem, make_problem
+from parity.measure.core.arrays import to_numpy
+from parity.measure.core.cases import CASES
+from parity.measure.core.problem import Problem, make_problem
+from parity.port.conversion.layouts import LAYOUTS, from_canonical
 
 
 def cases_of_norms() -> Iterator[parity.Case]:

@@ -22,12 +22,12 @@ from helpers import ROOT
 from helpers.refusals import refuses
 from helpers.samples import sample
 
-import parity.backends
+import parity.measure.backends
 import parity_lab.bench
 from mha_spec import AttentionSpec
-from parity.cli.main import main
-from parity.reporting.console import console
-from parity.reporting.json import write_json
+from parity.use.cli.main import main
+from parity.use.reporting.console import console
+from parity.use.reporting.json import write_json
 from parity_lab.bench import Bench, Row, Work, bench, bench_work, plan
 from parity_lab.bench.measure import (
     LIMIT,
@@ -639,7 +639,7 @@ def test_missing_framework_is_left_out(monkeypatch, capsys):
     """A framework that is not installed is left out by default; if requested, the status is
     2, and the error has the reason.
     """
-    why = parity.backends.why_missing
+    why = parity.measure.backends.why_missing
     missing = "torch needs torch, not installed here"
     monkeypatch.setattr(parity_lab.bench, "why_missing", lambda name: missing if name == "torch" else why(name))
     assert main(["bench", "--backends", "torch"]) == 2
@@ -657,7 +657,9 @@ def test_missing_device_is_rejected(monkeypatch, capsys):
 @pytest.mark.costly("modules that a new process imports")
 def test_bench_help_imports_no_framework():
     """`bench --help` imports neither JAX, PyTorch, NumPy nor Rich."""
-    program = "import sys; from parity.cli.main import main\ntry: main(['bench', '--help'])\nexcept SystemExit: pass\n"
+    program = (
+        "import sys; from parity.use.cli.main import main\ntry: main(['bench', '--help'])\nexcept SystemExit: pass\n"
+    )
     program += "assert not {'jax', 'torch', 'numpy', 'rich'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

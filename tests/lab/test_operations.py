@@ -13,7 +13,7 @@ from helpers import ROOT
 from helpers.heads import fused_attention
 
 import mha_torch
-from parity.cli.main import make_parser
+from parity.use.cli.main import make_parser
 from parity_lab.bench.operations import (
     MARK,
     Event,

@@ -11,11 +11,11 @@ from helpers.samples import sample
 
 import mha_torch
 from parity import CASES, make_problem, random_weights
-from parity.backends import driver, load_backend
-from parity.cli.main import main
-from parity.core.stages import run_steps, stage_named
-from parity.diagnosis.bugs import page_by_bug, ranks, wrong_layer
-from parity.diagnosis.replay import Replay
+from parity.explain.diagnosis.bugs import page_by_bug, ranks, wrong_layer
+from parity.explain.diagnosis.replay import Replay
+from parity.measure.backends import driver, load_backend
+from parity.measure.core.stages import run_steps, stage_named
+from parity.use.cli.main import main
 from parity_lab.injections import INJECTIONS, bug_to_inject, plan_of
 from parity_lab.selftest import SELFTEST_CASES, Outcome, inject, run_with_bug, selftest_bugs
 

@@ -1,6 +1,6 @@
 """Ports of tests/wild: all are audited by plain arithmetic; right ones are diagnosed, and some of the wrong ones.
 
-tests/parity/diagnosis/test_wild.py has twenty of them in `make test`.
+tests/parity/explain/diagnosis/test_wild.py has twenty of them in `make test`.
 """
 
 import json
@@ -20,7 +20,7 @@ from wild.rates import Job, first_said, is_caught, is_clean, is_placed, jobs, ju
 from wild.records import STYLES, Right, half, port_of
 from wild.sets import BUGS, CASES, RIGHTS
 
-from parity.diagnosis.bugs import bugs_for, page_by_bug
+from parity.explain.diagnosis.bugs import bugs_for, page_by_bug
 
 SOME = slice(None, None, 24)
 """One in 24 wrong ports of each set; `tools/diagnosis-rates` diagnoses all."""

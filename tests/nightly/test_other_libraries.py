@@ -7,9 +7,9 @@ import tempfile
 
 import pytest
 
-from parity.conformance.examine import examine
-from parity.conformance.peers import peer
-from parity.conformance.subjects import DTYPES
+from parity.explain.conformance.examine import examine
+from parity.explain.conformance.peers import peer
+from parity.explain.conformance.subjects import DTYPES
 
 with pytest.MonkeyPatch.context() as _environment, tempfile.TemporaryDirectory() as _home:
     _environment.setenv("KERAS_BACKEND", "torch")

@@ -22,8 +22,8 @@ from helpers.shell import environment, run
 from helpers.shown import commands_of, shows, updated
 
 import parity
-from parity.core.stages import STAGES
-from parity.diagnosis.bugs import FIDELITIES, PRECISIONS, bugs_for, page_by_bug, ranks
+from parity.explain.diagnosis.bugs import FIDELITIES, PRECISIONS, bugs_for, page_by_bug, ranks
+from parity.measure.core.stages import STAGES
 from parity_lab.selftest import SELFTEST_CASES
 
 BUGS = ROOT / "parity" / "bugs"
@@ -86,7 +86,7 @@ def test_bug_page_has_all_sections():
 def reproduce(page):
     """Run the reproduction of a page and return its output."""
     code = block_of(sections_of(page)["Reproduction"], "python")
-    assert "parity.diagnosis.bugs" not in code  # the tool would otherwise get its own bugs
+    assert "parity.explain.diagnosis.bugs" not in code  # the tool would otherwise get its own bugs
     printed = io.StringIO()
     with redirect_stdout(printed):
         exec(compile(code, f"{page}.md", "exec"), {"__name__": page})
@@ -141,7 +141,7 @@ def test_symptoms_lead_to_every_page():
     assert all(linked)
     assert {page for pages in linked for page in pages} == {*PAGES}
     commands = {name for *_, shown in rows for name in re.findall(r"`([a-z]+)\b", shown)} - {"q", "k", "v", *STAGES}
-    assert commands - {"generate", "parity"} <= {page.stem for page in (ROOT / "parity" / "cli").glob("*.py")}
+    assert commands - {"generate", "parity"} <= {page.stem for page in (ROOT / "parity" / "use" / "cli").glob("*.py")}
 
 
 # ---- Code and commands -----------------------------------------------------------------------------------------------
@@ -294,7 +294,7 @@ def test_pages_import_public_names_only():
 @pytest.mark.parametrize(
     ("code", "found"),
     [
-        ("import parity.core", ["parity.core"]),
+        ("import parity.measure.core", ["parity.measure.core"]),
         ("import ttnn_mock.boards", ["ttnn_mock.boards"]),
         ("from parity import diagnose, no_such", ["no_such"]),
         ("import parity, os.path", []),

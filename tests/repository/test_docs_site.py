@@ -21,8 +21,8 @@ from packaging.utils import canonicalize_name
 from wild.sets import BUGS, RIGHTS
 
 import parity
-from parity.cli.main import make_parser
-from parity.mutating.bugs import names as bugs_to_inject
+from parity.explain.mutating.bugs import names as bugs_to_inject
+from parity.use.cli.main import make_parser
 from parity_lab.injections import INJECTIONS
 from parity_lab.selftest import SELFTEST_CASES, SELFTESTED, selftest_bugs
 
@@ -92,11 +92,11 @@ def test_generated_pages_list_every_entry():
     """Generated pages list every command, case, family, layout, bug and key of a schema."""
     import reference
 
-    from parity.cli.main import COMMANDS
-    from parity.diagnosis.bugs import bug_by_name
-    from parity.models.families import FAMILIES
-    from parity.models.families.not_covered import NOT_COVERED
-    from parity.reporting.schemas import SCHEMAS
+    from parity.explain.diagnosis.bugs import bug_by_name
+    from parity.port.models.families import FAMILIES
+    from parity.port.models.families.not_covered import NOT_COVERED
+    from parity.use.cli.main import COMMANDS
+    from parity.use.reporting.schemas import SCHEMAS
 
     commands = reference.command_pages()
     assert commands.keys() == {f"reference/cli/{name}" for name in ("index", *COMMANDS)}
@@ -283,8 +283,8 @@ def test_conventions_table_is_complete():
     """
     import parts
 
-    from parity.conformance.peers import PEERS
-    from parity.conformance.questions import QUESTIONS
+    from parity.explain.conformance.peers import PEERS
+    from parity.explain.conformance.questions import QUESTIONS
 
     subjects = {each["name"]: each["answers"] for each in parts.measured("conformance")["subjects"]}
     assert subjects.keys() == PEERS.keys()

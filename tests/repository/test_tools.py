@@ -112,7 +112,7 @@ def crash_as_70(arguments):
 )
 def test_fuzzing_finds_every_harm(fuzz, tmp_path, monkeypatch, fault, finding):
     """Control characters, 200,000 characters of output, and exit status 70 are found as harm."""
-    monkeypatch.setattr("parity.cli.main.main", fault)
+    monkeypatch.setattr("parity.use.cli.main.main", fault)
     monkeypatch.setattr(fuzz, "good_files", lambda folder: {})
     monkeypatch.setattr(fuzz, "hostile", lambda draw, good: ({}, ["inspect", "a.npz"]))
     (told, *_) = fuzz.fuzz_hostile(tmp_path, 1, seed=0)
@@ -168,7 +168,7 @@ def test_fuzzing_finds_every_fault(fuzz, tmp_path, monkeypatch, fault, finding):
     """A lost or changed file, a partial report, a file left, a traceback, a wrong exit status
     and a hang are found, with the command.
     """
-    monkeypatch.setattr("parity.cli.main.main", fault)
+    monkeypatch.setattr("parity.use.cli.main.main", fault)
     monkeypatch.setattr(fuzz.call, "__defaults__", (1,))
     monkeypatch.setattr(fuzz, "draw", lambda rng: (["inspect", "a.npz"], []))
     (told, *_) = [told for told in fuzz.fuzz_commands(tmp_path, 1, seed=0) if finding in told]

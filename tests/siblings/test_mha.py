@@ -18,7 +18,7 @@ from helpers.textbook import TEXTBOOK_OUTPUT
 
 import parity
 from mha_spec import AttentionSpec, Latent, Norm, Rope
-from parity.core.problem import TEXTBOOK_INPUT, TEXTBOOK_WEIGHTS
+from parity.measure.core.problem import TEXTBOOK_INPUT, TEXTBOOK_WEIGHTS
 
 SPEC = AttentionSpec(8, 2)
 BARE = AttentionSpec(8, 2, out_proj=False)  # the context is the output

@@ -9,8 +9,8 @@ from helpers import ROOT
 from helpers.textbook import TEXTBOOK_OUTPUT
 
 from mha_spec import AttentionSpec
-from parity.core.case import Case
-from parity.core.problem import TEXTBOOK_INPUT, TEXTBOOK_WEIGHTS, make_problem
+from parity.measure.core.case import Case
+from parity.measure.core.problem import TEXTBOOK_INPUT, TEXTBOOK_WEIGHTS, make_problem
 
 SPEC = AttentionSpec(8, 2)
 SELF = make_problem(Case("self", SPEC, "", seq_len=4), "float32")

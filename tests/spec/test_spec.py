@@ -32,13 +32,13 @@ from mha_spec import (
 )
 from mha_spec.features.scaling import SCALINGS
 from parity import CASES, AttentionSpec, pretrained, random_case
-from parity.cli.run import MOST_RANDOM
-from parity.core import reference
-from parity.core.case import Case
-from parity.core.cases import case_named
-from parity.core.problem import make_problem
-from parity.core.stages import STAGES, Stage, run_steps, stage_named
-from parity.core.weights import load_tensors, weight_shapes
+from parity.measure.core import reference
+from parity.measure.core.case import Case
+from parity.measure.core.cases import case_named
+from parity.measure.core.problem import make_problem
+from parity.measure.core.stages import STAGES, Stage, run_steps, stage_named
+from parity.measure.core.weights import load_tensors, weight_shapes
+from parity.use.cli.run import MOST_RANDOM
 
 
 def test_spec_derives_omitted_sizes():

@@ -116,7 +116,7 @@ def make_pages(folder: Path) -> None:
     """Write the three pages."""
     from helpers.pages import broken_softmax, hostile_report, page_of
 
-    from parity.reporting.html import html_page
+    from parity.use.reporting.html import html_page
 
     with broken_softmax():
         failed = page_of(["causal", "decode"], ["jax", "torch"])[2]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from reference import table
 
 from mha_spec import AttentionSpec
-from parity.text import counted
+from parity.measure.text import counted
 from parity_lab.costs import PLANS, Cost, cost_of, why_not
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 
 import parity
-from parity.diagnosis.bugs import FIDELITIES, PRECISIONS, bugs_for
-from parity.reporting.diagnosis import print_diagnosis
+from parity.explain.diagnosis.bugs import FIDELITIES, PRECISIONS, bugs_for
+from parity.use.reporting.diagnosis import print_diagnosis
 from parity_lab.injections import INJECTIONS
 from parity_lab.selftest import SELFTEST_CASES
 
@@ -54,7 +54,7 @@ OURS = "mha_torch, mha_jax"
 
 def conventions() -> str:
     """The answers of every library, a row for each check; the classes of this project share a column."""
-    from parity.conformance.questions import QUESTIONS
+    from parity.explain.conformance.questions import QUESTIONS
 
     found = measured("conformance")
     others = [each for each in found["subjects"] if not each["name"].startswith("mha_")]

@@ -5,13 +5,13 @@ import plots
 from reference import simulated
 
 import parity
-from parity.core.compare import Label, compare
-from parity.core.problem import Problem
-from parity.core.trace import Reference
-from parity.diagnosis.bugs import bugs_for, page_by_bug, wrong_layer
-from parity.diagnosis.replay import Replay
-from parity.reporting.figure import NotebookFigure
-from parity.sharding.shard import ShardPlan, shard
+from parity.explain.diagnosis.bugs import bugs_for, page_by_bug, wrong_layer
+from parity.explain.diagnosis.replay import Replay
+from parity.measure.core.compare import Label, compare
+from parity.measure.core.problem import Problem
+from parity.measure.core.trace import Reference
+from parity.measure.sharding.shard import ShardPlan, shard
+from parity.use.reporting.figure import NotebookFigure
 
 RIGHT, WRONG, GRAY = "#1a7f37", "#c62828", "#6e7781"
 CASES = (

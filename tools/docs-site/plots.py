@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from measurements import FRAMEWORKS, MACHINES, WORK, Row, costs, divided, grown, measured, ratios_of, rows_of
 
-from parity.reporting.figure import NotebookFigure
+from parity.use.reporting.figure import NotebookFigure
 from parity_lab.costs import PLANS
 
 COLORS = {"jax": "#1f6feb", "torch": "#bf5b04"}

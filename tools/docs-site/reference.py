@@ -126,9 +126,9 @@ def docstring_of(module: ModuleType, name: str) -> list[str]:
     from sphinx.pycode import ModuleAnalyzer
 
     for path in (
-        "parity.core.cases",
-        "parity.core.stages",
-        "parity.conversion.layouts.tables",
+        "parity.measure.core.cases",
+        "parity.measure.core.stages",
+        "parity.port.conversion.layouts.tables",
         "ttnn_mock.boards",
         module.__name__,
     ):
@@ -143,7 +143,7 @@ def docstring_of(module: ModuleType, name: str) -> list[str]:
 
 def command_pages() -> dict[str, str]:
     """A page for each command, and their list."""
-    from parity.cli.main import COMMANDS, GROUPS, make_parser
+    from parity.use.cli.main import COMMANDS, GROUPS, make_parser
 
     (commands,) = (action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction))
     rows, names = [], []
@@ -194,8 +194,8 @@ BY_CONFIG = "by the configuration"
 
 def families_page() -> str:
     """Every `model_type` of transformers: its stacks of layers, or why it is not read."""
-    from parity.models.families import FAMILIES
-    from parity.models.families.not_covered import NOT_COVERED
+    from parity.port.models.families import FAMILIES
+    from parity.port.models.families.not_covered import NOT_COVERED
 
     rows = []
     for name, family in sorted(FAMILIES.items()):
@@ -219,7 +219,7 @@ def families_page() -> str:
 
 def layouts_page() -> str:
     """Every layout and its tensors."""
-    from parity.conversion.layouts import LAYOUTS
+    from parity.port.conversion.layouts import LAYOUTS
 
     rows = [(f"[`{name}`](#{anchor(name)})", layout.about) for name, layout in LAYOUTS.items()]
     parts = [
@@ -243,8 +243,8 @@ def anchor(heading: str) -> str:
 
 def cases_page() -> str:
     """Every test case."""
-    from parity.core.cases import CASES
-    from parity.reporting.cases import covers
+    from parity.measure.core.cases import CASES
+    from parity.use.reporting.cases import covers
 
     rows = [(f"`{name}`", case.about, covers(case)) for name, case in CASES.items()]
     about = f"`mha-parity run --cases all` runs these {len(CASES)} cases; without `--cases` it runs each feature once."
@@ -253,7 +253,7 @@ def cases_page() -> str:
 
 def bugs_page() -> str:
     """Every known bug, by its page."""
-    from parity.diagnosis.bugs import bug_by_name
+    from parity.explain.diagnosis.bugs import bug_by_name
 
     by_page = {}
     for name, bug in bug_by_name().items():
@@ -286,7 +286,7 @@ def simulated() -> dict[str, Any]:
 
 def simulated_tables() -> str:
     """Shares of the budget in a simulator: of every case, of other shapes, and of other settings."""
-    from parity.core.cases import CASES
+    from parity.measure.core.cases import CASES
 
     shown = simulated()
 
@@ -337,8 +337,8 @@ def share_text(share: float | None) -> str:
 
 def schemas_page() -> str:
     """The keys of JSON, of the metadata of files, and the elements of JUnit XML."""
-    from parity.core.weights import FORMAT
-    from parity.reporting.schemas import FILES, JUNIT, SCHEMAS
+    from parity.measure.core.weights import FORMAT
+    from parity.use.reporting.schemas import FILES, JUNIT, SCHEMAS
 
     parts = [
         "# Schemas",

@@ -25,7 +25,7 @@ ELSEWHERE = {
     "README.md": "README",
     "examples/README.md": "how-to/port",
     "benchmarks/README.md": "evidence/measure",
-    "parity/pretrained/PROVENANCE.md": "evidence/trained-layers",
+    "parity/measure/pretrained/PROVENANCE.md": "evidence/trained-layers",
     "tests/wild/README.md": "evidence/ports",
 }
 """Pages of the repository outside of docs/, and their names in the site."""

@@ -19,12 +19,12 @@ from mha_spec import Alibi, AttentionSpec, Norm, Rope
 from mha_tt import mha, parallel
 from mha_tt.device import upload_parts
 from mha_tt.parallel import local
-from parity.backends import tt as backend
-from parity.backends import tt_mesh
-from parity.core.cases import CASES
-from parity.core.weights import random_weights
-from parity.running.run import run_cases
-from parity.sharding.mesh import MeshPlan
+from parity.measure.backends import tt as backend
+from parity.measure.backends import tt_mesh
+from parity.measure.core.cases import CASES
+from parity.measure.core.weights import random_weights
+from parity.measure.sharding.mesh import MeshPlan
+from parity.use.running.run import run_cases
 
 JUDGED = {
     "n300": {

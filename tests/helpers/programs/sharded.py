@@ -25,9 +25,9 @@ import parity
 from mha_jax import parallel
 from mha_jax.kernels.fused import FusedAttention
 from mha_spec import Alibi, AttentionSpec, Gate, Latent, Norm, Rope
-from parity.core.cases import CASES
-from parity.running.run import run_cases
-from parity.sharding.mesh import MeshPlan
+from parity.measure.core.cases import CASES
+from parity.measure.sharding.mesh import MeshPlan
+from parity.use.running.run import run_cases
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

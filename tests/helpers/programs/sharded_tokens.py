@@ -24,9 +24,9 @@ from mha_jax import parallel
 from mha_jax.kernels.fused import FusedAttention
 from mha_jax.parallel import ContextParallel
 from mha_spec import Alibi, AttentionSpec, Norm, RelativeBias, Rope
-from parity.backends.jax import QUICKLY
-from parity.sharding.hlo import collectives_in, counts_of
-from parity.sharding.mesh import MeshPlan
+from parity.measure.backends.jax import QUICKLY
+from parity.measure.sharding.hlo import collectives_in, counts_of
+from parity.measure.sharding.mesh import MeshPlan
 from parity_lab.costs import cost_of
 
 KINDS = {"automatic": AxisType.Auto, "explicit": AxisType.Explicit}

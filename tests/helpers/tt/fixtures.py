@@ -22,7 +22,7 @@ import ttnn
 import mha_tt
 import ttnn_mock
 from helpers.siblings import fixture_of
-from parity.backends import tt as backend
+from parity.measure.backends import tt as backend
 from ttnn_mock import hooks
 
 from . import MOCK_BOARD

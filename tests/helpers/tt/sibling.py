@@ -14,7 +14,7 @@ import mha_tt
 import ttnn_mock
 from helpers.siblings import Sibling
 from mha_spec import AttentionSpec
-from parity.backends import tt as backend
+from parity.measure.backends import tt as backend
 
 from .formulas import IS_MOCK, TOLERANCES, without_padding
 

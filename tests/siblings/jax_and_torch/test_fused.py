@@ -1,7 +1,7 @@
 """The fast paths: options instead of masks, skipped keys, blocks and library kernels change results only by rounding.
 
 Results are compared with the plain path of torch in float64. The tolerance is the error of the same path in the tested
-dtype, times the factor of `parity.core.compare`.
+dtype, times the factor of `parity.measure.core.compare`.
 """
 
 import functools
@@ -31,8 +31,8 @@ from mha_jax.parallel import ContextParallel
 from mha_jax.scores import Scores
 from mha_spec import Alibi, AttentionSpec, RelativeBias, Rope
 from mha_spec.heads import BareHeads
-from parity.backends import jax as jax_backend
-from parity.backends import torch as torch_backend
+from parity.measure.backends import jax as jax_backend
+from parity.measure.backends import torch as torch_backend
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 HALVES = {name: dtype for name, dtype in DTYPES.items() if name != "float32"}

@@ -14,7 +14,7 @@ from helpers.samples import sample
 import mha_torch
 import parity
 from mha_spec import AttentionSpec, Latent, Rope
-from parity.core.weights import random_weights
+from parity.measure.core.weights import random_weights
 
 SPEC = AttentionSpec(
     *(32, 4),

@@ -28,9 +28,9 @@ from mha_jax.masks import Mask
 from mha_jax.scores import Scores
 from mha_spec import Alibi, AttentionSpec, Latent, RelativeBias, RelativeProducts, Rope
 from mha_torch.kernels import flex
-from parity.backends import torch as torch_backend
-from parity.core.compare import unit_of_rounding
-from parity.testing.assertion import UNITS
+from parity.measure.backends import torch as torch_backend
+from parity.measure.core.compare import unit_of_rounding
+from parity.use.testing.assertion import UNITS
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),

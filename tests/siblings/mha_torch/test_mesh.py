@@ -11,8 +11,8 @@ from mha_torch.masks import Mask
 from mha_torch.parallel.ring import check_ring_supports
 from mha_torch.scores import Scores
 from parity import CASES, random_case, run_cases
-from parity.backends import torch_mesh
-from parity.sharding.mesh import MeshPlan
+from parity.measure.backends import torch_mesh
+from parity.measure.sharding.mesh import MeshPlan
 
 HEADS = [  # features of heads, whole outputs, caches; WIDTHS has projections
     *(CASES[name] for name in ("norm-per-head", "decode-sinks", "decode-latent")),

@@ -8,7 +8,7 @@ from helpers.tt.formulas import IS_MOCK
 
 import mha_tt
 import parity
-from parity.core.arrays import arithmetic_of
+from parity.measure.core.arrays import arithmetic_of
 
 PROBLEM = parity.make_problem(parity.CASES["causal"], "bfloat16")
 
@@ -75,7 +75,7 @@ def test_arithmetic_follows_target_of_tensor(device, x, monkeypatch):
 
 def test_tf32_error_passes_only_on_cards(device, monkeypatch):
     """Float32 values cut to TF32 are within the budget of a card, and outside that of a mock board."""
-    from parity.core.trace import Reference
+    from parity.measure.core.trace import Reference
 
     problem = parity.make_problem(parity.CASES["causal"], "float32")
     output = Reference(problem).same_precision(local=False)["output"]
@@ -100,7 +100,7 @@ def test_bug_in_tensors_fails_at_its_stage(device):
 
 
 def reference_stages(*names):
-    from parity.core.trace import Reference
+    from parity.measure.core.trace import Reference
 
     stages = Reference(PROBLEM).same_precision(local=False)
     return {name: stages[name] for name in names}

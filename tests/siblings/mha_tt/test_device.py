@@ -18,8 +18,8 @@ from mha_tt import device as devices
 from mha_tt.device import with_bfloat16_sums
 from mha_tt.kernels.fused import may_zero_rows
 from mha_tt.layout import round_up
-from parity.conversion.layouts.canonical import from_canonical, to_canonical
-from parity.conversion.layouts.tables import LAYOUTS
+from parity.port.conversion.layouts.canonical import from_canonical, to_canonical
+from parity.port.conversion.layouts.tables import LAYOUTS
 
 # ---- Target ----------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from helpers import ROOT
 
 import mha_tt
 import parity
-from parity.cli.main import main
+from parity.use.cli.main import main
 
 FOLDER = ROOT / "examples" / "ttnn"
 PAGE = (FOLDER.parent / "README.md").read_text("utf-8").partition("\n## Bring up")[2]

@@ -499,7 +499,7 @@ MUTATIONS = {
 @pytest.fixture(autouse=True)
 def undiagnosed(monkeypatch):
     """Skip the search for a cause: it takes longer than the case, and has its own tests."""
-    monkeypatch.setattr("parity.running.run.DIAGNOSED", 0)
+    monkeypatch.setattr("parity.use.running.run.DIAGNOSED", 0)
 
 
 def override(monkeypatch: pytest.MonkeyPatch, mutation: Mutation) -> None:

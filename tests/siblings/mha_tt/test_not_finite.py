@@ -18,7 +18,7 @@ from mha_tt.kernels import fused
 from mha_tt.kernels.nonfinite import contained
 from mha_tt.masks import Mask
 from mha_tt.scores import Scores
-from parity.backends import tt as backend
+from parity.measure.backends import tt as backend
 
 B, N, K, T, H = 2, 4, 2, 40, 32
 TOKEN = 5  # of the first sequence, non-finite in the first key/value head

@@ -105,7 +105,7 @@ def test_unchecked_operations_are_reported(monkeypatch, device):
         ttnn.typecast(x, ttnn.bfloat8_b)
     assert operations.not_judged == {"ttnn.typecast": "blocks that share an exponent have no budget"}
     assert operations.judged == 0
-    monkeypatch.setattr("parity.testing.operations._golden", lambda operation: None)
+    monkeypatch.setattr("parity.use.testing.operations._golden", lambda operation: None)
     with parity.assert_operations() as operations:
         ttnn.add(x, x)
     assert "it has no golden function" in operations.not_judged["ttnn.add"]

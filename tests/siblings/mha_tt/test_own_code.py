@@ -10,9 +10,9 @@ from helpers.refusals import refuses
 from helpers.tt.formulas import IS_MOCK
 
 import parity
-from parity.backends import tt
-from parity.cli.main import main
-from parity.conformance.examine import examine
+from parity.explain.conformance.examine import examine
+from parity.measure.backends import tt
+from parity.use.cli.main import main
 
 SPEC = parity.AttentionSpec(128, 4, num_kv_heads=2, rope=parity.Rope(10000.0))
 
@@ -272,7 +272,7 @@ def test_diagnosis_uses_arithmetic_of_device(diagnosed, monkeypatch):
     """`diagnose` uses the arithmetic "tensix" on a card and "ieee" on a mock board."""
     given = []
     monkeypatch.setattr(
-        "parity.diagnosis.diagnose.diagnose",
+        "parity.explain.diagnosis.diagnose.diagnose",
         lambda observed, problem, *, arithmetic, **_: given.append(arithmetic) or parity.Diagnosis("none"),
     )
     lock = tt.lock

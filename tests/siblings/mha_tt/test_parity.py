@@ -11,7 +11,7 @@ from helpers.tt.formulas import IS_MOCK
 
 from mha_spec import AttentionSpec, Rope
 from parity import CASES, Case, random_case, run_cases
-from parity.backends import tt as backend
+from parity.measure.backends import tt as backend
 
 DTYPES = ("float32", "bfloat16")
 MORE_SEEDS = range(6, 18)  # the first six are among the cases

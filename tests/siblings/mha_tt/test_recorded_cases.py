@@ -9,12 +9,12 @@ import pytest
 from helpers.tt.formulas import IS_MOCK
 
 from parity import random_weights
-from parity.backends import tt
-from parity.backends.record import record
-from parity.core.cases import CASES
-from parity.core.problem import make_problem
-from parity.core.trace import Reference, judge
-from parity.running.run import run_cases
+from parity.measure.backends import tt
+from parity.measure.backends.record import record
+from parity.measure.core.cases import CASES
+from parity.measure.core.problem import make_problem
+from parity.measure.core.trace import Reference, judge
+from parity.use.running.run import run_cases
 
 pytestmark = [
     pytest.mark.board,

@@ -12,7 +12,7 @@ from helpers.tt.formulas import TOLERANCES, assert_close, both_dtypes, rotate, r
 import mha_tt
 import parity
 from mha_spec import DynamicScaling, ProportionalScaling, YarnScaling
-from parity.core.reference.rope import amplitude, axes, frequencies, pairs
+from parity.measure.core.reference.rope import amplitude, axes, frequencies, pairs
 
 
 def rotated(device, x, positions, theta=10000.0, *, dtype=ttnn.float32, **options):

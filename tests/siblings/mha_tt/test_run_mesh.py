@@ -12,10 +12,10 @@ from helpers.refusals import refuses
 
 from mha_spec import AttentionSpec, Norm
 from parity import CASES
-from parity.backends import tt_mesh
-from parity.cli.main import main
-from parity.running.traces import load_trace
-from parity.sharding.mesh import MeshPlan, collectives_of
+from parity.measure.backends import tt_mesh
+from parity.measure.sharding.mesh import MeshPlan, collectives_of
+from parity.use.cli.main import main
+from parity.use.running.traces import load_trace
 
 pytestmark = pytest.mark.usefixtures("only_mock")
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("only_mock")
 RUNS = """
 import os, sys
 import torch, ttnn
-from parity.cli.main import main
+from parity.use.cli.main import main
 
 run = ["run", "--backends", "tt", "--cases", "*qa-causal"]
 for more in ([], sys.argv[1:]):  # each a fork, for a process opens chips or a mesh of them, and imports take longest

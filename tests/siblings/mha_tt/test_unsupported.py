@@ -8,7 +8,7 @@ from helpers.tt.sibling import UNSUPPORTED
 
 import mha_tt
 from mha_spec import AttentionSpec
-from parity.backends import tt as backend
+from parity.measure.backends import tt as backend
 
 
 def float16(device):

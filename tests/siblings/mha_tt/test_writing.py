@@ -14,10 +14,10 @@ import mha_tt
 import parity
 import ttnn_mock
 from mha_spec import AttentionSpec
-from parity.backends import tt
-from parity.core.cases import CASES
-from parity.core.problem import Problem
-from parity.writing import source_of
+from parity.explain.writing import source_of
+from parity.measure.backends import tt
+from parity.measure.core.cases import CASES
+from parity.measure.core.problem import Problem
 
 FLOAT16 = {name for name, case in CASES.items() if case.dtype == "float16"}
 """Cases in a dtype that ttnn does not have."""
